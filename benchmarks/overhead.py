@@ -36,7 +36,7 @@ from dit_lora.config.recipe import GuardConfig, LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.guard.gate import StepFailure
+from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
@@ -45,11 +45,11 @@ from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training import loop as training_loop
 from dit_lora.training.distributed import engine as training_engine
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.journal import Journal, build_metrics_line
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
 from dit_lora.training.optim.state import optimizer_state
+from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep

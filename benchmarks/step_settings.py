@@ -15,7 +15,7 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.gradient_norms import choose_norm_function
 from dit_lora.fuse.patches import OPS, get_fusion
-from dit_lora.guard.gate import StepFailure
+from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.memory import get_available_bytes
@@ -28,9 +28,9 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.execution.activations import advise_checkpointing, measure_activations
-from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
 

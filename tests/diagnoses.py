@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.suspects import DiagnosisContext
-from dit_lora.guard.switches import Fallback
-from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.labels import IGNORE_INDEX
 from dit_lora.numerics.objectives import LossOutput
 

@@ -22,7 +22,7 @@ from torch import nn
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import get_fusion
 from dit_lora.guard.comparison.parity import find_first_difference
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 
 Inputs = dict[str, Any]
 

@@ -8,7 +8,7 @@ from unittest import mock
 from torch import nn
 
 from dit_lora.training import choose_checkpointing as choosing
-from dit_lora.training.guarding import parity_watch
+from dit_lora.training.recovery import kernel_parity
 
 PASSES = 4
 """Passes through blocks that ask whether a kernel repeats itself: in a tiny model all of them are two blocks', and
@@ -20,7 +20,7 @@ def quick_runs() -> Iterator[None]:
     """Recipes that run in this process are quick within."""
     with (
         mock.patch.object(choosing, "measure_activations", _counted_once),
-        mock.patch.object(parity_watch, "MIN_PASSES", PASSES),
+        mock.patch.object(kernel_parity, "MIN_PASSES", PASSES),
     ):
         yield
 

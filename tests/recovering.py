@@ -15,17 +15,17 @@ from dit_lora.config.recipe import GuardConfig
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.event import Event
-from dit_lora.guard.gate import StepFailure
-from dit_lora.guard.policy import Policy
+from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.finite_gate import StepFailure
+from dit_lora.guard.recovery_policy import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.suspects import DiagnosisContext
-from dit_lora.guard.switches import Fallback
-from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.parameters import get_trainable_parameters
-from dit_lora.training.guarding import recovery as recovery_module
 from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
+from dit_lora.training.recovery import recovery as recovery_module
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
 

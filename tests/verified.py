@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.results.verify.verify import Verification
+from dit_lora.verify.verify import Verification
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors, dict[str, str]], Tensors | None]

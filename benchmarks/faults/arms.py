@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.faults.triggers import Change, Find, Fires, When
 from benchmarks.faults.world import Arm, Stage, Tensors
-from dit_lora.guard.switches import Fallback
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams
 

@@ -25,7 +25,7 @@ from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.families.family import ChatFamily, DiffusionFamily
-from dit_lora.guard.switches import preserve_attention_backends
+from dit_lora.guard.fallbacks import preserve_attention_backends
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import RandomStreams

@@ -26,7 +26,7 @@ from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.data.sources.scan import scan_sources
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.guard.bundle import read_bundle, write_bundle
+from dit_lora.guard.repro_bundle import read_bundle, write_bundle
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.page import write_report
 from dit_lora.training.checkpoints.files import (

@@ -15,7 +15,7 @@ from benchmarks.faults.world import Observation, Overrides, Stage, Tensors, Worl
 from benchmarks.verdicts.cases import Case, Right
 from dit_lora.commands.verify import find_target
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
-from dit_lora.results.verify.output import compare_output
+from dit_lora.verify.output_fingerprint import compare_output
 
 QUESTIONS = {
     "lost": "is a sample left out for good that the fault did not touch?",

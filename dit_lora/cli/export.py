@@ -13,8 +13,8 @@ from dit_lora.terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dit_lora.results.export.low_rank import RankChoice
-    from dit_lora.results.export.low_rank_result import LowRankResult
+    from dit_lora.export.low_rank import RankChoice
+    from dit_lora.export.low_rank_result import LowRankResult
 
 EXAMPLES = {
     "export": (
@@ -66,7 +66,7 @@ def export(
 
     With --rank it is written at a lower rank, and what the rank keeps is printed (with --json as JSON).
     """
-    from dit_lora.results.export.export import ExportRequest, export_and_report
+    from dit_lora.export.export import ExportRequest, export_and_report
 
     # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
@@ -93,8 +93,8 @@ def extract(
     as_json: JsonFlag = False,
 ) -> None:
     """Write the difference of two checkpoints as a LoRA, and say what of it the rank keeps."""
-    from dit_lora.results.export.extract import ExtractRequest
-    from dit_lora.results.export.extract import extract as run
+    from dit_lora.export.extract import ExtractRequest
+    from dit_lora.export.extract import extract as run
 
     request = ExtractRequest(tuned, base, out, _parse_rank_choice(rank, energy), to, model)
     _print_report(context, as_json, run(request, echo), out)
@@ -102,7 +102,7 @@ def extract(
 
 def _parse_rank_choice(rank: str, energy: float | None) -> "RankChoice":
     """Parse --rank and --energy; raises `DitLoraError` for values that they do not take."""
-    from dit_lora.results.export.low_rank import RankChoice
+    from dit_lora.export.low_rank import RankChoice
 
     if rank == "auto":
         share = 0.99 if energy is None else energy

@@ -23,7 +23,7 @@ def report(
     if port is not None and not serve:
         raise DitLoraError(f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}")
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
-    from dit_lora.results.experts import find_expert_runs
+    from dit_lora.verify.expert_pair import find_expert_runs
 
     # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
@@ -50,6 +50,6 @@ def report(
 
 def _export_checkpoint(file: Path, form: str, output_folder: Path) -> None:
     """Write a checkpoint's adapter to a new folder."""
-    from dit_lora.results.export.export import ExportRequest, export
+    from dit_lora.export.export import ExportRequest, export
 
     export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))

@@ -25,7 +25,7 @@ def verify(
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.commands.verify import verify_adapter
     from dit_lora.config.experts import EXPERT_NAMES
-    from dit_lora.results.experts import find_expert_results
+    from dit_lora.verify.expert_pair import find_expert_results
 
     verifications = [
         verify_adapter(item, model, allow_extreme_update=allow_extreme_update) for item in find_expert_results(target)

@@ -17,13 +17,13 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.guard.bundle import Bundle, read_bundle
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.repro_bundle import Bundle, read_bundle
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import get_device_placement, offload_base
-from dit_lora.training.micro_batch import BatchPosition, build_loss_function, make_replayable
+from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.registry import task_of
 

@@ -19,7 +19,7 @@ from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_liste
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.run_script import run_as_main
-from dit_lora.guard.bundle import Bundle
+from dit_lora.guard.repro_bundle import Bundle
 from dit_lora.numerics.dtensors import copy_full_values, get_original_class, needs_all_ranks
 from dit_lora.terminal import echo
 

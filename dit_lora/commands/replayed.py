@@ -8,12 +8,10 @@ from typing import Any
 from torch import nn
 
 from dit_lora.errors import format_list
-from dit_lora.guard.bundle import Bundle
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
-from dit_lora.guard.state import compute_weight_peak, diagnose_diverged_weights, is_unusable_magnitude
-from dit_lora.guard.suspects import DiagnosisContext
-from dit_lora.guard.switches import (
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.fallbacks import (
     Fallback,
     choose_cudnn,
     convert_to_fp32,
@@ -21,7 +19,9 @@ from dit_lora.guard.switches import (
     list_fallbacks,
     preserve_attention_backends,
 )
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
+from dit_lora.guard.repro_bundle import Bundle
+from dit_lora.guard.state_checks import compute_weight_peak, diagnose_diverged_weights, is_unusable_magnitude
 from dit_lora.numerics.dtensors import needs_all_ranks
 
 

@@ -18,9 +18,15 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.source import find_pipeline_folder, find_source
-from dit_lora.results.tensor_file import read_file_metadata, read_tensors
-from dit_lora.results.verified_files import (
+from dit_lora.training.session.session import hide_progress_bars
+from dit_lora.training.tasks.chat.answerer import find_origin
+from dit_lora.verify.chat_model import ChatReferenceModel
+from dit_lora.verify.diffusion_model import DiffusionReferenceModel
+from dit_lora.verify.locate import find_pipeline_folder, find_source
+from dit_lora.verify.pipeline_checks import check_pipeline_files
+from dit_lora.verify.reference_model import ReferenceModel
+from dit_lora.verify.safetensors_file import read_file_metadata, read_tensors
+from dit_lora.verify.verified_files import (
     VERIFICATION_FILE,
     compute_digests,
     find_changed_files,
@@ -28,13 +34,7 @@ from dit_lora.results.verified_files import (
     read_verification,
     write_verification,
 )
-from dit_lora.results.verify.chat_model import ChatReferenceModel
-from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
-from dit_lora.results.verify.pipeline import check_pipeline_files
-from dit_lora.results.verify.reference_model import ReferenceModel
-from dit_lora.results.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
-from dit_lora.training.session.session import hide_progress_bars
-from dit_lora.training.tasks.chat.answerer import find_origin
+from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
 
 TargetKind = Literal["diffusion", "chat", "pipeline"]
 

@@ -29,7 +29,7 @@ from dit_lora.fuse.patches import (
 )
 from dit_lora.fuse.registry import FORWARDS, OPS_WITHOUT_TRITON, PROCESSORS
 from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
-from dit_lora.guard.switches import Fallback, set_model_fallbacks
+from dit_lora.guard.fallbacks import Fallback, set_model_fallbacks
 from dit_lora_kernels import triton_support
 from dit_lora_kernels.fp8 import find_unavailable_reason as why_no_fp8
 

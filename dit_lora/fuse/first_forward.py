@@ -15,8 +15,8 @@ from dit_lora.fuse.casts import refresh_casts
 from dit_lora.fuse.patches import ATTENTION, get_fusion
 from dit_lora.guard.comparison.block_parity import ComparisonOptions
 from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
+from dit_lora.guard.fallbacks import Fallback, list_model_fallbacks
 from dit_lora.guard.replay import get_cuda_devices
-from dit_lora.guard.switches import Fallback, list_model_fallbacks
 
 InputShapes = tuple[tuple[int, ...], ...]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dit_lora.fuse.patches import Fusion, get_class_name, get_fusion
-from dit_lora.guard.switches import Fallback
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.numerics.tolerances import FP8_TOLERANCE
 from dit_lora_kernels.fp8 import Fp8Weight, is_supported, quantize_weight
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.switches import Fallback
+from dit_lora.guard.fallbacks import Fallback
 
 DEFAULT_IMPLEMENTATION = "sdpa"
 """PyTorch's `scaled_dot_product_attention`, whose backends the guard can switch off one by one."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dit_lora.guard.attach.callbacks.lightning_callback import LightningGuard as LightningGuard
     from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
     from dit_lora.guard.attach.guard import Guard
-    from dit_lora.guard.gate import NonFiniteError
+    from dit_lora.guard.finite_gate import NonFiniteError
 
 # LightningGuard is left out: `import *` must not import Lightning.
 __all__ = ["Guard", "GuardCallback", "LadderConfig", "LoopConfig", "NonFiniteError"]
@@ -22,7 +22,7 @@ _LAZY_MODULES = {
     "LadderConfig": "dit_lora.config.ladder",
     "LoopConfig": "dit_lora.config.ladder",
     "LightningGuard": "dit_lora.guard.attach.callbacks.lightning_callback",
-    "NonFiniteError": "dit_lora.guard.gate",
+    "NonFiniteError": "dit_lora.guard.finite_gate",
 }
 
 

@@ -10,18 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from dit_lora.guard.probe import Trace
-from dit_lora.guard.replay import MicroBatch, Outcome, RankTrace, trace_micro_batch
-from dit_lora.guard.state import (
-    compute_weight_peak,
-    diagnose_diverged_weights,
-    find_bad_state,
-    find_grown_weights,
-    format_remaining_count,
-    is_unusable_magnitude,
-)
-from dit_lora.guard.suspects import DiagnosisContext, PendingDiagnosis
-from dit_lora.guard.trials import (
+from dit_lora.guard.bisect import (
     NUM_REPLAYS,
     NUM_ROUNDS,
     InconsistentReplayError,
@@ -29,7 +18,18 @@ from dit_lora.guard.trials import (
     is_healthy_in_fp32,
     isolate_sample,
 )
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext, PendingDiagnosis
+from dit_lora.guard.probe import Trace
+from dit_lora.guard.replay import MicroBatch, Outcome, RankTrace, trace_micro_batch
+from dit_lora.guard.state_checks import (
+    compute_weight_peak,
+    diagnose_diverged_weights,
+    find_bad_state,
+    find_grown_weights,
+    format_remaining_count,
+    is_unusable_magnitude,
+)
 from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks
 from dit_lora.numerics.finite import describe_bad_values
 from dit_lora.numerics.labels import find_label_problem

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.guard.verdict import Cause, Diagnosis
+from dit_lora.guard.diagnosis import Cause, Diagnosis
 
 
 @dataclass(frozen=True)

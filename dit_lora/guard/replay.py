@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from dit_lora.guard.fallbacks import disable_compile
 from dit_lora.guard.probe import Probe, Trace
-from dit_lora.guard.switches import disable_compile
 from dit_lora.numerics.dtensors import get_local_tensor, needs_all_ranks
 from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.numerics.objectives import LossOutput

@@ -25,7 +25,7 @@ from dit_lora.hub.usage import (
     render_usage_code,
 )
 from dit_lora.redact import remove_tokens
-from dit_lora.results.experts import format_expert_filename
+from dit_lora.verify.expert_pair import format_expert_filename
 
 # Source: huggingface.js, packages/tasks/src/pipelines.ts. Class-conditional video models have no task there.
 _VIDEO_TO_VIDEO = "video-to-video"

@@ -37,9 +37,9 @@ from dit_lora.parsing import ParseError
 from dit_lora.redact import redact_model_text, redact_value
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import get_sample_prompts
-from dit_lora.results.experts import find_expert_runs, format_expert_filename
-from dit_lora.results.verified_files import require_unchanged
 from dit_lora.training.tasks.facts import FACTS_FILE
+from dit_lora.verify.expert_pair import find_expert_runs, format_expert_filename
+from dit_lora.verify.verified_files import require_unchanged
 
 CARD_FILE = "README.md"
 SAMPLES_PREFIX = "samples/"

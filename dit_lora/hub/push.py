@@ -19,7 +19,7 @@ from dit_lora.hub.contents import (
     Contents,
     collect_contents,
 )
-from dit_lora.results.experts import format_expert_filename
+from dit_lora.verify.expert_pair import format_expert_filename
 
 MessageCallback = Callable[[str], None]
 

@@ -12,7 +12,7 @@ from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.config.records import Dtype, validate_value
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
-from dit_lora.results.experts import format_expert_filename
+from dit_lora.verify.expert_pair import format_expert_filename
 
 _BASE_PLACEHOLDER = "path/to/base"
 

@@ -23,12 +23,12 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import build_from_configs, build_text_encoders, is_data_available
 from dit_lora.fuse import api, fp8, kernel_support
 from dit_lora.numerics.streams import RandomStreams
+from dit_lora.numerics.transformer_blocks import find_weights_read_outside, repeated_blocks
 from dit_lora.patching import Patches
 from dit_lora.planning.chat_shapes import compute_chat_specs
 from dit_lora.planning.step import emulate_autocast, measure_step_peak
 from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
 from dit_lora.training.execution.activations import PeakBytes, measure_activations
-from dit_lora.training.execution.blocks import find_weights_read_outside, repeated_blocks
 from dit_lora.training.execution.fake_step import CPU, AllocationTracker, FakeStep, Losses, count_tensor_bytes
 from dit_lora.training.preserve import compute_training_losses
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample

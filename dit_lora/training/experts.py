@@ -11,9 +11,9 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.records import Status, read_typed_json
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
-from dit_lora.results.experts import format_expert_filename
 from dit_lora.training.checkpoints.files import checkpoint_path, is_complete_checkpoint
 from dit_lora.training.session.session import Session
+from dit_lora.verify.expert_pair import format_expert_filename
 
 
 def require_fresh(recipes: Sequence[Recipe]) -> None:

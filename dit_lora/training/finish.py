@@ -20,18 +20,23 @@ from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json_lines
 from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.redact import redact_value
-from dit_lora.results.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
-from dit_lora.results.verify.checks import PATTERN_KEYS
-from dit_lora.results.verify.output import FAILURE, NOT_RECORDED, record_output
-from dit_lora.results.verify.pipeline import check_pipeline_files
-from dit_lora.results.verify.reference_model import find_sharing_obstacle, share_model_weights
-from dit_lora.results.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
-from dit_lora.training.base_output import BaseFingerprint, find_base_fault, find_kernel_fault, make_synthetic_inputs
+from dit_lora.training.base_fingerprint import (
+    BaseFingerprint,
+    find_base_fault,
+    find_kernel_fault,
+    make_synthetic_inputs,
+)
 from dit_lora.training.fit import use_averaged_weights, validate
 from dit_lora.training.journal import read_eval_losses
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import Session, share_errors
 from dit_lora.training.task import AnySetup, Setup
+from dit_lora.verify.checks import PATTERN_KEYS
+from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, record_output
+from dit_lora.verify.pipeline_checks import check_pipeline_files
+from dit_lora.verify.reference_model import find_sharing_obstacle, share_model_weights
+from dit_lora.verify.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
+from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
 from dit_lora.version import __version__
 
 

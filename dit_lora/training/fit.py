@@ -12,24 +12,24 @@ from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.event import Event
-from dit_lora.guard.gate import BadStateError, NonFiniteError
+from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
-from dit_lora.training.base_output import switch_off_faulty_kernels
+from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
-from dit_lora.training.guarding.agreement import record_sound_averages, require_agreement
-from dit_lora.training.guarding.preflight import preflight
-from dit_lora.training.guarding.setup import choose_gradient_norms
-from dit_lora.training.guarding.state_checks import (
+from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line, read_eval_losses
+from dit_lora.training.loop import Loop, train
+from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.recovery.build import choose_gradient_norms
+from dit_lora.training.recovery.preflight import preflight
+from dit_lora.training.recovery.rank_consistency import record_sound_averages, require_agreement
+from dit_lora.training.recovery.state_checks import (
     collect_local_state,
     require_finite_everywhere,
     require_not_diverged,
     require_unaltered,
 )
-from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line, read_eval_losses
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.micro_batch import build_loss_function
-from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.replayable_batch import build_loss_function
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import handle_stop_signals, raise_on_all_ranks
 from dit_lora.training.step import StepResult

@@ -19,15 +19,15 @@ from dit_lora.data.loading.reading import Reader
 from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction
-from dit_lora.guard.gate import BadStateError, Gate, StepFailure
+from dit_lora.guard.finite_gate import BadStateError, Gate, StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.guarding.recovery import RunRecovery
-from dit_lora.training.guarding.watch import StepWatcher
-from dit_lora.training.micro_batch import BatchPosition, LossFunction, forward, make_replayable
 from dit_lora.training.optim.build import Schedule, apply_schedule
+from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.replayable_batch import BatchPosition, LossFunction, forward, make_replayable
 from dit_lora.training.step import StepResult
-from dit_lora.training.step_rows import PendingMetrics, StepMetrics, build_local_metrics
+from dit_lora.training.step_metrics import PendingMetrics, StepMetrics, build_local_metrics
 
 _ALL_GROUPS = "all groups"
 # A third value of a row's `bad_data`, which is otherwise 0.0 or 1.0.

@@ -11,26 +11,26 @@ from dit_lora.config.optimizers import DEFAULT_OPTIMIZER
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.training.base_output import record_base_fingerprint, write_base_fingerprint
+from dit_lora.training.base_fingerprint import record_base_fingerprint, write_base_fingerprint
+from dit_lora.training.checkpoint_state import Checkpoints, resume
 from dit_lora.training.checkpoints.compatibility import SAMPLES_PER_STEP_KEY, describe_launch_topology
 from dit_lora.training.checkpoints.files import require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import enable_context_parallel
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.eva_init import initialize_lora_from_data
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
-from dit_lora.training.guarding.files import RecoveryFiles
-from dit_lora.training.guarding.parity_watch import ParityWatch
-from dit_lora.training.guarding.setup import build_recovery, build_watcher, load_guard_start
-from dit_lora.training.guarding.state_checks import collect_local_state
-from dit_lora.training.guarding.watch import share_spike_history
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
+from dit_lora.training.recovery.build import build_recovery, build_watcher, load_guard_start
+from dit_lora.training.recovery.kernel_parity import ParityWatch
+from dit_lora.training.recovery.monitoring import share_spike_history
+from dit_lora.training.recovery.records import RecoveryFiles
+from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.run import Run
-from dit_lora.training.saved_state import Checkpoints, resume
 from dit_lora.training.session.session import Session, open_run_folder
-from dit_lora.training.start_from_data import initialize_lora_from_data
 from dit_lora.training.status import build_tracker_config
 from dit_lora.training.task import AnySetup, Setup, Task
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.training.base_output import BaseFingerprint
+from dit_lora.training.base_fingerprint import BaseFingerprint
+from dit_lora.training.checkpoint_state import Checkpoints
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.guarding.parity_watch import ParityWatch
-from dit_lora.training.guarding.recovery import RunRecovery
-from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.journal import Journal
-from dit_lora.training.saved_state import Checkpoints
+from dit_lora.training.recovery.kernel_parity import ParityWatch
+from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunRecovery
 from dit_lora.training.task import Setup
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import InterruptedRunError
 from dit_lora.files import read_json, write_atomically
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.training.session.session import Session
 
 # Number of rejected samples in the list; counts are of all.

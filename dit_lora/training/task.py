@@ -16,10 +16,10 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.families.base import TrainableCheckpoint
-from dit_lora.results.verify.reference_model import ReferenceModel
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
+from dit_lora.verify.reference_model import ReferenceModel
 
 CheckpointT = TypeVar("CheckpointT", bound=TrainableCheckpoint, covariant=True)
 TrainingDataT = TypeVar("TrainingDataT", bound=TrainingData, covariant=True)

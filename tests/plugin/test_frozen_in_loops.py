@@ -11,7 +11,7 @@ from torch import nn
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 class Counting(nn.Linear):

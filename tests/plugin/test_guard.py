@@ -17,7 +17,7 @@ from torch import nn
 
 import dit_lora
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 class Loop:

@@ -16,7 +16,7 @@ from dit_lora.guard import Guard, LadderConfig, LoopConfig
 from dit_lora.guard.attach import monitoring
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity
-from dit_lora.guard.switches import preserve_attention_backends
+from dit_lora.guard.fallbacks import preserve_attention_backends
 
 
 class Attending(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dit_lora
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 class Clips(Dataset[dict[str, torch.Tensor]]):

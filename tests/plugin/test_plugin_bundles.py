@@ -17,7 +17,7 @@ from dit_lora.guard.attach.bundles import pack_call, unpack_call
 from dit_lora.guard.attach.calls.call_tree import CallWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.run_script import run_script
-from dit_lora.guard.bundle import Bundle, read_bundle, write_bundle
+from dit_lora.guard.repro_bundle import Bundle, read_bundle, write_bundle
 
 CPU = torch.device("cpu")
 SCRIPT = """

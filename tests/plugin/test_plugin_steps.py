@@ -14,7 +14,7 @@ from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 def test_a_bad_loss_in_fp16_leaves_schedule_and_weights_as_they_were() -> None:

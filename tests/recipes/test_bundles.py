@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
-from dit_lora.training.guarding import files
+from dit_lora.training.recovery import files
 
 Main = Callable[[list[str]], None]
 

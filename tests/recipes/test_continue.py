@@ -16,8 +16,8 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families import get_family
-from dit_lora.results.export.export import ExportRequest, export
 
 Main = Callable[[list[str]], None]
 

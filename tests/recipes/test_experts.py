@@ -25,8 +25,8 @@ from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.hub.push import prepare_publication
-from dit_lora.results.experts import find_expert_results
 from dit_lora.training.tasks.diffusion import task as diffusion_task
+from dit_lora.verify.expert_pair import find_expert_results
 
 Main = Callable[[list[str]], None]
 PAIR = [f"pytorch_lora_weights_{name}.safetensors" for name in ("high_noise", "low_noise")]

@@ -17,7 +17,7 @@ from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.training import fit as fitting
 from dit_lora.training.checkpoints.files import list_checkpoints
-from dit_lora.training.guarding import preflight as checking
+from dit_lora.training.recovery import preflight as checking
 from dit_lora.training.run import Run
 from dit_lora.training.tasks.diffusion.task import DiffusionTask
 
@@ -50,7 +50,7 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     lora_main([*args, f"run.dir={later}"])
     assert validations == [(0, 1, True)]
     with monkeypatch.context() as patch:
-        patch.setattr("dit_lora.training.base_output.has_only_idle_adapters", lambda model: False)
+        patch.setattr("dit_lora.training.base_fingerprint.has_only_idle_adapters", lambda model: False)
         lora_main([*args, f"run.dir={before}"])
     assert validations[1:] == [(0, 0, True)]
     assert same_adapter(later, before)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.streams import derive_seed
 
 Main = Callable[[list[str]], None]

@@ -14,7 +14,7 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api, attention
 from dit_lora.fuse.models import cogvideox
-from dit_lora.training.guarding import parity_memory, parity_watch
+from dit_lora.training.recovery import kernel_parity, parity_cache
 
 Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]
@@ -163,13 +163,13 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
 ) -> None:
     """And what was found wrong is never taken for right."""
     compared: list[str] = []
-    differing = parity_watch.ParityWatch.find_differing
+    differing = kernel_parity.ParityWatch.find_differing
 
     def noted(watch: Any, batches: Any) -> Any:
         compared.append("compared")
         return differing(watch, batches)
 
-    monkeypatch.setattr(parity_watch.ParityWatch, "find_differing", noted)
+    monkeypatch.setattr(kernel_parity.ParityWatch, "find_differing", noted)
     args = [*smoke, "train.steps=1", "guard.parity_every=0", "guard.preflight=true"]
 
     def compares(name: str, *settings: str) -> bool:
@@ -191,7 +191,7 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     assert compares("other_kernels", "kernels.qk_norm_rope=off")
     assert not compares("third")
     with monkeypatch.context() as patch:
-        patch.setattr(parity_memory, "compute_sources_digest", lambda: "other sources")
+        patch.setattr(parity_cache, "compute_sources_digest", lambda: "other sources")
         assert compares("other_sources")
     # Goes on from weights that no comparison has seen.
     assert compares("third", "train.steps=2", "train.resume=auto")

@@ -15,8 +15,8 @@ from runs import adapter, lines, same_adapter
 from topologies import Case
 
 from dit_lora.guard.comparison import block_parity
-from dit_lora.guard.gate import NonFiniteError
-from dit_lora.training.guarding import parity_watch
+from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.training.recovery import kernel_parity
 
 Main = Callable[[list[str]], None]
 EVERY = 3
@@ -196,8 +196,8 @@ def test_blocks_of_a_deep_model_are_compared_in_turn() -> None:
     names = ["embed", *(f"blocks.{number}" for number in range(20)), "out"]
     compared_blocks, turn = set(), 0
     for _ in range(3):
-        chosen_blocks, turn = parity_watch.choose_blocks(names, turn)
+        chosen_blocks, turn = kernel_parity.choose_blocks(names, turn)
         assert {"embed", "blocks.0", "blocks.19", "out"} <= chosen_blocks
-        assert len(chosen_blocks) == 2 + parity_watch._MAX_BLOCKS
+        assert len(chosen_blocks) == 2 + kernel_parity._MAX_BLOCKS
         compared_blocks |= chosen_blocks
     assert compared_blocks == {*names}

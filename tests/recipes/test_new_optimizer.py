@@ -18,9 +18,9 @@ from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import TESTED
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gate import can_skip_on_device
-from dit_lora.guard.state import find_bad_state
-from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.finite_gate import can_skip_on_device
+from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.session.launch import require_shardable
 

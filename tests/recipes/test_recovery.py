@@ -14,10 +14,10 @@ from benchmarks.faults.media.cache import overwrite
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.switches import preserve_attention_backends
+from dit_lora.guard.fallbacks import preserve_attention_backends
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.training.guarding.watch import StepWatcher
+from dit_lora.training.recovery.monitoring import StepWatcher
 
 Main = Callable[[list[str]], None]
 WEIGHT = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"

@@ -18,7 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, derive_seed
-from dit_lora.results.verify.output import SEED
+from dit_lora.verify.output_fingerprint import SEED
 
 Main = Callable[[list[str]], None]
 UNCOMPARED = ["guard.preflight=false", "guard.parity_every=0"]

@@ -17,7 +17,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.bundle import WEIGHTS, Bundle, format_oversize_message, write_bundle
+from dit_lora.guard.repro_bundle import WEIGHTS, Bundle, format_oversize_message, write_bundle
 from dit_lora.numerics.dtensors import gather_tensors, get_original_class
 
 _LOG = logging.getLogger("dit_lora")

@@ -23,10 +23,10 @@ from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.samples.loaded_batches import describe_values, find_bad_rows, format_row_name
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.episode import RankDiagnosis
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
-from dit_lora.guard.state import diagnose_diverged_weights, find_bad_state
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
 
 BAD_LOSS_MESSAGE = (
     "the model's output is finite, but the gradient that came back to it is not: a target, another model or the "

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from dit_lora.guard.frozen import Digests, FrozenRecord, find_changed_digests
+from dit_lora.guard.frozen_weights import Digests, FrozenRecord, find_changed_digests
 
 _MAX_TRACED_CHANGES = 8
 """If code wrote to more tensors than this, it was intended, for example by fusing an adapter."""

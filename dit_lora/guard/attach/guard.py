@@ -33,8 +33,8 @@ from dit_lora.guard.attach.recovery import LoopRecovery
 from dit_lora.guard.attach.step_hooks import StepHooks
 from dit_lora.guard.attach.training_state import LoopState, MovingAverage
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.gate import ACCELERATED, NonFiniteError
-from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.finite_gate import ACCELERATED, NonFiniteError
 from dit_lora.patching import is_instance_of
 
 if TYPE_CHECKING:  # the guard needs only torch

@@ -16,7 +16,7 @@ from dit_lora.files import read_inside, write_atomically
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import list_package_versions
 from dit_lora.guard.attach.find_models import Models
-from dit_lora.guard.gate import ACCELERATED
+from dit_lora.guard.finite_gate import ACCELERATED
 from dit_lora.numerics.dtensors import get_original_class
 from dit_lora.parsing import parse_json
 from dit_lora.patching import is_instance_of

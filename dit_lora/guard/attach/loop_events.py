@@ -20,7 +20,7 @@ from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.samples.dataloaders import DataLoaderFollower
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.attach.samples.opened_files import record_path
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 class LoopListener(Protocol):

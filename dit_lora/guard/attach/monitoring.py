@@ -30,9 +30,9 @@ from dit_lora.guard.checks import (
     find_wrong_backends,
 )
 from dit_lora.guard.event import Event, make_kernel_event
+from dit_lora.guard.fallbacks import list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
-from dit_lora.guard.switches import list_attention_fallbacks
 from dit_lora.numerics.dtensors import get_local_tensor
 
 STATISTICS_FILE = "statistics.jsonl"

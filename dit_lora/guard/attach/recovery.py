@@ -25,7 +25,11 @@ from dit_lora.guard.attach.save_weights import save_trained
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.episode import (
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.fallbacks import find_fallback
+from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
     STATE_CAUSES,
     Capabilities,
@@ -34,11 +38,7 @@ from dit_lora.guard.episode import (
     RecoveryResult,
     format_diagnosis_lines,
 )
-from dit_lora.guard.event import Event, make_event
-from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.policy import Action, Policy
-from dit_lora.guard.switches import find_fallback
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.recovery_policy import Action, Policy
 
 _LOG = logging.getLogger("dit_lora")
 BAD_WEIGHTS = "non_finite_weights"

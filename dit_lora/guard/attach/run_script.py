@@ -32,7 +32,7 @@ from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.ranks import get_process_index
 from dit_lora.terminal import echo
 

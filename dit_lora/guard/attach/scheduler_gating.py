@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from dit_lora.guard.gate import ACCELERATED
+from dit_lora.guard.finite_gate import ACCELERATED
 from dit_lora.patching import is_instance_of
 
 

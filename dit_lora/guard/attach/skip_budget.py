@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.diagnosis import Diagnosis
 
 _WINDOW_STEPS = 100
 """Number of recent steps over which `max_skips` counts."""

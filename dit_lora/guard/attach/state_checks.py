@@ -10,7 +10,7 @@ from dit_lora.guard.attach.finite_values import is_finite_tensor
 from dit_lora.guard.attach.recovery import BAD_WEIGHTS
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.state import compute_weight_peak, describe_altered_state, is_unusable_magnitude
+from dit_lora.guard.state_checks import compute_weight_peak, describe_altered_state, is_unusable_magnitude
 
 _GROWTH_FACTOR = 100.0
 """If the largest trained value grows by this factor between snapshots, single elements are checked."""

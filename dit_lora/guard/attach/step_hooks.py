@@ -28,7 +28,7 @@ from dit_lora.guard.attach.scheduler_gating import StepCounter
 from dit_lora.guard.attach.state_checks import StateChecks
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.gate import ACCELERATED, NonFiniteError
+from dit_lora.guard.finite_gate import ACCELERATED, NonFiniteError
 from dit_lora.numerics.finite import is_finite
 from dit_lora.patching import is_instance_of
 

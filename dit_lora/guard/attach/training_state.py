@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.guard.attach.containment import try_call
 from dit_lora.guard.attach.finite_values import to_strided_real
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.state import compute_decay_share
+from dit_lora.guard.state_checks import compute_decay_share
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.layouts import get_strided_values

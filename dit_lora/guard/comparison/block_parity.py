@@ -16,7 +16,7 @@ from torch import nn
 
 from dit_lora.guard.comparison.block_call import BlockCall, list_float_tensors
 from dit_lora.guard.comparison.parity_values import BLOCK_LIMITS, Values, compute_max_error, find_first_mismatch
-from dit_lora.guard.switches import Fallback, convert_to_fp32
+from dit_lora.guard.fallbacks import Fallback, convert_to_fp32
 from dit_lora.numerics.dtensors import keep_gathered
 
 MIN_PASSES = 32

@@ -26,8 +26,8 @@ from dit_lora.guard.comparison.parity_values import (
     randomize_zero_weights,
     record_outputs,
 )
+from dit_lora.guard.fallbacks import COMPILE, Fallback, disable_compile, list_model_fallbacks
 from dit_lora.guard.replay import get_cuda_devices
-from dit_lora.guard.switches import COMPILE, Fallback, disable_compile, list_model_fallbacks
 from dit_lora.numerics.dtensors import gather_full_tensor, needs_all_ranks
 from dit_lora.numerics.opaque import iterate_called_modules
 from dit_lora.numerics.ranks import gather_object

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.config.optim import OptimConfig
 from dit_lora.fuse.gradient_norms import NormFunction
-from dit_lora.guard.gate import has_nonfinite_weights, take_gated_step
+from dit_lora.guard.finite_gate import has_nonfinite_weights, take_gated_step
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
 from dit_lora.training.optim.state import (

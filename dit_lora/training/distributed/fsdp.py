@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.dtensors import GATHERING_HOOKS, copy_full_values, disable_gathering, gather_tensors, shard_like
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.training.distributed.engine import Engine, Tensors
-from dit_lora.training.execution.blocks import repeated_blocks
 from dit_lora.training.optim.state import load_optimizer_state, named_parameters, optimizer_state
 from dit_lora.training.session.launch import Sharding
 

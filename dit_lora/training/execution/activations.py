@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
-from dit_lora.guard.switches import disable_compile
+from dit_lora.guard.fallbacks import disable_compile
 from dit_lora.numerics import objectives
 from dit_lora.numerics.opaque import COUNTS_ONLY
 from dit_lora.patching import Patches

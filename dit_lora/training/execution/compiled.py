@@ -31,9 +31,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.switches import COMPILE, Fallback, list_model_fallbacks, set_model_fallbacks
+from dit_lora.guard.fallbacks import COMPILE, Fallback, list_model_fallbacks, set_model_fallbacks
 from dit_lora.numerics.opaque import get_fused_test, set_fused_test
-from dit_lora.training.execution.blocks import WHOLE_BLOCK_LAUNCHES, repeated_blocks
+from dit_lora.numerics.transformer_blocks import WHOLE_BLOCK_LAUNCHES, repeated_blocks
 
 _BACKEND = "inductor"
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
+from dit_lora.numerics.transformer_blocks import WHOLE_BLOCK_LAUNCHES, find_weights_read_outside, repeated_blocks
 from dit_lora.training.execution.activation_checkpointing import register_before_computation, supports_checkpointing
-from dit_lora.training.execution.blocks import WHOLE_BLOCK_LAUNCHES, find_weights_read_outside, repeated_blocks
 
 _OFFLOAD_KEY = "_dit_lora_offload"
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.guard.gate import BadStateError, NonFiniteError
+from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.memory import is_out_of_memory
 
 T = TypeVar("T")

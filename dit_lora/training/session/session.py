@@ -28,7 +28,7 @@ from dit_lora.environment.versions import find_launch_problem, probe_environment
 from dit_lora.errors import DitLoraError, format_list, make_write_error, print_error
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.files import write_atomically
-from dit_lora.guard.switches import choose_cudnn
+from dit_lora.guard.fallbacks import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import make_printable
 from dit_lora.training.session.determinism import use_deterministic_algorithms

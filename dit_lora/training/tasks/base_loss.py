@@ -8,9 +8,9 @@ from accelerate.utils import gather_object
 
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
-from dit_lora.training.guarding.parity_memory import REMEASURE, describe_device, get_preflight_cache_path
+from dit_lora.training.recovery.parity_cache import REMEASURE, describe_device, get_preflight_cache_path
 from dit_lora.training.task import AnySetup
-from dit_lora.training.tasks.held_out import EvalSample
+from dit_lora.training.tasks.eval_loss import EvalSample
 from dit_lora.version import __version__
 
 

@@ -21,9 +21,9 @@ from dit_lora.adapters.layer_names import UNKNOWN_NAMES
 from dit_lora.adapters.load import load_adapter
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.results.export import formats
-from dit_lora.results.export.export import ExportFormat, ExportRequest, export
-from dit_lora.results.export.key_maps import build_comfyui_layout
+from dit_lora.export import formats
+from dit_lora.export.export import ExportFormat, ExportRequest, export
+from dit_lora.export.key_maps import build_comfyui_layout
 
 MODELS = (
     ("cogvideox", "cogvideox-2b"),

@@ -13,9 +13,9 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.load import load_adapter
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
+from dit_lora.export.weight_delta import collect_updates
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.results.export.export import ExportRequest, export
-from dit_lora.results.export.updates import collect_updates
 
 Tensors = dict[str, torch.Tensor]
 

@@ -27,11 +27,11 @@ from dit_lora.adapters.layer_names import (
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportFormat, ExportRequest, export
+from dit_lora.export.key_maps import build_comfyui_layout
+from dit_lora.export.weight_delta import collect_updates
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.results.export.export import ExportFormat, ExportRequest, export
-from dit_lora.results.export.key_maps import build_comfyui_layout
-from dit_lora.results.export.updates import collect_updates
-from dit_lora.results.tensor_file import read_file_metadata
+from dit_lora.verify.safetensors_file import read_file_metadata
 
 Make = Callable[..., Trained]
 CONTINUED = LoraConfig(init="a/file")
@@ -213,7 +213,7 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         LayerNames(prefix="transformer.", reads_alpha=False),
     ):
         family = replace(get_family("cogvideox"), comfyui=names)
-        monkeypatch.setattr("dit_lora.results.export.export.get_family", lambda _, bound_family=family: bound_family)
+        monkeypatch.setattr("dit_lora.export.export.get_family", lambda _, bound_family=family: bound_family)
         file = exported(adapter, "comfyui")
         output_dir = file.parent / "back"
         export(ExportRequest((file,), "diffusers", output_dir, model=str(adapter.base)))

@@ -25,12 +25,12 @@ from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.lora import find_lora_problem
 from dit_lora.guard.checks import check_base_weights
+from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.state import find_bad_state
-from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.numerics.quantized_linear import Quantization, QuantizedLinear
-from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.training.tasks.diffusion.model import require_quantization
+from dit_lora.verify.diffusion_model import DiffusionReferenceModel
 
 pytest.importorskip("bitsandbytes")
 KINDS: tuple[Quantization, ...] = ("nf4", "int8", "fp8")

@@ -19,7 +19,7 @@ from dit_lora.adapters.under import (
 )
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.families import get_family
-from dit_lora.results.verify.output import disable_adapters
+from dit_lora.verify.output_fingerprint import disable_adapters
 
 FAMILY = get_family("cogvideox")
 

@@ -17,9 +17,9 @@ from dit_lora.cli.app import app
 from dit_lora.commands.sample import SampleRequest, write_sample_cells, write_samples
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling, VideoShape
-from dit_lora.results.export.export import ExportRequest, export
 
 PROMPT = "a red disc"
 SHAPE = {"frames": 1, "height": 64, "width": 64}

@@ -17,7 +17,7 @@ from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import get_fusion
 from dit_lora.guard.comparison.block_parity import ComparisonOptions, record_grad_flags
 from dit_lora.guard.comparison.parity import find_first_difference
-from dit_lora.guard.switches import list_model_fallbacks
+from dit_lora.guard.fallbacks import list_model_fallbacks
 from dit_lora.numerics.saturation import has_fp16_saturation
 from dit_lora.numerics.streams import RandomStreams
 

@@ -23,12 +23,12 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.pictures import to_pil_image
 from dit_lora.numerics.objectives import compute_mean_squared_error
 from dit_lora.numerics.streams import RandomStreams
-from dit_lora.results.export.export import ExportRequest, export
 
 FAMILY = get_family("ltx_video")
 SHAPE = VideoShape(9, 64, 96)

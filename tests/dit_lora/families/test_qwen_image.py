@@ -18,10 +18,10 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import RandomStreams
-from dit_lora.results.export.export import ExportRequest, export
 
 CAPTIONS = ("a cat", "", "a longer caption, of a green square below a blue disc")
 END = 5  # tokens of the template behind a caption

@@ -7,7 +7,7 @@ import torch
 from exported import assert_same, deltas, trained
 from safetensors.torch import load_file, save_file
 
-from dit_lora.results.export.export import ExportRequest, export
+from dit_lora.export.export import ExportRequest, export
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
 BLOCKS = (*ATTENTION, "ffn.net.0.proj", "ffn.net.2")

@@ -13,7 +13,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.models import streams
 from dit_lora.fuse.patches import OPS, get_fusion
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 ON = {"lora_linear": "on", "ada_norm": "on"}

@@ -29,7 +29,7 @@ from dit_lora.fuse.attention import (
     require_backend,
     reshape_mask,
 )
-from dit_lora.guard.switches import find_fallback, list_attention_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_attention_fallbacks
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:

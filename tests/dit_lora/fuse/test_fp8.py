@@ -16,7 +16,7 @@ from dit_lora.fuse import api
 from dit_lora.fuse import fp8 as of_fp8
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.guard.comparison.parity import find_first_difference, iter_differences
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 from dit_lora.numerics.quantized_linear import QuantizedLinear
 from dit_lora.planning.search import open_estimator
 from dit_lora_kernels import fp8, lora_linear

@@ -20,7 +20,7 @@ from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.fuse import api, liger
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.patches import OPS, get_fusion
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 from dit_lora_kernels import triton_support
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")

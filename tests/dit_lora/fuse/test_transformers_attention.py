@@ -24,7 +24,7 @@ from dit_lora.guard.attention_backends import (
     record_attention_calls,
     use_only_backend,
 )
-from dit_lora.guard.switches import find_fallback, list_attention_fallbacks, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_attention_fallbacks, list_model_fallbacks
 
 OFF = dict.fromkeys(OPS, "off")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"

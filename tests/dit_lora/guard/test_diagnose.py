@@ -21,14 +21,14 @@ from diagnoses import (
     switch,
 )
 
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.state import (
+from dit_lora.guard.state_checks import (
     compute_weight_peak,
     diagnose_diverged_weights,
     is_unusable_magnitude,
 )
-from dit_lora.guard.suspects import DiagnosisContext
-from dit_lora.guard.switches import Fallback
 from dit_lora.numerics.labels import IGNORE_INDEX
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.replay import MicroBatch, Outcome, probe_micro_batch, replay_micro_batch
-from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.objectives import LossOutput
 
 Replay = Callable[[MicroBatch, nn.Module], object]

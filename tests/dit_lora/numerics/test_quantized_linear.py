@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dit_lora.guard.switches import convert_to_fp32
+from dit_lora.guard.fallbacks import convert_to_fp32
 from dit_lora.numerics import quantized_linear
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.numerics.quantized_linear import (

@@ -10,9 +10,9 @@ import pytest
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.training import fit as fitting
+from dit_lora.training.checkpoint_state import BEST_FILE, find_best_checkpoints
 from dit_lora.training.checkpoints.files import list_checkpoints
 from dit_lora.training.run import Run
-from dit_lora.training.saved_state import BEST_FILE, find_best_checkpoints
 
 Main = Callable[[list[str]], None]
 

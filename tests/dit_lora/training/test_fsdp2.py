@@ -20,19 +20,19 @@ from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.families import get_family
-from dit_lora.guard.gate import StepFailure, get_local_tensor
+from dit_lora.guard.fallbacks import convert_to_fp32
+from dit_lora.guard.finite_gate import StepFailure, get_local_tensor
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.switches import convert_to_fp32
 from dit_lora.numerics.dtensors import gather_full_tensor
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
 from dit_lora.training.optim.state import optimizer_state
+from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.step import StepResult
 
 STEPS, RANKS, ACCUMULATE = 4, 2, 2

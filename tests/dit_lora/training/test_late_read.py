@@ -16,7 +16,7 @@ from torch import distributed
 from dit_lora.data.loading.batch import Batch
 from dit_lora.training.loop import Loop, max_resident_micro_batches, train
 from dit_lora.training.step import StepResult
-from dit_lora.training.step_rows import PendingMetrics
+from dit_lora.training.step_metrics import PendingMetrics
 
 
 def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:

@@ -25,7 +25,7 @@ from small_loop import (
 from torch import distributed, nn
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.guard.gate import BadStateError, StepFailure
+from dit_lora.guard.finite_gate import BadStateError, StepFailure
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.loop import Loop, train

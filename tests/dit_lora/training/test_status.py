@@ -9,7 +9,7 @@ import pytest
 
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.training.status import status_noted, write_data_record
 
 

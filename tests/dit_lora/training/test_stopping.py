@@ -8,8 +8,8 @@ import torch
 from recovering import Guarded, equal, verdict
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.verdict import Diagnosis
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.finite_gate import NonFiniteError
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from dit_lora.data.sources.clips import Clip
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint
 from dit_lora.families.family import ChatFamily
-from dit_lora.results.verify.chat_model import ChatReferenceModel
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
@@ -29,8 +28,9 @@ from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.tasks.chat.validation import write_answers
 from dit_lora.training.tasks.diffusion.cache_plan import find_rejected_files
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
-from dit_lora.training.tasks.held_out import EvalSample, compute_mean_loss
+from dit_lora.training.tasks.eval_loss import EvalSample, compute_mean_loss
 from dit_lora.training.tasks.rejects import Rejects
+from dit_lora.verify.chat_model import ChatReferenceModel
 
 
 @dataclass(frozen=True)

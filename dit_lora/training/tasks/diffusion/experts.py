@@ -17,7 +17,7 @@ from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
 from dit_lora.numerics.dtensors import is_sharded
-from dit_lora.results.experts import EXPERT_FILE_PATTERNS, find_adapter_files
+from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_adapter_files
 
 
 def find_other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:

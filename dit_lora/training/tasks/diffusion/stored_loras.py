@@ -22,8 +22,8 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.without_weights import build_from_configs
-from dit_lora.results.experts import EXPERT_FILE_PATTERNS, find_adapter_files
-from dit_lora.results.verified_files import require_file_unchanged
+from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_adapter_files
+from dit_lora.verify.verified_files import require_file_unchanged
 
 _INIT_OPTION = "lora.init"
 

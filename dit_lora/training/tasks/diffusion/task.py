@@ -21,7 +21,6 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
 from dit_lora.numerics.streams import derive_seed
-from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
@@ -40,7 +39,8 @@ from dit_lora.training.tasks.diffusion.stored_loras import (
     require_changed_adapter,
 )
 from dit_lora.training.tasks.diffusion.validation import sample_videos
-from dit_lora.training.tasks.held_out import EvalSample, compute_mean_loss, measure_eval_loss
+from dit_lora.training.tasks.eval_loss import EvalSample, compute_mean_loss, measure_eval_loss
+from dit_lora.verify.diffusion_model import DiffusionReferenceModel
 
 DiffusionSetup: TypeAlias = Setup[DiffusionTrainingData, Checkpoint]
 # Timestep ranges of loss_by_timestep.

@@ -18,8 +18,8 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.dit.classes import disable_label_dropout, initialize_weights
 from dit_lora.guard.comparison.parity import Difference, find_first_difference
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.switches import Fallback
 from dit_lora.numerics.objectives import EpsilonPrediction
 from dit_lora.numerics.streams import RandomStreams
 

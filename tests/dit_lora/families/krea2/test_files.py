@@ -8,8 +8,8 @@ import torch
 from exported import assert_same, deltas, trained
 from safetensors.torch import load_file, save_file
 
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families import get_family
-from dit_lora.results.export.export import ExportRequest, export
 
 # Krea's names (diffusers: loaders/single_file_utils.py, convert_krea2_transformer_checkpoint_to_diffusers).
 _PARTS = "wq|wk|wv|wo|gate"

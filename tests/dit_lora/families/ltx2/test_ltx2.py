@@ -16,10 +16,10 @@ from ltx2_cases import CAPTIONS, FPS, batch_of, changed, for_recipe, opened
 from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
+from dit_lora.export.export import ExportRequest, export
 from dit_lora.families.base import Sampling
 from dit_lora.families.ltx2.layers import SOUND_ATTENTIONS
 from dit_lora.numerics.streams import RandomStreams
-from dit_lora.results.export.export import ExportRequest, export
 
 VARIANTS = pytest.mark.parametrize("variant", [pytest.param("ltx-2", marks=pytest.mark.thorough), "ltx-2.3"])
 

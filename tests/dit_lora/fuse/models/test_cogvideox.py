@@ -26,7 +26,7 @@ from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.models import cogvideox
 from dit_lora.fuse.patches import get_fusion
 from dit_lora.guard.comparison.parity import find_first_difference
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2", "norm1.linear"]
 OPS = ("lora_linear", "qk_norm_rope", "ada_norm")

@@ -18,7 +18,7 @@ from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.models import sana, streams
 from dit_lora.fuse.patches import get_fusion
 from dit_lora.guard.comparison.parity import find_first_difference
-from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 
 KINDS = ("sana", "sana-1.5", "sana-video")
 OPS = {"lora_linear", "qk_norm_rope", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"}

@@ -1,7 +1,7 @@
 """Cost of failed steps: each new cause counts once in the last hundred steps."""
 
 from dit_lora.guard.attach.skip_budget import SkipBudget
-from dit_lora.guard.verdict import Cause, Diagnosis
+from dit_lora.guard.diagnosis import Cause, Diagnosis
 
 
 def verdict(cause: Cause, *names: str, step: int = 1) -> Diagnosis:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
-from dit_lora.guard.switches import Fallback
+from dit_lora.guard.fallbacks import Fallback
 
 
 def switch(name: str, off: list[str], part_of: str | None = None) -> Fallback:

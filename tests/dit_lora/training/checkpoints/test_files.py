@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.errors import DitLoraError
+from dit_lora.training.checkpoint_state import restore_state
 from dit_lora.training.checkpoints import files
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
@@ -29,7 +30,6 @@ from dit_lora.training.checkpoints.files import (
 )
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
-from dit_lora.training.saved_state import restore_state
 
 IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}
 

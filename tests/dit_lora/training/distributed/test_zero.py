@@ -17,7 +17,7 @@ from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
-from dit_lora.guard.gate import StepFailure
+from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.replay import replay_micro_batch as replay
 from dit_lora.guard.snapshots import Snapshots
@@ -25,9 +25,9 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.zero import Zero2
-from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.step import StepResult
 
 pytestmark = [

@@ -19,18 +19,18 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.probe import Probe
-from dit_lora.guard.switches import (
+from dit_lora.guard.fallbacks import (
     COMPILE,
     convert_to_fp32,
     disable_compile,
     find_fallback,
     list_model_fallbacks,
 )
+from dit_lora.guard.probe import Probe
 from dit_lora.numerics.opaque import iterate_called_modules
+from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.training.execution import compiled
 from dit_lora.training.execution.activation_checkpointing import set_checkpointing
-from dit_lora.training.execution.blocks import repeated_blocks
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import Offload
 from dit_lora.training.tasks.chat.answerer import Answerer, SampledFrames

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from dit_lora.fuse import api, attention
-from dit_lora.training.execution.blocks import repeated_blocks
+from dit_lora.numerics.transformer_blocks import repeated_blocks
 
 IN_FP8 = "_dit_lora_fp8"
 MASKED = ("sana-1.5", "latte")

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_families
-from dit_lora.guard.switches import convert_to_fp32
+from dit_lora.guard.fallbacks import convert_to_fp32
+from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.training.execution import offload
 from dit_lora.training.execution.activation_checkpointing import (
     find_called_block,
     set_block_caller,
     set_checkpointing,
 )
-from dit_lora.training.execution.blocks import repeated_blocks
 from dit_lora.training.execution.offload import Offload, get_device_placement, offload_base
 
 LAYERS = 5

@@ -14,10 +14,10 @@ from torch import nn
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.gate import Gate, take_gated_step
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.finite_gate import Gate, take_gated_step
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.state import find_bad_state
-from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import (
     apply_schedule,
     build_optimizer,

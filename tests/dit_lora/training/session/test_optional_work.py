@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.memory import is_out_of_memory, unify_out_of_memory_errors
 from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
 

@@ -1,0 +1,208 @@
+"""Reads a transformer's weights from a checkpoint on disk, by Diffusers' names, one tensor at a time."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from dit_lora.adapters.lora_file import CONVERTER_ERRORS
+from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.records import read_typed_json
+from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.export.merge_pipeline import list_weight_files
+from dit_lora.families.base import Denoiser
+from dit_lora.verify.locate import find_pipeline_folder
+from dit_lora.verify.safetensors_file import FLOAT_DTYPES
+
+# Prefixes of Diffusers' names in files of other programs.
+_KEY_PREFIXES = ("", "transformer.", "model.diffusion_model.", "diffusion_model.")
+_HUB_PATTERNS = ("*.json", "transformer*/*.safetensors")
+
+
+@dataclass(frozen=True)
+class CheckpointLocation:
+    """Location of a checkpoint: a pipeline's folder, a transformer's folder, or a single file."""
+
+    source: str
+    path: Path
+    is_pipeline: bool
+
+    @property
+    def has_expert_pair(self) -> bool:
+        """True for a pipeline with two experts."""
+        return self.is_pipeline and all((self.path / part).is_dir() for part in EXPERT_NAMES)
+
+    @property
+    def part(self) -> str:
+        """The component that a checkpoint outside a pipeline is, judging by its name."""
+        # Such as `transformer_2/`, `transformer_2.safetensors` or `model_low_noise.safetensors`.
+        names = {self.path.name, self.path.stem.partition(".")[0]}
+        for part, expert in EXPERT_NAMES.items():
+            if part in names or self.path.stem.endswith(f"_{expert}"):
+                return part
+        return "transformer"
+
+    def get_component_dir(self, part: str) -> Path:
+        """Folder of the transformer's files."""
+        return self.path / part if self.is_pipeline else self.path
+
+
+def find_checkpoint(source: str) -> CheckpointLocation:
+    """The checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
+    # A Hub name is downloaded here: only configs and the transformer's weights.
+    path = resolve_result_folder(Path(source).expanduser(), _HUB_PATTERNS)
+    pipeline = find_pipeline_folder(path)
+    if pipeline is not None:
+        return CheckpointLocation(source, pipeline, True)
+    if path.is_file() or (path / "config.json").is_file():
+        return CheckpointLocation(source, path, False)
+    raise DitLoraError(
+        f"{source} is no checkpoint; give a pipeline's folder (model_index.json), its transformer's (config.json), a "
+        ".safetensors file, or a pipeline's name on the Hub"
+    )
+
+
+class StoredWeights:
+    """The weights of one transformer, each read when used. A context manager.
+
+    Diffusers converts a file with the published model's own names, as a whole. Its tensors stay on disk unless the
+    conversion joins or permutes them.
+    """
+
+    def __init__(self, location: CheckpointLocation, checkpoint: Denoiser, model: nn.Module) -> None:
+        """Open the checkpoint for a model of its architecture, whose values are not used.
+
+        Raises:
+            DitLoraError: Another architecture, or weights in less than half precision.
+        """
+        self._source, self._open_files = location.source, ExitStack()
+        self._tensor_readers: dict[str, Callable[[], torch.Tensor]] = {}
+        self.shapes: dict[str, list[int]] = {}
+        # What the architecture needs, by Diffusers' names.
+        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        try:
+            self._index_tensors(location, checkpoint, expected)
+        except (OSError, SafetensorError) as error:
+            self._open_files.close()
+            raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
+        except DitLoraError:
+            self._open_files.close()
+            raise
+        # All names and shapes are known here, and no tensor has been read.
+        mismatches = [
+            f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
+            for name, shape in expected.items()
+            if self.shapes.get(name) != shape
+        ]
+        if mismatches:
+            self._open_files.close()
+            summary = (
+                f"{location.source} is of another model than {checkpoint.transformer_class.__name__} "
+                f"of {checkpoint.path.name}"
+            )
+            raise DitLoraError(format_list(summary, mismatches))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        return self._tensor_readers[name]()
+
+    def _index_tensors(
+        self, location: CheckpointLocation, checkpoint: Denoiser, expected: Mapping[str, list[int]]
+    ) -> None:
+        """Find the names and shapes of all tensors."""
+        if not location.path.is_file():
+            folder = location.get_component_dir(checkpoint.part)
+            _require_class(location.source, folder, checkpoint.transformer_class)
+            for file in list_weight_files(folder):
+                self._add_file(file, "")
+            return
+        if location.path.suffix != ".safetensors":
+            raise DitLoraError(f"{location.source} is no .safetensors file; convert it first")
+        # One file: find out which prefix its keys have. Each candidate must cover all of the model's tensors.
+        with safe_open(location.path, framework="pt") as opened:
+            names = set(opened.keys())
+        for prefix in _KEY_PREFIXES:
+            if {f"{prefix}{name}" for name in expected} <= names:
+                self._add_file(location.path, prefix)
+                return
+        # No prefix fits: the names are those of the published model, not of Diffusers.
+        self._convert_file(location, checkpoint)
+
+    def _add_file(self, file: Path, prefix: str) -> None:
+        """Add the tensors of a file whose names begin with this prefix."""
+        # Stays open until the context ends, so that each tensor is read when it is asked for.
+        opened = self._open_files.enter_context(safe_open(file, framework="pt"))
+        unsupported = []
+        for key in opened.keys():  # noqa: SIM118
+            if not key.startswith(prefix):
+                continue
+            name, header = key.removeprefix(prefix), opened.get_slice(key)
+            self._tensor_readers[name] = partial(opened.get_tensor, key)
+            self.shapes[name] = header.get_shape()
+            # fp8 or packed integers: their difference would be that of rounded values.
+            if header.get_dtype() not in FLOAT_DTYPES:
+                unsupported.append(f"{name}: {header.get_dtype()}")
+        if unsupported:
+            raise _make_quantization_error(self._source, unsupported)
+
+    def _convert_file(self, location: CheckpointLocation, checkpoint: Denoiser) -> None:
+        """Add the tensors of a file with other names, converted by Diffusers' `from_single_file`."""
+        read = getattr(checkpoint.transformer_class, "from_single_file", None)
+        name = checkpoint.transformer_class.__name__
+        if read is None:
+            raise DitLoraError(
+                f"{location.source} has other names than {name}, whose single files Diffusers does not read"
+            )
+        try:
+            # `config` and `subfolder` point to local files, so that Diffusers downloads nothing.
+            model = read(
+                str(location.path), config=str(checkpoint.path), subfolder=checkpoint.part, local_files_only=True
+            )
+        except CONVERTER_ERRORS as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DitLoraError(f"{location.source} is no {name} that Diffusers reads: {reason}") from error
+        # Tensors of this model are views of the file where the conversion left them unchanged.
+        tensors: Mapping[str, torch.Tensor] = model.state_dict()
+        unsupported = [
+            f"{tensor_name}: {value.dtype}"
+            for tensor_name, value in tensors.items()
+            if value.dtype not in FLOAT_DTYPES.values()
+        ]
+        if unsupported:
+            raise _make_quantization_error(self._source, unsupported)
+        for tensor_name, tensor in tensors.items():
+            self._tensor_readers[tensor_name] = tensor.detach
+            self.shapes[tensor_name] = list(tensor.shape)
+
+
+def _require_class(source: str, folder: Path, expected_class: Any) -> None:
+    """Raise `DitLoraError` for a folder with another model class, or a quantized model."""
+    config = read_typed_json(folder / "config.json", dict[str, Any]) if (folder / "config.json").is_file() else {}
+    class_name = config.get("_class_name")
+    if class_name != expected_class.__name__:
+        raise DitLoraError(
+            f"{source} has a {class_name or 'folder without config.json'} in {folder.name}, "
+            f"and {expected_class.__name__} is asked for: "
+            "a difference is of two checkpoints of one architecture"
+        )
+    if "quantization_config" in config:
+        raise _make_quantization_error(source, [f"{folder.name}/config.json: quantization_config"])
+
+
+def _make_quantization_error(source: str, reasons: list[str]) -> DitLoraError:
+    """The error for a quantized checkpoint."""
+    summary = f"{source} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
+    return DitLoraError(format_list(summary, reasons))

@@ -1,0 +1,90 @@
+"""Key names of LoRA files in other programs. Their names for a model's layers come from its family.
+
+Sources: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
+(`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
+CogVideoX). The formats of kohya-ss/sd-scripts and musubi-tuner for FLUX (q, k and v in one layer) and for Wan (its own
+names) are read and not written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dit_lora.adapters.layer_names import LayerNames, get_kohya_name
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.export.weight_delta import Term, Updates
+
+_KOHYA_UNSUPPORTED = (
+    "kohya's layout is written for what VideoX-Fun loads alone, and it has no such names for this family"
+)
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """One program's names for the tensors of a layer's LoRA."""
+
+    layer_names: Mapping[str, str]
+    """Diffusers' name of each layer to the program's name."""
+    down_key: str
+    up_key: str
+    has_alpha: bool = True
+    """True if the file has a tensor for alpha; if not, alpha / rank is folded into B."""
+
+    def build_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
+        """The file's tensors: A, B, and `alpha`, which divided by the rank gives the scale."""
+        tensors = {}
+        # One term per layer: these formats have no place for a sum of products.
+        for name, (term,) in updates.items():
+            key = self.layer_names[name]
+            tensors[f"{key}.{self.down_key}.weight"] = term.a.contiguous()
+            b = term.b if self.has_alpha else term.b * term.scale
+            tensors[f"{key}.{self.up_key}.weight"] = b.contiguous()
+            if self.has_alpha:
+                # Readers divide alpha by the rank, which gives back the scale.
+                tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
+        return tensors
+
+    def read_updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
+        """Each layer's update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
+        # Read as the program does: layer by layer, by its own key names.
+        updates, claimed = {}, set()
+        for name, key in self.layer_names.items():
+            layer_keys = [f"{key}.{self.down_key}.weight", f"{key}.{self.up_key}.weight"]
+            layer_keys += [f"{key}.alpha"] if self.has_alpha else []
+            if all(full in tensors for full in layer_keys):
+                # `alpha` is empty for formats that have the scale folded into B.
+                a, b, *alpha = (tensors[full] for full in layer_keys)
+                updates[name] = [Term(a, b, alpha[0].item() / len(a) if alpha else 1.0)]
+                claimed |= {*layer_keys}
+        unknown_keys = [full for full in tensors if full not in claimed]
+        if unknown_keys:
+            raise CheckFailedError(format_list("these tensors belong to no layer", unknown_keys))
+        return updates
+
+
+def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
+    """ComfyUI's layout of these layers. Raises `DitLoraError`, with the reason, if it has none."""
+    if names.unsupported_reason:
+        raise DitLoraError(names.unsupported_reason)
+    # All layers must have a name in ComfyUI: a file that drops some would change the update.
+    counterparts = {name: names.translate(name) for name in updates}
+    unknown = [name for name, comfyui_name in counterparts.items() if comfyui_name is None]
+    if unknown:
+        raise DitLoraError(format_list("ComfyUI's model has no counterpart of these layers", unknown))
+    renamed = {name: comfyui_name for name, comfyui_name in counterparts.items() if comfyui_name is not None}
+    return LayerKeys(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha)
+
+
+def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
+    """kohya's layout as in VideoX-Fun.
+
+    Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
+    """
+    if not has_names:
+        raise DitLoraError(_KOHYA_UNSUPPORTED)
+    # `a` is (rank, inputs, height, width) for convolutions, so dimensions 2 and 3 are the kernel's size.
+    large_kernels = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
+    if large_kernels:
+        raise DitLoraError(format_list("kohya's layout takes convolutions of 1x1 alone, not these", large_kernels))
+    return LayerKeys({name: get_kohya_name(name) for name in updates}, "lora_down", "lora_up")

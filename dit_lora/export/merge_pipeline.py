@@ -1,0 +1,167 @@
+"""Merges diffusion adapters into their base: a full pipeline for stock `from_pretrained`, without PEFT."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dit_lora.adapters.changed_weight import WeightChange
+from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
+from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.files import read_json
+from dit_lora.verify.safetensors_file import FLOAT_DTYPES, read_dtypes
+
+_SHARD_INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
+# Does not match files of a variant such as fp16 (`model.fp16.safetensors`), which are not read.
+_WEIGHTS_PATTERN = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
+
+ProgressWrapper = Callable[[Iterable[Any]], Iterable[Any]]
+"""Wraps an iterable in a progress bar, as tqdm does."""
+WeightChanges = Mapping[str, WeightChange]
+"""Layer names to the changes of their weights."""
+
+
+def write_merged_pipeline(
+    base: Path,
+    output_dir: Path,
+    changes: WeightChanges,
+    weights: Tensors,
+    *,
+    config_changes: Mapping[str, Any],
+    index_changes: Mapping[str, Any],
+    training_metadata: Mapping[str, Any],
+    part: str = "transformer",
+    progress: ProgressWrapper = iter,
+) -> None:
+    """Write `output_dir` as a copy of the pipeline `base` with `changes` and `weights` merged into its transformer.
+
+    Each changed weight is computed in fp32 and rounded once to its stored dtype. Every other tensor, and the files of
+    other components, stay byte-identical. Only one file of the transformer is in memory at a time.
+
+    Args:
+        base: The base pipeline's folder.
+        output_dir: The folder to write.
+        changes: The adapter's changes by layer.
+        weights: Trained base weights, which replace those of the base.
+        config_changes: Entries to replace in the base's PART/config.json.
+        index_changes: Entries to replace in the base's model_index.json.
+        training_metadata: Metadata to write.
+        part: The transformer component.
+        progress: Progress bar over the tensors.
+
+    Raises:
+        DitLoraError: The base is quantized or lacks a layer.
+        CheckFailedError: A merged weight is not finite.
+    """
+    # Check everything first: nothing is written for a base that cannot be merged into.
+    source = base / part
+    base_config = read_json(source / "config.json")
+    files = _require_mergeable(source, base_config, changes, weights)
+    # The index of the shards stays valid, because merged files keep their names and tensors.
+    copy_checkpoint_files(
+        base, output_dir, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARD_INDEX_FILE}"
+    )
+    (output_dir / part).mkdir(exist_ok=True)
+    _write_json(output_dir / part / "config.json", {**base_config, **config_changes})
+    model_index = read_json(base / "model_index.json")
+    _write_json(output_dir / "model_index.json", {**model_index, **index_changes})
+    _write_json(output_dir / RUN_METADATA_FILE, dict(training_metadata))
+    for file, names in files.items():
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {
+                name: _merge_tensor(name, opened.get_tensor(name), changes, weights) for name in progress(names)
+            }
+        bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise CheckFailedError(format_list(f"refused to write {file.name}: not finite once merged", bad))
+        # Same file name and metadata as in the base.
+        save_file(tensors, output_dir / part / file.name, metadata=metadata)
+
+
+def require_merged_weights(source: Path, transformer: Any, changes: WeightChanges, weights: Tensors) -> None:
+    """Raise `CheckFailedError` unless the loaded transformer's weights equal an fp64 merge up to one rounding."""
+    loaded = dict(transformer.named_parameters())
+    deviating = []
+    for file in list_weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                change = changes.get(name.removesuffix(".weight"))
+                if change is None and name not in weights:
+                    continue
+                stored_tensor = opened.get_tensor(name)
+                # fp64 as the exact reference: the merge itself computed in fp32.
+                unmerged = weights.get(name, stored_tensor).double()
+                exact = change.apply_to(unmerged) if change else unmerged
+                precision = torch.finfo(stored_tensor.dtype)
+                # One rounding to the stored dtype, plus fp32's error in products: of the added part, or of all.
+                computed = exact - unmerged if change is None or change.is_added else exact
+                slack = 1e-6 * computed.abs().max()
+                allowed = precision.eps * (exact.abs() + precision.tiny) + slack
+                if loaded[name].shape != exact.shape or not ((loaded[name].double() - exact).abs() <= allowed).all():
+                    deviating.append(name)
+    if deviating:
+        raise CheckFailedError(
+            format_list("these merged weights, read back, are not base plus adapter; nothing was kept", deviating)
+        )
+
+
+def find_widest_dtype(source: Path) -> torch.dtype:
+    """The widest dtype of the transformer's weights: loading them in it loses nothing."""
+    dtype_names = read_dtypes(list_weight_files(source))
+    kinds = [FLOAT_DTYPES[name] for name in dtype_names if name in FLOAT_DTYPES]
+    return functools.reduce(torch.promote_types, kinds)
+
+
+def _merge_tensor(name: str, tensor: torch.Tensor, changes: WeightChanges, weights: Tensors) -> torch.Tensor:
+    """The merged tensor in its stored dtype; unchanged without a change or a trained weight."""
+    change = changes.get(name.removesuffix(".weight"))
+    if change is None and name not in weights:
+        return tensor
+    # A trained base weight replaces the base's; the adapter's change applies to either.
+    total = weights.get(name, tensor).float()
+    return (change.apply_to(total) if change else total).to(tensor.dtype)
+
+
+def _require_mergeable(
+    source: Path, config: Mapping[str, Any], changes: WeightChanges, weights: Tensors
+) -> dict[Path, list[str]]:
+    """The weight files with their tensors' names. Raises `DitLoraError` if a weight cannot be merged into."""
+    if "quantization_config" in config:
+        raise DitLoraError(f"{source} is quantised; give --model the checkpoint that it was made from")
+    # Every tensor that the merge writes must exist and have a floating-point dtype.
+    changed_names = {*weights, *(f"{name}.weight" for name in changes)}
+    files: dict[Path, list[str]] = {}
+    faults = []
+    for file in list_weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            files[file] = list(opened.keys())
+            for name in changed_names.intersection(files[file]):
+                dtype = opened.get_slice(name).get_dtype()
+                faults += [] if dtype in FLOAT_DTYPES else [f"{name}: {dtype}"]
+    present = {name for names in files.values() for name in names}
+    faults += [f"{name}: not there" for name in changed_names - present]
+    if faults:
+        summary = f"{source} needs these weights in fp32, bf16 or fp16, to merge into"
+        raise DitLoraError(format_list(summary, sorted(faults)))
+    return files
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """The weight files in a transformer's folder. Raises `DitLoraError` if there are none."""
+    files = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS_PATTERN.fullmatch(file.name)]
+    if not files:
+        raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors")
+    return files
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """-"""
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

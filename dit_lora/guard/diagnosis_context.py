@@ -1,0 +1,137 @@
+"""The parts of a run that a diagnosis may inspect and switch off, and the micro-batch under diagnosis."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from dit_lora.guard.diagnosis import Cause, Diagnosis
+from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.frozen_weights import FrozenRecord
+from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
+from dit_lora.numerics.dtensors import DescribeTensor, describe_tensors
+from dit_lora.numerics.quantized_linear import iterate_weight_values
+
+T = TypeVar("T")
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class ExperimentRunner(Protocol):
+    """Runs one experiment; returns None if the experiment has no result."""
+
+    def __call__(self, experiment: Callable[[], T]) -> T | None: ...
+
+
+def _run_directly(experiment: Callable[[], T]) -> T | None:
+    return experiment()
+
+
+def _find_no_sample(_micro_batch: MicroBatch, _excluded_ids: Collection[str]) -> MicroBatch | None:
+    return None
+
+
+@dataclass(frozen=True)
+class DiagnosisContext:
+    """The model, its state and its switches: everything that a diagnosis may inspect and switch off."""
+
+    model: nn.Module
+    """The unwrapped model, which replays run."""
+    optimizer_state: NamedTensors
+    fallbacks: list[Fallback] = field(default_factory=list)
+    start_peak: float = 0.0
+    """The largest trained weight when training started."""
+    max_magnitude: float | None = None
+    """Sample values with a larger magnitude are bad even if they are finite; None for no limit."""
+    collective_forward: bool = False
+    """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
+    the same verdict, on weights and moments as a whole.
+    """
+    frozen_record: FrozenRecord | None = None
+    """The frozen weights and buffers as they were at the start."""
+    infinite_names: Collection[str] = ()
+    """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
+    get_snapshot_peaks: Callable[[], Mapping[str, float]] = dict
+    """Largest magnitudes of the tensors in the newest snapshot, by names of trained weights and `optimizer_state`."""
+    disabled_names: Collection[str] = ()
+    """Names of switches that an earlier diagnosis turned off, which are not tested again."""
+    compute_decay_share: Callable[[], float] = float
+    """Returns the largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
+    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _find_no_sample
+    """Returns a micro-batch of one sample other than those named, for comparison; None if there is none."""
+
+    run_experiment: ExperimentRunner = _run_directly
+    """Runs one experiment. In another loop it may raise, for example if the model cannot run a single sample."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield the parameters by name; without lockstep, this rank's shards."""
+        return self.model.named_parameters() if self.collective_forward else iterate_weight_values(self.model)
+
+    def list_enabled_fallbacks(self) -> list[Fallback]:
+        """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
+        # A set of backends is off once each of its members is.
+        disabled_names = set(self.disabled_names)
+        return [
+            fallback
+            for fallback in self.fallbacks
+            if fallback.name not in disabled_names
+            and fallback.parent not in disabled_names
+            and not _are_all_disabled(fallback.name, disabled_names)
+        ]
+
+
+def _are_all_disabled(name: str, disabled_names: Collection[str]) -> bool:
+    """True if every backend of a set such as `attention:flash+efficient` has been switched off individually."""
+    kind, _, names = name.partition(":")
+    return bool(names) and all(f"{kind}:{backend}" in disabled_names for backend in names.split("+"))
+
+
+@dataclass
+class PendingDiagnosis:
+    """One micro-batch under diagnosis; `conclude` makes its verdict."""
+
+    micro_batch: MicroBatch
+    context: DiagnosisContext
+    kind: str
+    control: MicroBatch | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    rank: int = -1
+    """The rank at fault, if it is not the micro-batch's; else -1."""
+    num_failed: int = 0
+    """Number of unhealthy runs of the unchanged micro-batch, out of `num_runs`."""
+    num_runs: int = 0
+
+    def describe_bad_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]], describe: DescribeTensor) -> list[str]:
+        """Describe bad tensors with `describe`, and record the first rank that has any."""
+        # Maps each description to the rank whose values it is about, or to -1 without other ranks.
+        descriptions = describe_tensors(tensors, describe, is_collective=self.context.collective_forward)
+        self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
+        return list(descriptions)
+
+    def conclude(self, cause: Cause, message: str, **facts: Any) -> Diagnosis:
+        """Make the verdict on this micro-batch."""
+        batch = self.micro_batch
+        return Diagnosis(
+            cause,
+            message,
+            step=batch.step,
+            rank=batch.rank if self.rank < 0 else self.rank,
+            micro_step=batch.micro_step,
+            evidence=self.evidence,
+            **facts,
+        )
+
+    def is_healthy(self, outcome: Outcome) -> bool:
+        return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
+
+    def run_is_healthy(self, batch: MicroBatch | None = None) -> bool:
+        """Run a micro-batch once, by default the one under diagnosis; True if it is healthy."""
+        return self.is_healthy(replay_micro_batch(batch or self.micro_batch, self.context.model))
+
+    def rerun(self) -> Outcome:
+        """Run the unchanged micro-batch, and count whether it is healthy."""
+        outcome = replay_micro_batch(self.micro_batch, self.context.model)
+        self.num_runs += 1
+        self.num_failed += not self.is_healthy(outcome)
+        return outcome

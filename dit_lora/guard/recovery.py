@@ -1,0 +1,220 @@
+"""Handle one failed step in any loop: diagnose, agree on all ranks, act, record and log.
+
+A loop implements a subclass: how it diagnoses, and which actions it can take. Every rank makes the same calls.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from dit_lora.errors import format_list
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.guard.recovery_policy import Action
+from dit_lora.numerics.ranks import gather_object
+
+# Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
+BAD_STATE_KINDS = ("non_finite_weights", "diverged_weights", "altered_state", "diverged_averages", "ranks_differ")
+# Causes for which every rank fails in the same way, and no sample is the cause.
+STATE_CAUSES = ("weights", "optimizer", "learning_rate")
+
+
+class FailedStep(Protocol):
+    """The properties of a failed step that every loop provides."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def kind(self) -> str: ...
+
+
+FailureT = TypeVar("FailureT", bound=FailedStep)
+SourceT = TypeVar("SourceT")
+"""The object that a loop diagnoses: a micro-batch, or a model call."""
+
+
+@dataclass(frozen=True)
+class RankDiagnosis(Generic[SourceT]):
+    """A verdict of one rank, and the object that it is about."""
+
+    diagnosis: Diagnosis
+    source: SourceT | None = None
+    """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The actions that a loop supports after a failed step, in addition to skipping and rolling back."""
+
+    can_retry: bool
+    """True if it can repeat the step, unchanged or without a sample."""
+    can_exclude: bool
+    """True if it can exclude a sample permanently."""
+
+    def replace_unsupported(self, action: Action) -> Action:
+        """The action, or a skip that replaces it if the loop does not support it."""
+        # An action that this kind of loop cannot take becomes a skip.
+        is_unsupported = {"retry": not self.can_retry, "quarantine": not self.can_exclude}
+        if not is_unsupported.get(action.kind):
+            return action
+        return replace(action, kind="skip", replaced_kind=action.kind)
+
+
+@dataclass(frozen=True)
+class RecoveryResult:
+    """The action taken on a failed step."""
+
+    action: Action
+    description: str = ""
+    """Description of the action, appended to the step and its kind in the message."""
+    notes: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Additional keys of the events."""
+    restored_step: int | None = None
+    """The step whose state the loop continues from; None if the state was not restored."""
+    should_log: bool = True
+
+
+class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
+    """The handling of a failed step; subclasses implement it for each kind of loop."""
+
+    capabilities: ClassVar[Capabilities]
+
+    def resolve(self, failure: FailureT) -> RecoveryResult:
+        """Diagnose a failed step and act on it; returns the action taken. Collective.
+
+        Raises:
+            NonFiniteError: On every rank, if no action of the ladder fits.
+        """
+        start_s = time.perf_counter()
+        results = self.diagnose_step(failure)
+        diagnoses = self.gather_diagnoses(failure, results)
+        # From here on, every rank computes the same from the same diagnoses, without further communication.
+        action = self.replace_impossible(
+            failure, self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses)), diagnoses
+        )
+        duration_s = time.perf_counter() - start_s
+        # One event per diagnosis. The action that was really taken is filled in below.
+        events = [
+            make_event(failure.step, failure.kind, diagnosis, action.kind, duration_s) for diagnosis in diagnoses
+        ]
+        # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
+        events = self._write_bundles(failure, results, events)
+        result = self.apply_action(failure, diagnoses, action)
+        facts = result.facts
+        if result.action.replaced_kind:
+            facts = {**facts, "instead_of": result.action.replaced_kind}
+        events = [replace(event, action=result.action.kind, facts={**event.facts, **facts}) for event in events]
+        for event in events:
+            self.write_event(event)
+        # All ranks raise: a rank that continued would hang in the next collective.
+        if result.action.kind == "stop":
+            raise self.make_stop_error(failure, diagnoses, result, events[0])
+        if result.should_log:
+            head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}; {result.description}"
+            self.log(format_list(head, [*self.format_diagnoses(diagnoses), *result.notes]))
+        return result
+
+    @property
+    @abstractmethod
+    def collective_forward(self) -> bool:
+        """True if all ranks run the same diagnosis together."""
+
+    @abstractmethod
+    def diagnose_step(self, failure: FailureT) -> list[RankDiagnosis[SourceT]]:
+        """The findings of this rank; in lockstep, those of all ranks. Collective."""
+
+    @abstractmethod
+    def choose_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis]) -> Action:
+        """Choose the action for these verdicts, and count it."""
+
+    @abstractmethod
+    def replace_impossible(self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
+        """The action, or a stop if it needs something that is missing. Collective."""
+
+    @abstractmethod
+    def write_bundle(self, source: SourceT, event: Event) -> str | None:
+        """Write a bundle and return its path below the loop's folder; None if none was written."""
+
+    @abstractmethod
+    def apply_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
+        """Carry out the action. Collective."""
+
+    @abstractmethod
+    def write_event(self, event: Event) -> None:
+        """Write an event."""
+
+    @abstractmethod
+    def make_stop_error(
+        self, failure: FailureT, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
+    ) -> NonFiniteError:
+        """Prepare the state for a stop, and return the error that ends the loop. Collective."""
+
+    @abstractmethod
+    def log(self, message: str) -> None: ...
+
+    def gather_diagnoses(self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]]) -> list[Diagnosis]:
+        """The relevant verdicts of all ranks. Collective."""
+        diagnoses = [result.diagnosis for result in results]
+        # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
+        return select_conclusive(failure, diagnoses if self.collective_forward else gather_object(diagnoses))
+
+    def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
+        """One line per distinct verdict, starting with the ranks and samples that it applies to."""
+        return format_diagnosis_lines(diagnoses)
+
+    def _write_bundles(
+        self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]], events: Sequence[Event]
+    ) -> list[Event]:
+        """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
+        # A micro-batch is identified by its rank and its number in the step.
+        event_by_position = {(event.rank, event.micro_step): event for event in events}
+        local_paths: dict[tuple[int, int | None], str] = {}
+        for item in results:
+            position = (item.diagnosis.rank, item.diagnosis.micro_step)
+            if item.source is not None and position in event_by_position:
+                path = self.write_bundle(item.source, event_by_position[position])
+                local_paths |= {position: path} if path is not None else {}
+        written: dict[tuple[int, int | None], str] = {}
+        # Only the rank that wrote a bundle knows its path, and the main process writes the event.
+        for rank_paths in gather_object([local_paths]):
+            # If several ranks wrote the same bundle, the path of the first one counts.
+            written = rank_paths | written
+        # Add the bundle's path to the event of the same micro-batch.
+        keyed_events = ((item, (item.rank, item.micro_step)) for item in events)
+        return [
+            replace(item, facts={"bundle": written[position]}) if position in written else item
+            for item, position in keyed_events
+        ]
+
+
+def select_conclusive(failure: FailedStep, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
+    # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
+    inconclusive = {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}
+    conclusive = [diagnosis for diagnosis in diagnoses if diagnosis.cause not in inconclusive]
+    # With sharded optimizer state, one rank's bad moments make the weights bad on all ranks.
+    moments = [diagnosis for diagnosis in conclusive if diagnosis.cause == "optimizer"]
+    return moments or conclusive or list(diagnoses[:1])
+
+
+def format_diagnosis_lines(diagnoses: Sequence[Diagnosis], *, is_single_rank: bool = False) -> list[str]:
+    """One line per distinct verdict; without rank numbers if `is_single_rank`, for the only process."""
+    # Samples and ranks with the same message share one line.
+    positions: dict[str, list[str]] = {}
+    for diagnosis in diagnoses:
+        rank = "" if is_single_rank else f"rank {diagnosis.rank}"
+        # A message that names its samples itself needs no names in front.
+        names = "" if diagnosis.has_sample_names else ", ".join(diagnosis.sample_ids)
+        position = f"{names} ({rank})" if names and rank else names or rank
+        positions.setdefault(diagnosis.words, []).append(position)
+    lines = []
+    for message, labels in positions.items():
+        # A dict removes repetitions and keeps the order.
+        prefix = ", ".join(dict.fromkeys(filter(None, labels)))
+        lines.append(f"{prefix}: {message}" if prefix else message)
+    return lines

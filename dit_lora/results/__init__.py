@@ -1,1 +1,0 @@
-"""Finished results of runs: finding them, their training metadata, verification and export."""

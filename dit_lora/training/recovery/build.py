@@ -1,0 +1,209 @@
+"""Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from dit_lora.data.cache.cache import MAX_ABS
+from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
+from dit_lora.data.storage import UnreadableError
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.fuse.gradient_norms import NormFunction, choose_norm_function
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.fallbacks import find_fallback, list_fallbacks
+from dit_lora.guard.frozen_weights import FrozenRecord
+from dit_lora.guard.monitor import Monitor
+from dit_lora.guard.recovery_policy import Policy
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.spikes import SpikeDetector
+from dit_lora.guard.state_checks import compute_decay_share, compute_weight_peak
+from dit_lora.numerics.finite import describe_bad_tensors
+from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.streams import derive_seed
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.records import RecoveryFiles
+from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.state import GuardStart, GuardState
+from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable, pack_for_sending
+from dit_lora.training.session.session import share_errors
+from dit_lora.training.task import AnySetup
+
+# Number of samples to try as a control.
+_MAX_CANDIDATES = 4
+
+
+def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
+    """Load a checkpoint's `RunRecovery.record` (empty at a first start), and switch off again what it had switched
+    off.
+    """
+    switches = list_fallbacks(setup.transformer)
+    state = GuardState(**record.get("state", {}), **record.get("parity", {}))
+    in_use = {switch.name for switch in switches}
+    # A known fault stays switched off: otherwise each resume would run into it again.
+    for name in state.switched_off:
+        # On another machine, or if the recipe has it off now, there is nothing to switch off.
+        if name not in in_use:
+            continue
+        find_fallback(switches, name).disable()
+        setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
+    weights = get_trainable_parameters(setup.transformer).values()
+    return GuardStart(
+        state,
+        Policy(setup.recipe.guard.recovery_config, **record.get("policy", {})),
+        switches,
+        _load_quarantine(setup),
+        # Kept from the first start: slow growth of the weights must not raise the limit.
+        record.get("start_peak") or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward),
+    )
+
+
+def build_recovery(
+    setup: AnySetup, ema: TrainedEMA | None, guard_start: GuardStart, snapshots: Snapshots, files: RecoveryFiles
+) -> RunRecovery:
+    """Build the handler of failed steps; `files` are the run's."""
+    transformer, engine = setup.transformer, setup.engine
+    return RunRecovery(
+        diagnosis_context=DiagnosisContext(
+            model=transformer,
+            optimizer_state=lambda: (engine.local_optimizer_state() | (ema.named_averages() if ema else {})).items(),
+            fallbacks=guard_start.fallbacks,
+            start_peak=guard_start.start_peak,
+            max_magnitude=MAX_ABS,
+            collective_forward=engine.collective_forward,
+            # Digests of the bits: a norm would miss a flipped sign, and a sum two exchanged rows.
+            frozen_record=FrozenRecord(transformer),
+            get_snapshot_peaks=snapshots.compute_peaks,
+            disabled_names=guard_start.state.switched_off,
+            compute_decay_share=lambda: compute_decay_share(setup.optimizer.param_groups),
+            find_other_sample=lambda failing, excluded: _find_control_sample(
+                setup, guard_start.quarantine, failing, excluded
+            ),
+        ),
+        policy=guard_start.policy,
+        state=guard_start.state,
+        quarantine=guard_start.quarantine,
+        order=setup.data.training_set.build_order(
+            seed=setup.recipe.train.seed,
+            quarantine=guard_start.quarantine,
+            samples_per_step=setup.session.samples_per_step,
+        ),
+        snapshots=snapshots,
+        drop_state=engine.drop_optimizer_state,
+        samples_per_step=setup.session.samples_per_step,
+        files=files,
+        share_micro_batch=lambda local, owner: _share_micro_batch(setup, local, owner),
+    )
+
+
+def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
+    """Build the per-step monitoring that the recipe's `guard` section asks for."""
+    config = setup.recipe.guard
+    monitor = None
+    if config.monitor_every:
+        monitor = Monitor(setup.transformer, interval_steps=config.monitor_every)
+    spikes = None
+    if config.spike_threshold is not None:
+        spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
+    return StepWatcher(snapshots, monitor, spikes, config.adaptive_clip)
+
+
+def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
+    """The function for gradient norms, or None for PyTorch; equal on all ranks, or clipping would make weights
+    differ.
+    """
+    norms, reason_off = None, None
+    trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
+    # Agree on errors first: a rank with an error would never reach the gather below.
+    with share_errors(setup.session.accelerator):
+        norms, reason_off = choose_norm_function(setup.recipe.kernels.finite_norm, trained)
+    # If one rank cannot use the kernel, all ranks use PyTorch.
+    reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
+    setup.session.say(f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}")
+    return None if reasons else norms
+
+
+def _load_quarantine(setup: AnySetup) -> Quarantine:
+    """Load this run's list of excluded samples; a new list starts from the one that `guard.quarantine` names."""
+    # The run's own list wins over the recipe's: it also has what this run has excluded.
+    own_list = setup.session.dir / QUARANTINE_FILE
+    source_path = setup.recipe.guard.quarantine
+    quarantine = Quarantine.load(own_list)
+    if quarantine.records:
+        setup.session.say(_describe_quarantine(quarantine, setup.session.dir))
+    if quarantine.num_torn_lines:
+        setup.session.say(f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)")
+    if source_path is None:
+        return quarantine
+    if own_list.exists():
+        setup.session.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
+        return quarantine
+    if not Path(source_path).exists():
+        raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
+    ids = {entry.id for entry in setup.data.training_set.entries}
+    earlier = [record for record in Quarantine.load(Path(source_path)).records if record.to_epoch is None]
+    quarantine.add(
+        [
+            # From the first epoch on: this run has not used them yet.
+            type(record)(**{**asdict(record), "from_epoch": 0, "from_copy": 0})
+            for record in earlier
+            if record.sample_id in ids
+        ]
+    )
+    remaining = ids - {record.sample_id for record in quarantine.records}
+    if not remaining:
+        raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
+    setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
+    return quarantine
+
+
+def _describe_quarantine(quarantine: Quarantine, folder: Path) -> str:
+    """A message for a resumed run: which samples are excluded and why; the skipped ones only by number."""
+    for_good = [record for record in quarantine.records if record.to_epoch is None]
+    once = len(quarantine.records) - len(for_good)
+    counts = f"guard: {len(for_good)} left out for good, {once} for an epoch"
+    lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in for_good]
+    return format_list(f"{counts}; dit-lora quarantine {folder} shows and undoes it", lines)
+
+
+def _find_control_sample(
+    setup: AnySetup, quarantine: Quarantine, failing_batch: MicroBatch, excluded_ids: Collection[str]
+) -> MicroBatch | None:
+    """Find a sample to compare with, at the position of `failing_batch` and not in `excluded_ids`; equal on all ranks.
+
+    It is from the same bucket, because a step of that size fits into memory. It is read from the cache again, and used
+    only if it is good.
+    """
+    entries = {entry.id: entry for entry in setup.data.training_set.entries}
+    excluded = {entry.sample_id for entry in quarantine.records} | {*excluded_ids}
+    # Without a bucket no candidate matches, and there is no control.
+    bucket = entries[failing_batch.ids[0]].shape if failing_batch.ids[0] in entries else None
+    position = BatchPosition(setup.recipe.train.seed, failing_batch.step, failing_batch.micro_step, failing_batch.rank)
+    candidates = [record for record in entries.values() if record.id not in excluded and record.shape == bucket]
+    for entry in candidates[:_MAX_CANDIDATES]:
+        try:
+            batch = setup.data.training_set.read_sample(entry, derive_seed(position.seed, "control", entry.id))
+        # Try another one: the other ranks wait for this rank.
+        except UnreadableError:
+            continue
+        # A bad control would hide the fault of the sample that it is compared with.
+        if not batch.faults and not describe_bad_tensors(batch.tensors, MAX_ABS):
+            batch = batch.to(setup.session.accelerator.device)
+            return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)
+    return None
+
+
+def _share_micro_batch(setup: AnySetup, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
+    """Send the micro-batch of rank `owner` to every rank. Collective."""
+    seed = setup.recipe.train.seed
+    # Sent from the rank `owner`; the other ranks pass None.
+    (parts,) = broadcast_object_list([pack_for_sending(local_batch, seed) if local_batch is not None else None], owner)
+    if local_batch is not None or parts is None:
+        return local_batch
+    batch, position = parts
+    batch = batch.to(setup.session.accelerator.device)
+    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)

@@ -1,0 +1,142 @@
+"""Replays a failing micro-batch on every rank, to tell a bad micro-batch from a bad rank."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from dit_lora.guard.diagnosis import Cause, Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.replay import MicroBatch, replay_micro_batch
+
+ShareMicroBatch = Callable[[MicroBatch | None, int], MicroBatch | None]
+DiagnosedBatches = list[tuple[MicroBatch, Diagnosis]]
+_NUM_FURTHER_RUNS = 8
+"""Number of further runs on each rank once one rank was healthy: all runs of a rank must agree."""
+IsHealthy = bool | None
+"""True if a run was healthy; None if it did not fit into that rank's memory."""
+
+
+def replay_on_other_ranks(
+    local_diagnoses: DiagnosedBatches,
+    diagnosis_context: DiagnosisContext,
+    kind: str,
+    share_micro_batch: ShareMicroBatch,
+) -> DiagnosedBatches:
+    """Replay one suspect micro-batch of each rank on all ranks, and update the diagnoses. Collective.
+
+    A rank that fails where others are healthy is the cause, whatever its own replays said. If all ranks diagnose
+    together, this is known already, and only the rank's host is added.
+    """
+    hosts = gather_object([platform.node()])
+    if len(hosts) == 1:
+        return local_diagnoses
+    if diagnosis_context.collective_forward:
+        return [(micro_batch, _add_host(diagnosis, hosts)) for micro_batch, diagnosis in local_diagnoses]
+    # One micro-batch per rank is enough to test the rank.
+    suspected = [index for index, (_, diagnosis) in enumerate(local_diagnoses) if _is_from_replays(diagnosis)][:1]
+    tried = list(local_diagnoses)
+    # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
+    for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
+        if not has_suspect:
+            continue
+        is_mine = PartialState().process_index == owner
+        index = suspected[0] if is_mine else 0
+        outcomes = _replay_on_all_ranks(
+            share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner), diagnosis_context, kind
+        )
+        if is_mine:
+            micro_batch, diagnosis = local_diagnoses[index]
+            tried[index] = (micro_batch, _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts))
+            if tried[index][1].cause == "rank":
+                # The rank's other micro-batches of the step failed there too.
+                tried = [
+                    (micro_batch, _copy_rank_diagnosis(tried[index][1], diagnosis)) for micro_batch, diagnosis in tried
+                ]
+    return tried
+
+
+def _copy_rank_diagnosis(rank_diagnosis: Diagnosis, diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis of a rank, for another of its micro-batches, unless facts or chance explain that one."""
+    return replace(rank_diagnosis, micro_step=diagnosis.micro_step) if _is_from_replays(diagnosis) else diagnosis
+
+
+def _is_from_replays(diagnosis: Diagnosis) -> bool:
+    return "replays" in diagnosis.evidence and diagnosis.cause != "transient"
+
+
+def _replay_on_all_ranks(
+    micro_batch: MicroBatch | None, diagnosis_context: DiagnosisContext, kind: str
+) -> list[list[IsHealthy]]:
+    """Replay on every rank; returns each rank's outcomes, only one per rank if none is healthy. Collective."""
+    # Its owner provides it.
+    assert micro_batch is not None
+
+    def run_once() -> IsHealthy:
+        try:
+            return replay_micro_batch(micro_batch, diagnosis_context.model).is_healthy(
+                needs_gradient=kind == "zero_gradient"
+            )
+        # The other ranks wait for this rank's result.
+        except torch.OutOfMemoryError:
+            return None
+
+    first_runs: list[IsHealthy] = gather_object([run_once()])
+    # No rank is healthy: more runs could not tell ranks apart.
+    if not any(first_runs):
+        return [[outcome] for outcome in first_runs]
+    more: list[list[IsHealthy]] = gather_object([[run_once() for _ in range(_NUM_FURTHER_RUNS)]])
+    return [[one_rank, *other_runs] for one_rank, other_runs in zip(first_runs, more, strict=True)]
+
+
+def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[IsHealthy]]) -> Diagnosis:
+    """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
+    # A rank that could not run it proves nothing.
+    if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
+        return _mark_unconfirmed(diagnosis)
+    if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
+        # A rank that disagrees with itself: the fault is not reproducible.
+        runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
+        evidence = {**diagnosis.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
+        failed, times = runs.count(False), len(runs)
+        message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
+        return _replace_cause(diagnosis, "transient", message, evidence)
+    # From here on each rank's runs agree, so the first stands for all.
+    failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
+    if not failing:
+        message = f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
+        return _replace_cause(diagnosis, "transient", message, diagnosis.evidence)
+    if len(failing) == len(outcomes):
+        return diagnosis
+    failing_text, times = ", ".join(map(str, failing)), len(outcomes[0])
+    message = (
+        f"it fails on rank {failing_text} each of {times} times, and other ranks run the same micro-batch and "
+        "are healthy"
+    )
+    evidence = {**diagnosis.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
+    return replace(_replace_cause(diagnosis, "rank", message, evidence), rank=failing[0])
+
+
+def _mark_unconfirmed(diagnosis: Diagnosis) -> Diagnosis:
+    """A verdict that does not exclude a sample permanently, because it was not replayed on other ranks."""
+    if not diagnosis.sample_ids:
+        return diagnosis
+    message = f"{diagnosis.words}; not run on every rank, where it does not fit into memory"
+    return replace(diagnosis, cause="unknown", words=message)
+
+
+def _replace_cause(diagnosis: Diagnosis, cause: Cause, message: str, evidence: Mapping[str, Any]) -> Diagnosis:
+    """The verdict with another cause, without samples, switches and ops."""
+    return Diagnosis(cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence)
+
+
+def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
+    if diagnosis.cause != "rank":
+        return diagnosis
+    host = hosts[diagnosis.rank]
+    evidence = {**diagnosis.evidence, "host": host}
+    return replace(diagnosis, words=f"{diagnosis.words} (rank {diagnosis.rank} is on {host})", evidence=evidence)

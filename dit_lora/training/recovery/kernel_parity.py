@@ -1,0 +1,318 @@
+"""Compares a run's fused kernels with the unpatched model, before the first step and during training.
+
+A kernel that differs is switched off. If it goes wrong during training, the steps since the last good comparison are
+repeated.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from dit_lora.data.loading.batch import Batch
+from dit_lora.errors import format_list
+from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
+from dit_lora.guard.comparison.block_kinds import BlockInputs
+from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
+from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
+from dit_lora.guard.event import make_kernel_event
+from dit_lora.guard.fallbacks import COMPILE, Fallback
+from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
+from dit_lora.training.loop import RolledBackError
+from dit_lora.training.recovery.parity_batches import disable_for_run, ensure_min_samples, make_micro_batch
+from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.state_checks import collect_local_state
+from dit_lora.training.task import AnySetup
+
+_NUM_RECENT_BATCHES = 4
+"""Number of recent micro-batches kept for comparisons; two micro-batches of one sample are joined into one."""
+
+_NO_MEMORY = "there was no memory for it"
+_MAX_BLOCKS = 8
+"""Maximum number of repeated blocks in one comparison: all run the same kernel, and fp32 is expensive."""
+
+
+@dataclass
+class ParityWatch:
+    """Compares a run's kernels with the unpatched model before its first step and every `guard.parity_every` steps.
+
+    It holds the state of the last comparison that passed. Its forward passes run between two steps; weights,
+    gradients, buffers, random state and data order are bitwise unchanged afterwards.
+    """
+
+    setup: AnySetup
+    recovery: RunRecovery
+    trained_inputs: GradFlags | None = None
+    """Which inputs of the model's blocks have a gradient in training."""
+    block_calls: BlockInputs = field(default_factory=dict)
+    """The inputs with which preflight called the model's blocks."""
+    selected_blocks: Collection[str] | None = None
+    """Names of the blocks to compare; None for all."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """The blocks that the last comparison reached, over all ranks."""
+    ema: TrainedEMA | None = None
+    start_step: int = 0
+    _recent_batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_BATCHES))
+    _good_snapshots: Snapshots | None = None
+    _lr_scale: float = 1.0
+    _block_offset: int = 0
+
+    def start(self, *, was_compared: bool) -> None:
+        """Hold the state after preflight; `was_compared`: preflight compared the kernels."""
+        config = self.setup.recipe.guard
+        if config.parity_every and self.fallbacks:
+            # One snapshot is enough: training only returns to the last comparison that passed.
+            self._good_snapshots = Snapshots(
+                lambda: collect_local_state(self.setup.engine, self.ema),
+                interval_steps=config.parity_every,
+                max_snapshots=1,
+                write_back=self.setup.engine.load_scalar_state,
+            )
+        # Without preflight no comparison has passed: there is no known good state to return to.
+        if was_compared:
+            self._take_snapshot(self.start_step)
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """Switches to compare: kernels that are on, and attention backends that the recipe names.
+
+        Without torch.compile once the run has started: compiled code is compared only before the first step.
+        """
+        disabled_names = self.recovery.state.switched_off
+        switches = self.recovery.diagnosis_context.fallbacks
+        # A part is off too if its parent is.
+        enabled_switches = [switch for switch in switches if not {switch.name, switch.parent} & {*disabled_names}]
+        return [
+            switch
+            for switch in enabled_switches
+            if (switch.cause == "kernel" or switch.required)
+            and not (switch.name == COMPILE and self._good_snapshots is not None)
+        ]
+
+    def record_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
+        """Yield the same micro-batches, and keep the most recent ones for comparisons."""
+        if (
+            self._good_snapshots is not None
+            and self.recovery.state.passed is not None
+            and start_step < self.recovery.state.passed
+        ):
+            # The guard rolled back, so the held state belongs to a discarded step.
+            self._take_snapshot(start_step)
+        for batch in batches:
+            # Before the yield: the present step's batch can be compared after that step.
+            self._recent_batches.append(batch)
+            yield batch
+
+    def compare_if_due(self, step: int, *, is_last: bool) -> None:
+        """Compare if due. Collective.
+
+        Raises `RolledBackError` on every rank if training must continue from an earlier step.
+        """
+        interval = self.setup.recipe.guard.parity_every
+        if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
+            return
+        began = time.perf_counter()
+        self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
+        # A bad sample's NaN would look like the kernel's.
+        good = [batch for batch in self._recent_batches if not batch.faults]
+        # The newest good batch; if it is too small, the next newest that fits is joined to it.
+        batch = ensure_min_samples(good[-1], good[:-1][::-1])
+        differing = []
+        for switch, difference, rank in self.find_differing([make_micro_batch(self.setup, batch)]):
+            disable_for_run(self.recovery, switch)
+            differing.append((switch.name, difference, rank))
+        if differing:
+            self._handle_differences(step, differing, time.perf_counter() - began)
+        self._take_snapshot(step)
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of the blocks that contain a replaced op; of all blocks if a switch of another kind is on."""
+        names, replaced_modules = (find_blocks(self.setup.transformer), [module for _, module in self.replaced_ops])
+        fused_op_names = {*OPS, ATTENTION, KERNELS, COMPILE}
+        if any(s.name.partition(":")[0] not in fused_op_names for s in self.fallbacks):
+            return names
+        return [name for name in names if any(_contains_module(name, module) for module in replaced_modules)]
+
+    def find_differing(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Fallback, Difference, int]]:
+        """Yield (switch, difference, rank) for each kernel that differs on any rank. Collective.
+
+        Switch it off before requesting the next.
+        """
+        self.coverage = Coverage()
+        self.selected_blocks = self.blocks if self.selected_blocks is None else self.selected_blocks
+        ranks: dict[str, int] = {}
+
+        def compare(fallback: Fallback, other_fallbacks: Sequence[Fallback]) -> Difference | None:
+            for index, micro_batch in enumerate(micro_batches):
+                # The first batch tests whether a kernel repeats itself. A kernel with occasional errors needs more
+                # passes when tested by itself, to be caught as it was among all.
+                passes = 0 if index else 4 * MIN_PASSES if fallback.parent else MIN_PASSES
+                difference = self._compare_kernel(micro_batch, fallback, other_fallbacks, passes)
+                # A kernel may be wrong on a single GPU: all ranks must switch it off together.
+                by_rank: list[Difference | None] = gather_object([difference])
+                first_found = next(((r, d) for r, d in enumerate(by_rank) if d is not None), None)
+                if first_found is not None:
+                    ranks[fallback.name] = first_found[0]
+                    return first_found[1]
+            return None
+
+        for switch, difference in iter_differences(self.fallbacks, compare):
+            yield switch, difference, ranks[switch.name]
+        self._gather_coverage()
+
+    def _compare_kernel(
+        self, micro_batch: MicroBatch, fallback: Fallback, other_fallbacks: Sequence[Fallback], num_passes: int
+    ) -> Difference | None:
+        model = self.setup.transformer
+        in_blocks = fallback.name != COMPILE and (fallback.cause == "kernel" or fallback.parent)
+        if fallback.name == COMPILE and self.setup.recipe.train.batch_size == 1:
+            # For two samples it would be compiled once more.
+            micro_batch = micro_batch.select_sample(0)
+        # The unpatched model may need more memory than the chosen checkpointing mode allows for.
+        mode = "none" if in_blocks else choose_least_memory_mode(model)
+        settings = ComparisonOptions(self.trained_inputs, self.coverage, num_passes, self.selected_blocks)
+        try:
+            with use_checkpointing_mode(model, mode):
+                return find_first_difference(
+                    fallback,
+                    lambda: micro_batch.forward().losses,
+                    model,
+                    disabled_fallbacks=other_fallbacks,
+                    options=settings,
+                )
+        except torch.OutOfMemoryError:
+            self.coverage.skipped[""] = _NO_MEMORY
+            return None
+
+    def _gather_coverage(self) -> None:
+        """Combine the ranks' coverage: compared on every rank, and missed on any."""
+        by_rank: list[Coverage] = gather_object([self.coverage])
+        # A block counts as compared only if every rank did: each GPU runs its own copy of the kernel.
+        compared = set.intersection(*(coverage.compared for coverage in by_rank))
+        missed = {name: reason for coverage in by_rank for name, reason in coverage.skipped.items()}
+        replaced_modules = [module for _, module in self.replaced_ops]
+        # A missed block matters only if a replaced op is inside it.
+        telling = {n for n in missed if not replaced_modules or any(_contains_module(n, m) for m in replaced_modules)}
+        self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
+
+    @property
+    def replaced_ops(self) -> list[tuple[str, str]]:
+        """Pairs of an op and the module in which it was replaced."""
+        fusion = get_fusion(self.setup.transformer)
+        return fusion.patched_modules if fusion is not None else []
+
+    def find_uncompared(self) -> list[tuple[Fallback, str]]:
+        """The active kernels that no comparison reached, each with a reason."""
+        compared, missed = self.coverage.compared, self.coverage.skipped
+        reason = next(iter(missed.values()), "no sample's forward pass reached it")
+        unreached = []
+        for switch in self.fallbacks:
+            modules = [module for op, module in self.replaced_ops if op == switch.name]
+            reached = [m for m in modules if any(_contains_module(block, m) for block in compared)]
+            # A switch that has parts is compared through them.
+            is_whole = any(part.parent == switch.name for part in self.fallbacks)
+            if not is_whole and not (reached if modules else compared):
+                unreached.append((switch, reason))
+        return unreached
+
+    def describe_affected_steps(self, step: int) -> str:
+        """A message naming the steps that may have been trained with a kernel found wrong after `step`; "" if there
+        are none.
+        """
+        passed = self.recovery.state.passed
+        if step == 0 or passed == step:
+            return ""
+        first_step = 1 if passed is None else passed + 1
+        return f"; steps {first_step} to {step} may have been trained with it, and are not taken again"
+
+    def _take_snapshot(self, step: int) -> None:
+        self.recovery.state.passed = step
+        if self._good_snapshots is not None:
+            self._good_snapshots.take(step)
+            # Finish the copy before the optimizer writes.
+            self._good_snapshots.read(step)
+            self._lr_scale = self.recovery.state.lr_scale
+
+    def _handle_differences(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
+        recovery, actions = self.recovery, self.setup.recipe.guard.on_nonfinite
+        # A rollback needs a state to return to, and a fallback must be allowed at all; else the run stops.
+        target = self._find_rollback_step() if "rollback" in actions else None
+        action = "fallback" if target is None else "rollback"
+        action = action if "fallback" in actions else "stop"
+        lines, events = [], []
+        for name, difference, rank in wrong_kernels:
+            message_text = f"{difference.message}; switched off for this run"
+            if action != "rollback":
+                message_text += self.describe_affected_steps(step)
+            event = make_kernel_event(
+                step, "parity", message_text, name, module=difference.module, action=action, rank=rank, seconds=seconds
+            )
+            events.append(event)
+            lines.append(message_text)
+            recovery.files.write_event(event)
+        consequence = f"rolled back to step {target}, where it was right" if target is not None else ""
+        if action == "stop":
+            message = format_list(f"step {step}: a kernel has gone wrong", lines)
+            raise NonFiniteError(f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].to_record())
+        summary = f"guard: step {step}: a kernel has gone wrong; {consequence or 'training goes on'}"
+        recovery.files.say(format_list(summary, lines))
+        # Without the kernel, more is kept for backward.
+        choose_checkpointing(self.setup)
+        if target is not None:
+            self._roll_back(target)
+            raise RolledBackError(target)
+
+    def _find_rollback_step(self) -> int | None:
+        """The held step, if its state is finite on every rank; else None."""
+        # Empty if no comparison has passed yet.
+        steps = self._good_snapshots.steps if self._good_snapshots is not None else []
+        if not steps or self._good_snapshots is None:
+            return None
+        # Bad on any rank counts: all ranks restore the same step.
+        bad = gather_object(self._good_snapshots.find_nonfinite(steps[-1]))
+        return None if bad else steps[-1]
+
+    def _roll_back(self, target: int) -> None:
+        """Restore the held state and the guard's: later decisions were based on a wrong kernel."""
+        guard = self.recovery
+        assert self._good_snapshots is not None
+        guard.drop_state(self._good_snapshots.restore(target))
+        guard.state.lr_scale = self._lr_scale
+        # Snapshots of the steps in between were trained with the wrong kernel.
+        for later in [step for step in guard.snapshots.steps if step > target]:
+            guard.snapshots.drop(later)
+        # The next failed step needs a state to return to, and the later ones are gone.
+        guard.snapshots.take(target)
+        # Later checkpoints were trained with the wrong kernel.
+        guard.files.rewind(target, is_new_trajectory=True)
+
+
+def _contains_module(block: str, module: str) -> bool:
+    return block in ("", module) or module.startswith(f"{block}.")
+
+
+def choose_blocks(names: Sequence[str], offset: int) -> tuple[set[str], int]:
+    """Choose blocks to compare: those that are not repeated, the first and last repeated ones, and a few others in
+    turn.
+
+    Returns the names and the next `offset`.
+    """
+    repeated = [name for name in names if is_list_element(name)]
+    if len(repeated) <= _MAX_BLOCKS:
+        return {*names}, offset
+    # The first and the last are in every comparison; the others take turns.
+    between, count = repeated[1:-1], _MAX_BLOCKS - 2
+    chosen = {between[(offset + k) % len(between)] for k in range(count)}
+    # Blocks that are not repeated are always compared.
+    left_out = {*between} - chosen
+    return {*names} - left_out, offset + count

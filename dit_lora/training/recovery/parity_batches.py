@@ -1,0 +1,110 @@
+"""Builds the micro-batches on which a run's kernels are compared: the largest samples and every kind of sample."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from dit_lora.data.loading.batch import Batch, collate
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.streams import derive_seed
+from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable
+from dit_lora.training.task import AnySetup
+
+MIN_SAMPLES = 2
+"""Minimum number of samples in a comparison: a kernel that uses the first sample's tables for all is right for one
+sample.
+"""
+
+
+def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
+    """Extend the batch to at least `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with its own
+    sample, reseeded.
+    """
+    if len(batch.ids) >= MIN_SAMPLES:
+        return batch
+    # Shapes without the batch dimension: samples of equal shapes can be joined.
+    shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
+    fitting = [
+        candidate.select_sample(0)
+        for candidate in candidates
+        if candidate.ids[0] != batch.ids[0]
+        and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
+    ]
+    # The same sample with another random seed, and so with other noise and another timestep.
+    reseeded = replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", 0) for draw in batch.sample_seeds))
+    return collate([batch, *fitting[:1], reseeded][:MIN_SAMPLES])
+
+
+def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
+    """The batch as a micro-batch for comparisons, which belongs to no training step."""
+    on_device = batch.to(setup.session.accelerator.device)
+    # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
+    rank = 0 if setup.engine.collective_forward else setup.session.accelerator.process_index
+    position = BatchPosition(setup.recipe.train.seed, 0, 0, rank)
+    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer.train(), on_device, position)
+
+
+def read_good_samples(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
+    """Read `count` good samples of the entries, each with its own random seed; entries repeat if there are too few."""
+    good: list[tuple[Any, Batch]] = []
+    for entry in entries:
+        if len(good) == count:
+            break
+        sample = setup.data.training_set.read_sample(entry, len(good))
+        if not sample.faults:
+            good.append((entry, sample))
+    samples = [sample for _, sample in good]
+    while good and len(samples) < count:
+        entry, _ = good[len(samples) % len(good)]
+        # The sample's number is its random seed: a repeated entry gets other noise.
+        samples.append(setup.data.training_set.read_sample(entry, len(samples)))
+    return samples
+
+
+def select_usable_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
+    """The entries that the quarantine does not exclude."""
+    left_out = {record.sample_id for record in quarantine.records}
+    return [entry for entry in setup.data.training_set.entries if entry.id not in left_out]
+
+
+def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
+    """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
+    trained_on, size = (select_usable_entries(setup, quarantine), max(MIN_SAMPLES, setup.recipe.train.batch_size))
+    counts = Counter(entry.shape for entry in trained_on)
+    if not counts:
+        return []
+    # The largest bucket finds errors of size, the fullest one errors in the most common case.
+    largest = max(counts, key=lambda shape: shape.volume)
+    kinds = [[entry] for entry in setup.data.training_set.select_example_entries()]
+    fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
+    groups = [[e for e in trained_on if e.shape == shape] for shape in (largest, fullest)]
+    # The largest bucket may also be the fullest one.
+    if groups[0] == groups[1]:
+        groups.pop()
+    batches = [read_good_samples(setup, entries, size) for entries in groups]
+    batches += [read_good_samples(setup, entries, size) for entries in kinds]
+    return [collate(samples) for samples in batches if samples]
+
+
+def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
+    """Build `build_compared_batches` as micro-batches: the same number on every rank, and the same ones for collective
+    forwards.
+    """
+    choices = [build_compared_batches(setup, quarantine)]
+    if setup.engine.collective_forward:
+        broadcast_object_list(choices)
+    # Each comparison gathers: a rank with more batches would wait for the others forever.
+    count = min(gather_object([len(choices[0])]))
+    return [make_micro_batch(setup, batch) for batch in choices[0][:count]]
+
+
+def disable_for_run(recovery: RunRecovery, fallback: Fallback) -> None:
+    """Turn a switch off for the rest of the run, and for runs that resume it."""
+    fallback.disable()
+    recovery.state.switched_off.append(fallback.name)

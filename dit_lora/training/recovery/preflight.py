@@ -1,0 +1,339 @@
+"""Checks a run before its first step, with its own model, shapes and samples; warns about problems or refuses to
+start.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+
+from dit_lora.data.loading.batch import Batch, collate
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.fuse.first_forward import format_required_error
+from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
+from dit_lora.guard.checks import (
+    FINITE_GRADIENTS,
+    CheckFinding,
+    check_attention_backends,
+    check_autocast,
+    check_base_weights,
+    check_gradient_flow,
+    check_trainables,
+    check_with_cache,
+    find_wrong_backends,
+)
+from dit_lora.guard.comparison.block_kinds import record_block_inputs, select_block_per_kind
+from dit_lora.guard.comparison.block_parity import record_grad_flags
+from dit_lora.guard.event import Event, make_kernel_event
+from dit_lora.guard.fallbacks import disable_compile, list_attention_fallbacks
+from dit_lora.guard.monitor import Monitor
+from dit_lora.guard.replay import MicroBatch, get_cuda_devices
+from dit_lora.guard.stored_precision import check_stored_precision, read_stored_dtype
+from dit_lora.numerics.saturation import has_fp16_saturation
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.recovery.kernel_parity import ParityWatch
+from dit_lora.training.recovery.parity_batches import (
+    build_micro_batches,
+    disable_for_run,
+    make_micro_batch,
+    read_good_samples,
+    select_usable_entries,
+)
+from dit_lora.training.recovery.parity_cache import REMEASURE, ParityCache, get_preflight_cache_path
+from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.session.session import raise_on_all_ranks
+from dit_lora.training.task import AnySetup
+
+# Enough to find a healthy micro-batch among data with a few bad samples.
+_NUM_CANDIDATE_BATCHES = 3  # micro-batches
+
+
+def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
+    """Check a run before its first step; returns events for everything it switched off. Collective.
+
+    Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing. Results
+    that depend only on files and versions are cached in the data cache.
+    """
+    began, timing = time.perf_counter(), setup.session.phases.timing
+    with timing("weights"):
+        findings = _merge_findings(
+            setup,
+            [*check_trainables(setup.transformer), *check_base_weights(setup.transformer), *_check_tokens(setup)],
+        )
+    micro_batch, records, error = None, _ForwardRecorder(setup.transformer), None
+    try:
+        # Hooks do not run inside a compiled block, so they could not name the module at fault.
+        with disable_compile(setup.transformer):
+            # Fatal findings may make the first forward pass fail.
+            if not any(f.fatal for f in findings):
+                with timing("gradients"):
+                    micro_batch, of_flow, records = _find_healthy_batch(setup, recovery.quarantine, parity_watch)
+                    findings += of_flow
+            if micro_batch is not None:
+                with timing("attention"):
+                    findings += _check_with_cache(setup, micro_batch, records)
+    except torch.OutOfMemoryError:
+        # The largest bucket is tried now, so that it does not end the run at a later step.
+        error = _make_too_large_error(setup)
+    # All problems in one error, so that a user can fix them together.
+    fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
+    if fatal:
+        error = DitLoraError(format_list("the run would not train; guard.preflight found", fatal))
+    # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
+    raise_on_all_ranks(setup.session.accelerator, error)
+    # First: the unpatched model that kernels are compared with calls these backends.
+    events = _switch_off_backends(recovery, find_wrong_backends(findings))
+    with timing("kernels"):
+        events += _check_kernels(setup, recovery, parity_watch)
+    for finding in findings:
+        if not finding.ok:
+            setup.session.say(f"warning: {finding.check}: {finding.words}")
+    seconds = time.perf_counter() - began
+    setup.session.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
+    return events
+
+
+def _merge_findings(setup: AnySetup, findings: list[CheckFinding]) -> list[CheckFinding]:
+    """This rank's findings; for collective forwards, a check that fails on any rank fails on all."""
+    if not setup.engine.collective_forward:
+        return findings
+    # By check: a rank that passed takes the finding of a rank that failed.
+    failed = {f.check: f for f in gather_object([f for f in findings if not f.ok])}
+    return [failed.get(finding.check, finding) for finding in findings]
+
+
+def _check_tokens(setup: AnySetup) -> list[CheckFinding]:
+    """Check that the model has an embedding for every token: on a GPU a missing one is an assert that kills the
+    process.
+    """
+    problems = setup.data.training_set.find_token_problems(setup.transformer)
+    if problems is None:
+        return []
+    message = format_list("these are not", problems) if problems else "every one is"
+    return [CheckFinding("tokens are embedded", not problems, message, fatal=bool(problems))]
+
+
+class _ForwardRecorder:
+    """The module outputs' magnitudes and the attention calls of a model's forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._monitor = Monitor(model, interval_steps=1)
+        self.attention_calls: Counter[AttentionCall] = Counter()
+
+    @contextmanager
+    def record_forward(self) -> Iterator[None]:
+        """Record them inside the context; earlier records are dropped."""
+        with self._monitor.record_outputs(), record_attention_calls() as self.attention_calls:
+            yield
+
+    def take_peak(self) -> float:
+        """Largest magnitude of any module's output. Callable once, because it clears the statistics."""
+        statistics = self._monitor.collect().values()
+        return max(values["abs_max"] for values in statistics if "abs_max" in values)
+
+
+def _find_healthy_batch(
+    setup: AnySetup, quarantine: Quarantine, parity_watch: ParityWatch
+) -> tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]:
+    """Find the first healthy micro-batch, and the findings of its passes; the first one if none is healthy.
+
+    The micro-batch is None if all data is bad. A bad sample is for the guard to exclude, not a reason to refuse the
+    run. Uses no more samples than a training step: a check must not need more memory.
+    """
+    choices = [_read_candidate_batches(setup, quarantine)]
+    # All ranks try the same samples: one that read a torn file would diverge.
+    if setup.engine.collective_forward:
+        broadcast_object_list(choices)
+    first_result: tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]
+    first_result = (None, [], _ForwardRecorder(setup.transformer))
+    for samples in choices[0]:
+        micro_batch, records = (make_micro_batch(setup, collate(samples)), _ForwardRecorder(setup.transformer))
+        with record_grad_flags(setup.transformer) as learning, record_block_inputs(setup.transformer) as calls:
+            findings = _check_gradients(setup, micro_batch, records)
+        if first_result[0] is None:
+            first_result = micro_batch, findings, records
+            parity_watch.trained_inputs, parity_watch.block_calls = learning, calls
+        # Usually the first is healthy, and the others are never run.
+        healthy = all(f.ok for f in findings if f.check == FINITE_GRADIENTS)
+        if setup.engine.collective_forward:
+            healthy = all(gather_object([healthy]))
+        if healthy:
+            parity_watch.trained_inputs, parity_watch.block_calls = learning, calls
+            return micro_batch, findings, records
+    return first_result
+
+
+def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
+    """A few micro-batches of good samples that are not excluded, each sample with its own random seed.
+
+    They have the largest shape: whatever does not fit into memory fails here, and not at the step where that bucket
+    first comes. If the bucket has too few samples, some are repeated with other seeds.
+    """
+    size, entries = setup.recipe.train.batch_size, select_usable_entries(setup, quarantine)
+    # A smaller shape is tried only if no sample of a larger one is good.
+    for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
+        samples = read_good_samples(setup, [e for e in entries if e.shape == shape], _NUM_CANDIDATE_BATCHES * size)
+        if samples:
+            return [samples[start : start + size] for start in range(0, len(samples), size)]
+    return []
+
+
+def _make_too_large_error(setup: AnySetup) -> DitLoraError:
+    (shape, _), size = setup.data.training_set.largest_shape, setup.recipe.train.batch_size
+    return DitLoraError(
+        f"a batch of {size} samples of the largest shape, {shape}, does not fit the memory of "
+        f"{setup.session.accelerator.device}; lower train.batch_size, or the shape (data.frames, data.height, "
+        "data.width, data.buckets), or set train.checkpointing=full"
+    )
+
+
+def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
+    """Check that gradients reach the trained parameters under the policy's autocast, with one pass per kind of sample.
+
+    `recorder` records the micro-batch's forward pass for other checks.
+    """
+    dtype = setup.dtype
+    # Only bf16 training runs under autocast.
+    policy = dtype if dtype is torch.bfloat16 else None
+    findings: list[CheckFinding] = []
+
+    clips = setup.data.training_set
+    # Each kind of sample trains parts that others do not reach: text does not use the vision encoder.
+    other_kinds = [make_micro_batch(setup, clips.read_sample(entry, 0)) for entry in clips.select_example_entries()]
+
+    def backward() -> None:
+        # Dropout draws from torch's generators, whose state a check must restore.
+        with torch.random.fork_rng(get_cuda_devices(setup.transformer)):
+            with recorder.record_forward():
+                loss = micro_batch.forward().losses.mean()
+            loss.backward()
+            for kind in other_kinds:
+                kind.forward().losses.mean().backward()
+
+    def check_flow() -> None:
+        findings.extend(check_gradient_flow(setup.transformer, backward))
+
+    return [*check_autocast(setup.transformer, check_flow, policy), *findings]
+
+
+def _check_with_cache(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
+    """Findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
+    path = get_preflight_cache_path(setup)
+    facts = _build_cache_key(setup, micro_batch)
+    trusted = setup.recipe.guard.preflight != REMEASURE
+    return _merge_findings(
+        setup, check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
+    )
+
+
+def _build_cache_key(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
+    device = setup.session.accelerator.device
+    on_gpu = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "transformer": setup.data.transformer_digest,
+        "dtype": str(setup.dtype),
+        "saturates": has_fp16_saturation(setup.transformer),
+        "shapes": {name: list(tensor.shape) for name, tensor in micro_batch.tensors.items()},
+        "backends": [switch.name for switch in list_attention_fallbacks()],
+    }
+
+
+def _check_outputs(setup: AnySetup, recorder: _ForwardRecorder) -> list[CheckFinding]:
+    """Check the outputs' magnitudes, and attention with this model's shapes and masks."""
+    precision = check_stored_precision(
+        read_stored_dtype(setup.task.build_reference_model(setup.checkpoint).list_weight_files()),
+        setup.dtype,
+        recorder.take_peak(),
+        saturates=has_fp16_saturation(setup.transformer),
+    )
+    # The backends that this model would call, with its own shapes and masks.
+    backends, _ = check_attention_backends(recorder.attention_calls, setup.session.accelerator.device)
+    return [*precision, *backends]
+
+
+def _switch_off_backends(recovery: RunRecovery, backends: list[str]) -> list[Event]:
+    """Switch off on all ranks the attention backends that are wrong on any, whatever `guard.on_nonfinite` is.
+    Collective.
+    """
+    switches = {switch.name: switch for switch in recovery.diagnosis_context.fallbacks}
+    events = []
+    for backend in sorted(set(gather_object(backends))):
+        name = f"attention:{backend}"
+        if name not in switches:
+            # Already off, or the only backend left.
+            continue
+        disable_for_run(recovery, switches[name])
+        message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
+        events.append(make_kernel_event(0, "preflight", message, name, cause="attention_backend"))
+    return events
+
+
+def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
+    """Switch off on all ranks the kernels that differ from the unpatched model, or between runs, on any rank.
+
+    Raises on every rank if the recipe requires one that differs. Kernels that no comparison reaches are switched off
+    too, unless the recipe requires them.
+    """
+    batches = build_micro_batches(setup, recovery.quarantine)
+    memory = ParityCache(setup, recovery, parity_watch, batches)
+    if memory.has_passed_before:
+        setup.session.say(
+            "guard: kernels were compared with the stock model before, for this model, device, versions and shapes; "
+            f"guard.preflight={REMEASURE} compares them again"
+        )
+        return []
+    parity_watch.selected_blocks = _select_representative_blocks(setup, parity_watch)
+    events = _compare_kernels(setup, recovery, parity_watch, batches)
+    # Only a comparison that covered everything and found nothing may be skipped at the next start.
+    memory.store(is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped)
+    return events
+
+
+def _select_representative_blocks(setup: AnySetup, parity_watch: ParityWatch) -> set[str]:
+    """Blocks that represent all others: the union over all ranks. Collective."""
+    local_names = select_block_per_kind(
+        setup.transformer, parity_watch.blocks, parity_watch.block_calls, parity_watch.replaced_ops
+    )
+    names_by_rank: list[list[str]] = gather_object([local_names])
+    return {name for names in names_by_rank for name in names}
+
+
+def _compare_kernels(
+    setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
+) -> list[Event]:
+    """Compare the kernels on these micro-batches, and switch off those that differ or cannot be compared."""
+    start, events = parity_watch.start_step, list[Event]()
+    # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
+    for switch, difference, rank in parity_watch.find_differing(batches):
+        # A kernel that the recipe requires by name is not switched off silently: the run is refused.
+        refused = DitLoraError(format_required_error(switch, difference.message)) if switch.required else None
+        raise_on_all_ranks(setup.session.accelerator, refused)
+        disable_for_run(recovery, switch)
+        message = f"{difference.message}; switched off for this run{parity_watch.describe_affected_steps(start)}"
+        module = difference.module
+        events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
+    for switch, cause_text in parity_watch.find_uncompared():
+        message = f"kernel {switch.name} was not compared with its reference: {cause_text}"
+        if not switch.required:
+            disable_for_run(recovery, switch)
+        state = "on, as it was asked for by name" if switch.required else "switched off for this run"
+        action = "report" if switch.required else "fallback"
+        message = f"{message}; {state}"
+        events.append(make_kernel_event(start, "preflight", message, switch.name, action=action))
+    if events:
+        # Without the kernel, more is kept for backward.
+        choose_checkpointing(setup)
+    missed = parity_watch.coverage.skipped
+    if missed and not events:
+        reason = next(iter(missed.values()))
+        setup.session.say(f"guard: kernels were compared but in {len(missed)} blocks: {reason}")
+    return events

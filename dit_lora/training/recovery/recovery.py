@@ -1,0 +1,372 @@
+"""Handles a failed step: every rank diagnoses it, all agree on an action, and continue or stop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from dit_lora.data.loading.order import Occurrence, Order
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.fallbacks import find_fallback
+from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
+from dit_lora.guard.recovery import (
+    BAD_STATE_KINDS,
+    STATE_CAUSES,
+    Capabilities,
+    RankDiagnosis,
+    RecoveryHandler,
+    RecoveryResult,
+    format_diagnosis_lines,
+)
+from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
+from dit_lora.training.checkpoints.files import checkpoint_path
+from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
+from dit_lora.training.recovery.records import RecoveryFiles
+from dit_lora.training.recovery.state import GuardState
+
+_ACTION_TEXTS = {
+    "retry": "taken again",
+    "skip": "taken again without it, this once",
+    "quarantine": "quarantined, and taken again without it",
+    "fallback": "switched off for this run, and taken again",
+    "rollback": "rolled back",
+    "stop": "stopped",
+}
+
+
+@dataclass(frozen=True)
+class RunFailure:
+    """A failed step of a run, with everything needed to diagnose it."""
+
+    failure: StepFailure
+    micro_batches: Sequence[MicroBatch]
+    control: MicroBatch | None
+    """A micro-batch of the last healthy step; None in the first step."""
+
+    @property
+    def step(self) -> int:
+        return self.failure.step
+
+    @property
+    def kind(self) -> str:
+        return self.failure.kind
+
+
+@dataclass
+class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
+    """Recovery of one run, with its list of actions. Every rank has an equal one."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(can_retry=True, can_exclude=True)
+    diagnosis_context: DiagnosisContext
+    policy: Policy
+    state: GuardState
+    quarantine: Quarantine
+    order: Order
+    snapshots: Snapshots
+    drop_state: Callable[[Sequence[str]], None]
+    """Removes the optimizer state that a snapshot does not have."""
+    samples_per_step: int
+    files: RecoveryFiles
+    share_micro_batch: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
+    """Gives every rank the micro-batch of rank `owner`; other ranks pass None. Used for collective forwards."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The guard's state for a checkpoint."""
+        state = asdict(self.state)
+        return {
+            "parity": {"passed": state.pop("passed")},
+            "state": state,
+            "policy": self.policy.state_dict(),
+            "start_peak": self.diagnosis_context.start_peak,
+        }
+
+    def recover(self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
+        """Handle a failed step; returns the step to continue from. Collective.
+
+        `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on every rank if no action
+        applies.
+        """
+        resolution = self.resolve(RunFailure(failure, micro_batches, control))
+        assert resolution.restored_step is not None  # a run's resolution always has a target
+        return resolution.restored_step
+
+    @property
+    def collective_forward(self) -> bool:
+        return self.diagnosis_context.collective_forward
+
+    def diagnose_step(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
+        # A failed step with a verdict was diagnosed where it was detected: nothing is replayed.
+        if failure.failure.diagnosis is not None:
+            return []
+        diagnosed = self._diagnose(failure.failure, failure.micro_batches, failure.control)
+        # Only other ranks can tell a bad sample from a bad rank.
+        diagnosed = replay_on_other_ranks(diagnosed, self.diagnosis_context, failure.kind, self.share_micro_batch)
+        return [RankDiagnosis(diagnosis, micro_batch) for micro_batch, diagnosis in diagnosed]
+
+    def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
+        diagnosis = failure.failure.diagnosis
+        return [diagnosis] if diagnosis is not None else super().gather_diagnoses(failure, results)
+
+    def choose_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> Action:
+        skipped = [v.sample_id for v in self.quarantine.records]
+        return self.policy.choose(failure.step, diagnoses, skipped)
+
+    def write_bundle(self, source: MicroBatch, event: Event) -> str | None:
+        return self.files.write_bundle(source, event)
+
+    def write_event(self, event: Event) -> None:
+        self.files.write_event(event)
+
+    def log(self, message: str) -> None:
+        self.files.say(message)
+
+    def _diagnose(
+        self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> list[tuple[MicroBatch, Diagnosis]]:
+        if failure.kind in BAD_STATE_KINDS:
+            last_batch = micro_batches[-1]
+            # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
+            diagnosis = find_bad_state(last_batch, self.diagnosis_context) or diagnose_diverged_weights(
+                last_batch, self.diagnosis_context
+            )
+            diagnoses = [replace(diagnosis, micro_step=None)]
+            if self.diagnosis_context.collective_forward:
+                broadcast_object_list(diagnoses)
+            return [(last_batch, diagnoses[0])]
+        if self.diagnosis_context.collective_forward:
+            return self._diagnose_collectively(failure, micro_batches, control)
+        # Each rank diagnoses its own micro-batches in parallel. A bad loss names its micro-batches; a bad gradient
+        # makes all suspect.
+        suspect_batches = [
+            micro_batch
+            for micro_batch in micro_batches
+            if not failure.micro_batches or (micro_batch.rank, micro_batch.micro_step) in failure.micro_batches
+        ]
+        # In the first step, use another micro-batch of the same step.
+        if control is None:
+            control = next((micro_batch for micro_batch in micro_batches if micro_batch not in suspect_batches), None)
+        return [
+            (micro_batch, diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=control))
+            for micro_batch in suspect_batches
+        ]
+
+    def _diagnose_collectively(
+        self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> list[tuple[MicroBatch, Diagnosis]]:
+        """Diagnose each suspect micro-batch on all ranks, one after another.
+
+        The diagnoses are equal on all ranks except for evidence that each rank gathers by itself.
+        """
+        local_batches = {(batch.rank, batch.micro_step): batch for batch in micro_batches}
+        # Sorted: all ranks must take the same micro-batch at the same time.
+        positions = failure.micro_batches or sorted(gather_object(list(local_batches)))
+        if control is None:
+            control = next(
+                (candidate for position, candidate in local_batches.items() if position not in positions), None
+            )
+        diagnosed = []
+        for position in positions:
+            owner, is_owner = position[0], position in local_batches
+            micro_batch = self.share_micro_batch(local_batches.get(position), owner)
+            shared_control = self.share_micro_batch(control if is_owner else None, owner)
+            if micro_batch is None:
+                raise ValueError(f"no rank has the micro-batch {position}")
+            try:
+                shared_diagnosis = [
+                    diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=shared_control)
+                ]
+            except torch.OutOfMemoryError as error:
+                # It may have left a shared forward midway: no collective is possible any more.
+                raise self._make_out_of_memory_error(failure, micro_batch) from error
+            # The owner's verdict counts on every rank: the loop must not branch on local evidence.
+            broadcast_object_list(shared_diagnosis, from_process=owner)
+            diagnosed.append((micro_batch, shared_diagnosis[0]))
+            if shared_diagnosis[0].cause in STATE_CAUSES:
+                break  # all ranks share the state: it is why the others fail
+        return diagnosed
+
+    def _make_out_of_memory_error(self, failure: StepFailure, micro_batch: MicroBatch) -> NonFiniteError:
+        """The error for a rank that runs out of memory in a shared forward pass; other ranks may wait in it
+        forever.
+        """
+        rank = PartialState().process_index
+        message = (
+            f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
+            "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
+            "train.batch_size, or more ranks"
+        )
+        diagnosis = Diagnosis(
+            "unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=micro_batch.ids
+        )
+        event = make_event(failure.step, failure.kind, diagnosis, "stop", 0.0)
+        self.files.write_event(event)
+        kind = failure.kind.replace("_", " ")
+        summary = f"step {failure.step}: {kind}; nothing was saved at this step"
+        return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
+
+    def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
+        """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
+        if action.kind in ("skip", "quarantine") and action.samples:
+            # A sample that is excluded for an epoch returns after it, so it does not count as lost.
+            for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
+            left_out = for_good | set(action.samples)
+            if not set(self.order.ids) - left_out:
+                return Action("stop", reason="no sample is left: every one was at fault")
+        if action.kind == "rollback" and not self._keep_finite_snapshots():
+            return Action("stop", reason="no snapshot that is finite is left")
+        return action
+
+    def _keep_finite_snapshots(self) -> list[int]:
+        """Steps of the snapshots that are finite on all ranks, ascending; drops the others. Collective."""
+        # Bad on any rank counts: all ranks must restore the same step.
+        for step in reversed(self.snapshots.steps):
+            if gather_object(self.snapshots.find_nonfinite(step)):
+                self.snapshots.drop(step)
+        return self.snapshots.steps
+
+    def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
+        result, before = _ACTION_TEXTS[action.kind], failure.step - 1
+        if action.kind == "skip" and not action.samples:
+            self.files.save_if_due(failure.step, self.state_dict())
+            return RecoveryResult(action, "left out, for no sample is at fault", restored_step=failure.step)
+        if action.kind in ("skip", "quarantine"):
+            notes = self._exclude_samples(action, failure.step, diagnoses)
+            return RecoveryResult(action, result, notes, restored_step=before)
+        if action.kind == "fallback":
+            for name in action.fallbacks:
+                find_fallback(list(self.diagnosis_context.fallbacks), name).disable()
+            # Saved in checkpoints: a resumed run keeps them off.
+            self.state.switched_off += action.fallbacks
+            notes = [f"{name} stays off for this run" for name in action.fallbacks]
+            return RecoveryResult(action, result, notes, restored_step=before)
+        if action.kind == "rollback":
+            target, notes = self._roll_back(action)
+            num_repeated = before - target
+            repeated_text = f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
+            return RecoveryResult(action, f"{result} to step {target}{repeated_text}", notes, restored_step=target)
+        return RecoveryResult(action, result, restored_step=before)
+
+    def _roll_back(self, action: Action) -> tuple[int, list[str]]:
+        """Restore a snapshot; returns its step and messages."""
+        steps, notes = self.snapshots.steps, []
+        # With a lower rate, the oldest: newer ones may already be drifting towards this failure.
+        target = steps[0] if action.should_lower_lr else steps[-1]
+        # AdamW's state may be younger than the snapshot: state without a stored value is reset.
+        self.drop_state(self.snapshots.restore(target))
+        if action.should_lower_lr:
+            # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
+            self.state.lr_scale *= self.policy.config.rollback_lr
+            notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
+        self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
+        return target, notes
+
+    def _exclude_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
+        # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
+        first_position = (step - 1) * self.samples_per_step
+        # The first use of each sample in this step.
+        first_uses: dict[str, Occurrence] = {}
+        for position in range(first_position, first_position + self.samples_per_step):
+            draw = self.order.get_occurrence(position)
+            first_uses.setdefault(self.order.ids[draw.sample_index], draw)
+        # By sample: the verdict that names it.
+        causes = {s: v for v in diagnoses for s in v.sample_ids}
+        self.quarantine.add(
+            QuarantineRecord(
+                sample,
+                from_epoch=first_uses[sample].epoch,
+                from_copy=first_uses[sample].copy,
+                to_epoch=None if action.kind == "quarantine" else first_uses[sample].epoch,
+                step=step,
+                cause=causes[sample].cause,
+                reason=causes[sample].words,
+                evidence=_select_evidence(causes[sample]),
+            )
+            for sample in action.samples
+        )
+        # The order is computed ahead; without the sample all later ones move forward.
+        self.order.reset()
+        self.files.save_quarantine(self.quarantine)
+        notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
+        # A sample that is only skipped is read again in the next epoch, and its entry must not change.
+        for_good = action.kind == "quarantine"
+        return notes + (self.files.mark_bad_entries(action.samples) if for_good else [])
+
+    def make_stop_error(
+        self, failure: RunFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
+    ) -> NonFiniteError:
+        samples = [sample for diagnosis in diagnoses for sample in diagnosis.sample_ids]
+        notes = [*result.notes, *self.files.mark_bad_entries(samples)]
+        # May restore a snapshot; what is saved below is that state.
+        good = self._restore_last_good(failure.failure, diagnoses)
+        state = "not to be used" if good is None else f"those of step {good}"
+        kind, advice = failure.kind.replace("_", " "), _advise_after_stop(diagnoses)
+        try:
+            if good is None:
+                notes.append(f"nothing was saved at this step: {advice}")
+            elif good > 0:  # a run starts from step 0 anyway
+                self.files.save(good, self.state_dict())
+                lost_steps = failure.step - 1 - good
+                after = f", without the {lost_steps} after it" if lost_steps else ""
+                notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
+        except DitLoraError as error:
+            notes.append(f"{error}")
+        message = format_list(
+            f"step {failure.step}: {kind}; the weights are {state}", self.format_diagnoses(diagnoses)
+        )
+        return NonFiniteError("\n".join([message, f"stopped: {result.action.reason}", *notes]), event.to_record())
+
+    def _restore_last_good(self, failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
+        """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
+
+        Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.
+        """
+        state_diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.cause in STATE_CAUSES]
+        frozen = bool(state_diagnoses) and all(diagnosis.evidence.get("frozen") for diagnosis in state_diagnoses)
+        # The gate left weights and optimizer state as they were before this step.
+        if failure.kind not in BAD_STATE_KINDS and (frozen or not state_diagnoses):
+            return failure.step - 1
+        # Frozen weights are checked only before a save: the first wrong step is unknown.
+        if frozen:
+            return None
+        steps = self._keep_finite_snapshots()
+        if not steps or steps[-1] <= self.files.find_newest_saved_step():
+            return None
+        self.drop_state(self.snapshots.restore(steps[-1]))
+        return steps[-1]
+
+
+def _select_evidence(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The measurements behind the diagnosis of a sample, for the quarantine file."""
+    names = ("replays", "control", "control_with_the_same_draws", "losses")
+    facts = {name: diagnosis.evidence[name] for name in names if name in diagnosis.evidence}
+    if not facts:
+        # No measurement was needed; the message has the fact.
+        return {}
+    return {**facts, "rank": diagnosis.rank, "timesteps": list(diagnosis.timesteps)}
+
+
+def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
+    causes = {diagnosis.cause for diagnosis in diagnoses}
+    if causes <= {"data", "transient"}:
+        return "continue with train.resume=auto"
+    if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
+        return "start afresh, or from an earlier checkpoint, with a lower optim.weight_decay"
+    if "rank" in causes:
+        return "continue with train.resume=auto, without the device that is named"
+    if "learning_rate" in causes:
+        return "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
+    if causes & {"weights", "optimizer"}:
+        return "train.resume=auto goes on from the newest whole checkpoint, if there is one"
+    return "the same step would come out the same; see events.jsonl, replay the bundle with dit-lora replay"

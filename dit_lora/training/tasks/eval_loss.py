@@ -1,0 +1,85 @@
+"""The validation loss of every task, on fixed samples with fixed noise and timesteps."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+
+from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
+from dit_lora.data.storage import UnreadableError
+from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.session.session import run_with_shared_errors
+from dit_lora.training.task import AnySetup
+
+
+class EvalSample(NamedTuple):
+    """A sample to measure, with the number that determines its noise and timestep, and its weight in the mean."""
+
+    entry: AnyEntry
+    sample_seed: int
+    weight: int = 1
+
+
+def compute_mean_loss(setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]) -> float | None:
+    """The loss of `measure_eval_loss`, without its second result."""
+    return measure_eval_loss(setup, training_set, eval_samples)[0]
+
+
+def measure_eval_loss(
+    setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]
+) -> tuple[float | None, bool]:
+    """Weighted mean loss over `eval_samples`; its noise is never used in training. None if `eval_samples` is empty.
+    Collective.
+
+    The second result is True if no sample was left out. Ranks share the draws; all ranks of a sharded model run each
+    draw together. Bad and unreadable samples are left out with a message; training stops at them.
+    """
+    if not eval_samples:
+        return None, True
+    accelerator, model = setup.session.accelerator, setup.transformer
+    seed = derive_seed(setup.recipe.train.seed, "held_out")
+    # Sum of losses, sum of weights.
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    faults: dict[str, str] = {}
+    is_collective, rank = needs_all_ranks(model), accelerator.process_index
+    # In a collective forward all ranks need the same draws, or they would wait for each other.
+    local_samples = eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
+
+    def measure() -> None:
+        for held_out in local_samples:
+            sample, sample_faults = _read_sample(training_set, held_out)
+            # In a collective forward, leave the sample out if it is bad on any rank.
+            is_bad = any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
+            if is_bad or sample is None:
+                faults.update(sample_faults)
+                continue
+            batch = sample.to(accelerator.device)
+            streams = RandomStreams(seed, batch.sample_seeds)
+            losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
+            sums.add_(torch.stack([losses.double().sum() * held_out.weight, sums.new_tensor(held_out.weight)]))
+
+    with use_eval_mode(setup.model):
+        if is_collective:
+            measure()
+        else:
+            # A rank that runs out of memory must still take part in the sums below.
+            run_with_shared_errors(setup.session, measure)
+    left_out = dict(gather_object(list(faults.items())))
+    for sample_id, fault in left_out.items():
+        setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
+    # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
+    total, weight = accelerator.reduce(sums, reduction="sum").tolist()
+    return (total / weight if weight else None), not left_out
+
+
+def _read_sample(training_set: TrainingSet, eval_sample: EvalSample) -> tuple[Batch | None, dict[str, str]]:
+    """Read a sample and describe its faults. None if it cannot be read from disk; training will fail on it too."""
+    try:
+        sample = training_set.read_sample(eval_sample.entry, eval_sample.sample_seed)
+    except UnreadableError as error:
+        return None, {eval_sample.entry.id: str(error)}
+    return sample, dict(sample.faults)

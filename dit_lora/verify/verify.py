@@ -1,0 +1,322 @@
+"""Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
+
+`check_keys`, `check_finite`, `check_effect`, `check_scale`, `check_output`; docs/verify.md says what each compares. A
+run verifies its result when it ends, with the frozen weights that it already has in memory, after a check that they
+are unchanged.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError
+from torch import nn
+
+from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.kinds import get_adapter_kind
+from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
+from dit_lora.adapters.update_norms import (
+    LoadedLayer,
+    ModuleUpdate,
+    compute_base_updates,
+    compute_module_updates,
+    compute_weight_norms,
+    list_loaded_layers,
+    measure_updates,
+)
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor
+from dit_lora.numerics.finite import describe_nonfinite_tensors
+from dit_lora.parsing import parse_json
+from dit_lora.verify.checks import Check, check_effect, check_finite, check_keys, check_scale
+from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_output
+from dit_lora.verify.reference_model import ReferenceModel
+from dit_lora.verify.safetensors_file import read_file_metadata, read_tensors
+
+_NOT_LOADED = "not known: the file is not loaded as it is"
+# What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
+_LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SafetensorError, DitLoraError)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The checks of one result."""
+
+    adapter: str
+    base_model: str
+    checks: Mapping[str, Check]
+    modules: Sequence[ModuleUpdate] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the result's files when they were checked, by path in the run's folder; empty outside a run."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True if every check passed."""
+        return all(check.passed for check in self.checks.values())
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for each failed check."""
+        return [f"{name}: {self.checks[name].message}" for name in self._list_failed()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible values."""
+        return {
+            "adapter": self.adapter,
+            "base_model": self.base_model,
+            "passed": self.passed,
+            "checks": {name: check.to_dict() for name, check in self.checks.items()},
+            "modules": [module.record() for module in self.modules],
+            **({"files": dict(self.files)} if self.files else {}),
+        }
+
+    def format_lines(self) -> list[str]:
+        """Text for a terminal: a line for each check, notes, and the conclusion."""
+        lines = [f"{self.adapter} on {self.base_model}"]
+        # Continuation lines are indented to the message's column.
+        for name, check in self.checks.items():
+            message = check.message.replace("\n", "\n" + " " * 15)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
+        failed = f"failed: {', '.join(self._list_failed())}"
+        lines += [f"  note {note}" for note in self.notes]
+        return [*lines, "every check passed" if self.passed else failed]
+
+    def format_summary(self) -> str:
+        """One line for a run's summary."""
+        if not self.passed:
+            return f"verified: failed: {', '.join(self._list_failed())}"
+        update = self.checks["effect"].message.partition("\n")[0]
+        output = self.checks["output"].message.partition(":")[0]
+        return f"verified: {update}; output {output}"
+
+    def _list_failed(self) -> list[str]:
+        """Names of the failed checks."""
+        return [name for name, check in self.checks.items() if not check.passed]
+
+
+@dataclass(frozen=True)
+class VerificationTarget:
+    """A result to verify, with what is known about it."""
+
+    file: Path
+    """The adapter's file (or its base weights'), or a pipeline's folder."""
+    metadata: Mapping[str, Any]
+    base_name: str
+    reference_model: ReferenceModel
+    dtype: torch.dtype
+    """The dtype that the fresh model computes in."""
+    skip_output_reason: str | None = None
+    """Why the output is not compared here, and when it will be; None to compare it."""
+    allow_extreme: bool = False
+    """True to accept an update that is far larger than its weight."""
+    shares_weights: bool = False
+    """True if the fresh model shares its weights with the run."""
+
+    @property
+    def base_file(self) -> Path:
+        """File of the trained base weights, which may not exist."""
+        return self.file.with_name(BASE_FILE)
+
+    @property
+    def name(self) -> str:
+        """The result's name without its parent folders."""
+        return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
+
+    def read_config(self) -> dict[str, Any] | None:
+        """PEFT's config stored with the adapter; None if there is none."""
+        # In PEFT's format the config is a file next to the weights, in Diffusers' it is in the header.
+        config_file = self.file.with_name(peft.utils.CONFIG_NAME)
+        if config_file.is_file():
+            return read_peft_config(config_file)
+        text = read_file_metadata(self.file).get("lora_adapter_metadata")
+        metadata = parse_json(text) if text else {}
+        adapter_config = {name.removeprefix("transformer."): value for name, value in metadata.items()}
+        require_bounded_patterns(adapter_config, self.file)
+        return adapter_config or None
+
+    def check_output(self, model: nn.Module, dtype: torch.dtype) -> Check:
+        """The check `check_output`, for the model with the result loaded."""
+        # The run wrote this into the header when it saved the adapter.
+        output_record = self.metadata.get("output")
+        if output_record is None:
+            return Check(True, "not recorded at training's end: the file says nothing of it")
+        # A recorded failure is reported even if the comparison has to wait.
+        if self.skip_output_reason and not {NOT_RECORDED, FAILURE} & output_record.keys():
+            return Check(True, f"not compared: {self.skip_output_reason}")
+        base_model = self.metadata.get("base_model") or "the checkpoint that it was trained on"
+        try:
+            digest = self.metadata.get("transformer_digest")
+            return compare_output(
+                self.reference_model,
+                model,
+                output_record,
+                dtype,
+                base_model,
+                shares_weights=self.shares_weights,
+                digest=digest,
+            )
+        # The run may fill the GPU. That says nothing about the result, so the check passes with a note.
+        except torch.OutOfMemoryError:
+            device = next(model.parameters()).device
+            return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
+
+
+def check_pipeline(
+    result: VerificationTarget, checks: Mapping[str, Check], load_model: Callable[[], nn.Module]
+) -> Verification:
+    """Add the check `check_output` to the others, if those passed."""
+    # A forward pass with damaged weights would fail or mislead.
+    output = Check(False, "not compared: the files do not hold what they should")
+    if all(check.passed for check in checks.values()):
+        fresh = load_model()
+        output = result.check_output(fresh, next(fresh.parameters()).dtype)
+    return Verification(result.name, result.base_name, {**checks, "output": output})
+
+
+def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verification:
+    """Run the checks of an adapter, and of trained base weights, in a fresh model of its base."""
+    read_file_metadata(result.file)  # raises a one-line error for a file that cannot be read
+    # The base weights that were trained too; empty without such a file.
+    config, base = result.read_config(), read_tensors(result.base_file)
+    try:
+        file_tensors = result.reference_model.read_adapter_tensors(result.file)
+    except DitLoraError as error:
+        return _report_unreadable(result, error)
+    # Before the adapter is loaded, which renames the layers that it wraps.
+    expected = _find_expected_layers(config, new_model)
+    layers: Mapping[str, LoadedLayer] = {}
+    updates: list[ModuleUpdate] = []
+    effects = output = Check(False, _NOT_LOADED)
+    # Loads the adapter into the fresh model, which has PEFT's layers from here on.
+    key_check = _try_loading(result, new_model)
+    if key_check is None:
+        key_check = check_keys(
+            result.reference_model.name, file_tensors, _get_loaded_tensors(new_model), expected, [*base]
+        )
+        layers = list_loaded_layers(new_model)
+    # Without loaded layers there is no scale, and so no update to measure.
+    if layers or not file_tensors:
+        updates, effects = _measure_effect(result, new_model, file_tensors, base, layers)
+    # With missing or foreign tensors the output differs in any case.
+    if key_check.passed:
+        output = result.check_output(new_model, result.dtype)
+    checks = {
+        "keys": key_check,
+        "finite": check_finite(
+            describe_nonfinite_tensors([*file_tensors.items(), *base.items()]), len(file_tensors) + len(base)
+        ),
+        "effect": effects,
+        "scale": check_scale(config, layers, _read_ranks(file_tensors), result.metadata),
+        "output": output,
+    }
+    return Verification(result.name, result.base_name, checks, updates)
+
+
+def _measure_effect(
+    result: VerificationTarget,
+    new_model: nn.Module,
+    file_tensors: Mapping[str, torch.Tensor],
+    base_weights: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LoadedLayer],
+) -> tuple[list[ModuleUpdate], Check]:
+    """The size of each layer's update, and the check of all of them."""
+    files = result.reference_model.list_weight_files()
+    # Weights on the meta device are read from the checkpoint's files.
+    norms, changes = (compute_weight_norms(new_model, files), compute_base_updates(base_weights, files))
+    is_lora = get_adapter_kind(result.read_config()) == "lora" and not any(
+        "magnitude" in name for name in file_tensors
+    )
+    # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
+    if not is_lora and any(p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)):
+        return [], Check(True, f"not measured: {result.skip_output_reason}")
+    updates = compute_module_updates(file_tensors, layers, norms) if is_lora else measure_updates(new_model, norms)
+    return updates, check_effect(updates, [*base_weights], changes, allow_extreme=result.allow_extreme)
+
+
+def _report_unreadable(result: VerificationTarget, error: DitLoraError) -> Verification:
+    """The checks of a file whose format the library does not accept."""
+    # Without the library's names only the values can be checked.
+    tensors = read_tensors(result.file)
+    checks = {
+        "keys": Check(False, str(error)),
+        "finite": check_finite(describe_nonfinite_tensors([*tensors.items()]), len(tensors)),
+        **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
+    }
+    return Verification(result.name, result.base_name, checks)
+
+
+def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | None:
+    """Load the result as users do. Returns a failed check `check_keys` if its library rejects it, else None.
+
+    The library's warnings are hidden, because the checks report the same.
+    """
+    try:
+        with _silence_libraries():
+            result.reference_model.load_adapter(new_model, result.file)
+    except _LOAD_ERRORS as error:
+        trained_on = result.metadata.get("base_model")
+        hint = f" (it was trained on {trained_on})" if trained_on else ""
+        # The library's own lines become the list of the message.
+        first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
+        message = f"{result.reference_model.name} refuses the file on this base{hint}: {first_line.strip()}"
+        return Check(False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines]))
+    return None
+
+
+@contextmanager
+def _silence_libraries() -> Iterator[None]:
+    """Context in which the libraries' warnings are hidden."""
+    # The libraries warn about each missing key; the checks list them.
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _get_loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of the loaded adapter, with the names used in files; empty without an adapter."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return {}
+    # The first adapter is the only one: the model is fresh.
+    state = peft.get_peft_model_state_dict(model, adapter_name=next(iter(adapters)), save_embedding_layers=False)
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module) -> list[str]:
+    """Layers that the config's target modules match, by PEFT's rule."""
+    if not config or not config.get("target_modules"):
+        return []
+    target_config = peft.LoraConfig(target_modules=config["target_modules"])
+    return [
+        name
+        for name, module in new_model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and check_target_module_exists(target_config, name)
+    ]
+
+
+def _read_ranks(file_tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Ranks of A and of B in the file, by module."""
+    ranks = {}
+    for name, a in file_tensors.items():
+        # A is (rank, inputs) and B is (outputs, rank).
+        module, is_a, _ = name.partition(".lora_A.")
+        b = file_tensors.get(f"{module}.lora_B.weight")
+        if is_a and b is not None:
+            ranks[module] = (a.shape[0], b.shape[1])
+    return ranks
