@@ -8,7 +8,7 @@ from typing import Any
 
 FOLDER = "dit_lora_guard"
 """The guard's folder, below the working directory."""
-_MODULES = ("dit_lora.guard.attach.run_script", "dit_lora.guard.attach.run_script")
+_MODULES = ("dit_lora.guard.attach.run_script", "dit_lora.guard.plugin.script")
 
 
 def import_guard() -> Any:
