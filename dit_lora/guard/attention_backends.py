@@ -190,8 +190,7 @@ def use_only_backend(name: str) -> AbstractContextManager[Any]:
 @contextmanager
 def record_attention_calls() -> Iterator[Counter[AttentionCall]]:
     """Count each distinct call that this thread makes inside the context. Reads masks, so it waits for the device."""
-    recorder = _AttentionRecorder()
-    with recorder:
+    with _AttentionRecorder() as recorder:
         yield recorder.calls
 
 
@@ -223,29 +222,30 @@ def _describe_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """Describe one call; the parameters are those of `scaled_dot_product_attention`."""
+    """The parameters are those of `scaled_dot_product_attention`."""
+    mask = None
+    if attn_mask is not None:
+        values, mask_dtype = attn_mask.detach(), _get_compute_dtype(attn_mask)
+        if values.is_floating_point():
+            # Half of the dtype's range masks a key whatever its logit is; a bias stays far from that.
+            empty_rows = values.amax(-1) < torch.finfo(mask_dtype).min / 2
+            min_value = values.min().item()
+        else:
+            # In a boolean mask True keeps a key, so a row without any True is empty.
+            empty_rows, min_value = ~values.any(-1), 0.0
+        mask = Mask(TensorLayout.from_tensor(attn_mask), mask_dtype, min_value, has_empty_row=bool(empty_rows.any()))
     return AttentionCall(
         query=TensorLayout.from_tensor(query),
         key=TensorLayout.from_tensor(key),
         value=TensorLayout.from_tensor(value),
         dtype=_get_compute_dtype(query),
         device=query.device,
-        mask=None if attn_mask is None else _describe_mask(attn_mask),
+        mask=mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-
-
-def _describe_mask(mask: torch.Tensor) -> Mask:
-    mask, layout, dtype = mask.detach(), TensorLayout.from_tensor(mask), _get_compute_dtype(mask)
-    if not mask.is_floating_point():
-        # In a boolean mask True keeps a key, so a row without any True is empty.
-        return Mask(layout, dtype, min_value=0.0, has_empty_row=bool((~mask.any(-1)).any()))
-    # Half of the dtype's range masks a key whatever its logit is; a bias stays far from that.
-    empty = mask.amax(-1) < torch.finfo(dtype).min / 2
-    return Mask(layout, dtype, min_value=mask.min().item(), has_empty_row=bool(empty.any()))
 
 
 def _get_compute_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -265,8 +265,9 @@ def measure_backend_parity(
     compared; the largest errors count.
     """
     small = call.shrink()
-    empty_row = call.mask is not None and call.mask.has_empty_row
-    input_kinds = ("usual", "low", "empty_row") if empty_row else ("usual", "low")
+    input_kinds = ["usual", "low"]
+    if call.mask is not None and call.mask.has_empty_row:
+        input_kinds.append("empty_row")
     errors = []
     for input_kind in input_kinds:
         inputs = _make_random_inputs(small, input_kind, seed)
@@ -279,15 +280,13 @@ def measure_backend_parity(
                 raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
                 reason = "; ".join([str(error), *(str(warning.message) for warning in caught_warnings)])
-                return BackendParity(call, name, not _is_unsupported(error), reason, errors={})
+                # A backend that supports the call and raises any other error would end a run.
+                is_unsupported = isinstance(error, torch.OutOfMemoryError)
+                is_unsupported = is_unsupported or str(error).startswith(_UNSUPPORTED_MESSAGES)
+                return BackendParity(call, name, not is_unsupported, reason, errors={})
         errors.append(_compute_errors(small, inputs, results))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
     return BackendParity(call, name, True, "", dict(zip(_RESULT_NAMES, worst, strict=True)))
-
-
-def _is_unsupported(error: RuntimeError) -> bool:
-    """True if the backend does not support the call; any other error that it raises would end a run."""
-    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNSUPPORTED_MESSAGES)
 
 
 class _Inputs(NamedTuple):
@@ -299,11 +298,10 @@ class _Inputs(NamedTuple):
 
 
 def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
-    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of
-    `has_empty_row`.
+    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of `empty_row`.
 
-    `min_value` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then
-    beyond fp32, and a backward pass that computes it gives NaN (pytorch#196678).
+    `low` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then beyond
+    fp32, and a backward pass that computes it gives NaN (pytorch#196678).
     """
     random = make_generator(seed, f"attention/{kind}")
     layouts = (call.query, call.key, call.value, call.output_layout)

@@ -8,6 +8,7 @@ position in the run, while another sample is healthy, each time, at the position
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -55,11 +56,9 @@ def is_cause_of_failure(
 def find_faulty_component(pending: PendingDiagnosis) -> Fallback | None:
     """The first switch without which the micro-batch is healthy, or None. Out-of-memory errors are recorded."""
     for fallback in pending.context.list_enabled_fallbacks():
-        disable_component = fallback.disable_temporarily
+        experiment = partial(is_cause_of_failure, pending, fallback.disable_temporarily)
         try:
-            if pending.context.run_experiment(
-                lambda: is_cause_of_failure(pending, disable_component)  # noqa: B023  run at once
-            ):
+            if pending.context.run_experiment(experiment):
                 return fallback
         except torch.OutOfMemoryError:
             if pending.context.collective_forward:
@@ -70,12 +69,10 @@ def find_faulty_component(pending: PendingDiagnosis) -> Fallback | None:
 
 def is_healthy_in_fp32(pending: PendingDiagnosis) -> bool:
     """True if the micro-batch is healthy with fp32 weights and computation."""
-    model = pending.context.model
+    use_fp32 = partial(convert_to_fp32, pending.context.model)
+    experiment = partial(is_cause_of_failure, pending, use_fp32, rounds=NUM_ROUNDS // 2)
     try:
-        is_cause = pending.context.run_experiment(
-            lambda: is_cause_of_failure(pending, lambda: convert_to_fp32(model), rounds=NUM_ROUNDS // 2)
-        )
-        return bool(is_cause)
+        return bool(pending.context.run_experiment(experiment))
     except torch.OutOfMemoryError:
         if pending.context.collective_forward:
             raise
@@ -85,7 +82,7 @@ def is_healthy_in_fp32(pending: PendingDiagnosis) -> bool:
 
 def isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     """The verdict if no switch helps: on samples, noise, the position in the run, or unknown."""
-    diagnosis = pending.context.run_experiment(lambda: _isolate_sample(pending))
+    diagnosis = pending.context.run_experiment(partial(_isolate_sample, pending))
     if diagnosis is not None:
         return diagnosis
     message = "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
@@ -108,7 +105,14 @@ def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     for healthy_candidate in (control, *_iter_redraws(control)):
         if _is_consistently_healthy(pending, _move_to_position(healthy_candidate, failing[0])):
             return _compare_with_control(pending, failing, healthy_candidate)
-    return _diagnose_failing_control(pending, control)
+    # A sample that is healthy elsewhere fails here too, so no sample is at fault. If it is healthy at an unused
+    # position, this position is the cause and not the model.
+    if _is_consistently_healthy(pending, _move_to_unused_step(control)):
+        message = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
+        return pending.conclude("step", message)
+    pending.evidence["every_sample"] = True
+    message = "every sample fails now, those too that were healthy a step ago, whatever is switched off"
+    return pending.conclude("unknown", message)
 
 
 def _split_samples(batch: MicroBatch) -> list[MicroBatch]:
@@ -144,19 +148,7 @@ def _move_to_position(batch: MicroBatch, position: MicroBatch, *, copies_draws: 
     return batch if batch.move_to is None else batch.move_to(position, copies_draws)
 
 
-def _diagnose_failing_control(pending: PendingDiagnosis, control: MicroBatch) -> Diagnosis:
-    """The verdict if a sample that was healthy elsewhere fails here too, so that no sample is at fault."""
-    # If it is healthy at an unused position, this position is the cause and not the model.
-    if _is_consistently_healthy(pending, _move_to_unused_step(control)):
-        message = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
-        return pending.conclude("step", message)
-    pending.evidence["every_sample"] = True
-    message = "every sample fails now, those too that were healthy a step ago, whatever is switched off"
-    return pending.conclude("unknown", message)
-
-
 def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch) -> Diagnosis:
-    """The verdict on samples that fail where another sample is healthy."""
     if failing[0].move_to is None or failing[0].redraw is None:
         message = (
             "it fails whatever is switched off; other samples are healthy; whether it would with other noise "
@@ -165,16 +157,10 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
         return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
     # Samples that are healthy with other noise and timesteps.
     noise_dependent = [sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)]
-    # The others are samples that are healthy at another position in the run.
-    position_dependent = [
-        sample
-        for sample in failing
-        if sample not in noise_dependent and pending.run_is_healthy(_move_to_unused_step(sample))
-    ]
-    # The rest fails with any noise and at any position.
-    always_failing = [
-        sample for sample in failing if sample not in noise_dependent and sample not in position_dependent
-    ]
+    # Of the others, some are healthy at another position in the run, and the rest fails at any.
+    others = [sample for sample in failing if sample not in noise_dependent]
+    position_dependent = [sample for sample in others if pending.run_is_healthy(_move_to_unused_step(sample))]
+    always_failing = [sample for sample in others if sample not in position_dependent]
     if always_failing:
         message = "it fails whatever is switched off; other samples are healthy"
         return pending.conclude("data", message, sample_ids=_get_sample_ids(always_failing))
@@ -187,14 +173,10 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
 def _diagnose_random_inputs(
     pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch
 ) -> Diagnosis:
-    """The verdict on samples that fail only with their own noise and timesteps.
-
-    It depends on whether another sample fails with the same noise and timesteps.
-    """
-    # Give a healthy sample the failing one's noise and timesteps.
-    if all(
-        _is_consistently_healthy(pending, _move_to_position(control, sample, copies_draws=True)) for sample in failing
-    ):
+    """The verdict on samples that fail only with their own noise and timesteps."""
+    # Give a healthy sample each failing one's noise and timesteps.
+    controls = (_move_to_position(control, sample, copies_draws=True) for sample in failing)
+    if all(_is_consistently_healthy(pending, moved) for moved in controls):
         pending.evidence["control_with_the_same_draws"] = "healthy"
         message = "only with this noise and timestep: finite with others, whatever is switched off"
     else:
@@ -211,13 +193,11 @@ def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, co
     # One healthy run is enough: the sample can be computed.
     if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):
         return True
-    return _is_consistently_healthy(
-        pending, _move_to_position(sample, _move_to_position(control, sample), copies_draws=True)
-    )
+    moved_control = _move_to_position(control, sample)
+    return _is_consistently_healthy(pending, _move_to_position(sample, moved_control, copies_draws=True))
 
 
 def _iter_redraws(sample: MicroBatch) -> Iterator[MicroBatch]:
-    """Yield the micro-batch with other noise and timesteps, if it can be drawn again."""
     if sample.redraw is not None:
         yield from map(sample.redraw, range(_NUM_REDRAWS))
 

@@ -99,7 +99,7 @@ def check_autocast(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype 
     outermost = {
         module_name: autocast
         for module_name, autocast in deviating.items()
-        if deviating.get(_get_parent_name(module_name), dtype) is not autocast
+        if deviating.get(module_name.rpartition(".")[0], dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
     # Another dtype is fatal; autocast that is only off may be intended.
@@ -270,10 +270,6 @@ def _check_finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Ch
         ok_message=f"all {len(tensors)} tensors are finite",
         failure_message=f"{len(bad)} of {len(tensors)} tensors are not finite",
     )
-
-
-def _get_parent_name(module: str) -> str:
-    return module.rpartition(".")[0]
 
 
 def _find_gradient_problem(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from dit_lora.guard.bisect import (
     NUM_REPLAYS,
@@ -60,7 +59,13 @@ def diagnose(
     try:
         return _diagnose_by_replay(pending)
     except InconsistentReplayError:
-        return _diagnose_inconsistent_runs(pending)
+        # A failure rate over two or three runs would be meaningless.
+        while pending.num_runs < _MIN_RUNS_FOR_RATE:
+            pending.rerun()
+        pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
+        pending.rank = -1  # the failure is not tied to the module at which one run began to fail
+        runs = f"{pending.num_failed} of {pending.num_runs} runs"
+        return pending.conclude("transient", f"it fails in {runs} on equal bits: hardware or memory, or a race")
     except torch.OutOfMemoryError:
         if context.collective_forward:
             raise  # other ranks may wait in the middle of a pass for this one
@@ -69,21 +74,25 @@ def diagnose(
 
 
 def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
-    """Find the cause by running the micro-batch again. Raises `InconsistentReplayError` if it fails
-    only in some runs.
-    """
-    outcome = pending.rerun()
+    """Raises `InconsistentReplayError` if the micro-batch fails only in some runs."""
+    context, outcome = pending.context, pending.rerun()
     # The same inputs must fail each time: a random failure proves no cause.
     for _ in range(NUM_REPLAYS - 1):
         repeat = pending.rerun()
         if pending.is_healthy(repeat) != pending.is_healthy(outcome):
             raise InconsistentReplayError
     if not pending.num_failed:
-        return _diagnose_healthy_replay(pending)
+        trained = [p.detach() for p in context.model.parameters() if p.requires_grad]
+        peak = compute_weight_peak(trained, all_ranks=context.collective_forward)
+        # Diverged weights may still be finite, and so may be the losses computed with them.
+        if is_unusable_magnitude(peak, context.start_peak):
+            return diagnose_diverged_weights(pending.micro_batch, context)
+        pending.evidence["replays"] = {"failed": 0, "of": pending.num_runs}
+        return pending.conclude("transient", "finite when it was run again: it did not come from the data")
     if (label_diagnosis := _find_unlabelled_samples(pending, outcome)) is not None:
         return label_diagnosis
     # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
-    ranks_share_inputs = pending.context.collective_forward and is_sharded(pending.context.model)
+    ranks_share_inputs = context.collective_forward and is_sharded(context.model)
     # Ranks that compute the same must fail together. One that fails where others succeed is the cause.
     if outcome.failed_ranks and ranks_share_inputs:
         return _diagnose_failing_ranks(pending, outcome.failed_ranks, lambda: pending.rerun().failed_ranks)
@@ -100,29 +109,6 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
     else:
         diagnosis = _run_experiments(pending)
     return _add_location(diagnosis, traced_run.trace, outcome, pending.micro_batch)
-
-
-def _diagnose_healthy_replay(pending: PendingDiagnosis) -> Diagnosis:
-    context = pending.context
-    trained = [p.detach() for p in context.model.parameters() if p.requires_grad]
-    peak = compute_weight_peak(trained, all_ranks=context.collective_forward)
-    # Diverged weights may still be finite, and so may be the losses computed with them.
-    if is_unusable_magnitude(peak, context.start_peak):
-        return diagnose_diverged_weights(pending.micro_batch, context)
-    pending.evidence["replays"] = {"failed": 0, "of": pending.num_runs}
-    return pending.conclude("transient", "finite when it was run again: it did not come from the data")
-
-
-def _diagnose_inconsistent_runs(pending: PendingDiagnosis) -> Diagnosis:
-    # A failure rate over two or three runs would be meaningless.
-    while pending.num_runs < _MIN_RUNS_FOR_RATE:
-        pending.rerun()
-    pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
-    pending.rank = -1  # the failure is not tied to the module at which one run began to fail
-    message = (
-        f"it fails in {pending.num_failed} of {pending.num_runs} runs on equal bits: hardware or memory, or a race"
-    )
-    return pending.conclude("transient", message)
 
 
 def _diagnose_failing_ranks(
@@ -204,9 +190,9 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
     # (tokens, width) -> (tokens,): True for tokens with any value that is not finite.
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
-    return (
-        f"{description}, at token {tokens[0]} of {len(row)}{format_remaining_count(tokens)}" if tokens else description
-    )
+    if not tokens:
+        return description
+    return f"{description}, at token {tokens[0]} of {len(row)}{format_remaining_count(tokens)}"
 
 
 def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
@@ -234,10 +220,9 @@ def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_ba
     hidden = None if trace.bad_inputs else next(iter(trace.hidden_origins), None)
     origin = trace.origin or hidden
     ids = diagnosis.sample_ids
-    # If no sample is proven to be the cause, a skip has to exclude the whole micro-batch.
     is_unexplained = diagnosis.cause == "unknown" and not diagnosis.evidence.get("every_sample")
     if is_unexplained and not outcome.has_zero_gradient:
-        # They are skipped this time only; the weights were healthy in the previous step.
+        # No sample is proven to be the cause, so this time the whole micro-batch is skipped.
         ids = micro_batch.ids
     diagnosis = replace(diagnosis, sample_ids=ids, timesteps=timesteps)
     if origin is None:
@@ -255,17 +240,15 @@ def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
         return diagnosis
     # The samples were checked before, so these values were made between data and model.
     bad_inputs = "; ".join(trace.bad_inputs.values())
-    message = (
-        f"{diagnosis.words}; the model was given values that are not finite, though the cached ones are: {bad_inputs}"
-    )
-    if diagnosis.cause != "unknown":
-        return replace(diagnosis, words=message)
-    return replace(diagnosis, cause="inputs", words=message)
+    message = f"the model was given values that are not finite, though the cached ones are: {bad_inputs}"
+    cause = "inputs" if diagnosis.cause == "unknown" else diagnosis.cause
+    return replace(diagnosis, cause=cause, words=f"{diagnosis.words}; {message}")
 
 
 def _should_try_fp32(pending: PendingDiagnosis) -> bool:
     dtypes = {p.dtype for p in pending.context.model.parameters() if p.is_floating_point()}
-    autocasts = pending.micro_batch.uses_autocast or _has_accelerate_autocast(pending.context.model)
+    # Accelerate wraps a model's forward, under this name, to compute in half precision.
+    autocasts = pending.micro_batch.uses_autocast or "_original_forward" in pending.context.model.__dict__
     # A model that computes in fp32 already cannot become healthy in fp32.
     if dtypes <= {torch.float32, torch.float64} and not autocasts:
         return False
@@ -274,11 +257,6 @@ def _should_try_fp32(pending: PendingDiagnosis) -> bool:
         pending.evidence["fp32"] = "not tried: a pass in fp32 may not fit into memory"
         return False
     return True
-
-
-def _has_accelerate_autocast(model: nn.Module) -> bool:
-    """True if Accelerate wraps the model's forward, as it does to compute in half precision."""
-    return "_original_forward" in model.__dict__
 
 
 def _collect_evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:

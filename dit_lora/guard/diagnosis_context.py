@@ -70,21 +70,15 @@ class DiagnosisContext:
 
     def list_enabled_fallbacks(self) -> list[Fallback]:
         """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
-        # A set of backends is off once each of its members is.
         disabled_names = set(self.disabled_names)
-        return [
-            fallback
-            for fallback in self.fallbacks
-            if fallback.name not in disabled_names
-            and fallback.parent not in disabled_names
-            and not _are_all_disabled(fallback.name, disabled_names)
-        ]
-
-
-def _are_all_disabled(name: str, disabled_names: Collection[str]) -> bool:
-    """True if every backend of a set such as `attention:flash+efficient` has been switched off individually."""
-    kind, _, names = name.partition(":")
-    return bool(names) and all(f"{kind}:{backend}" in disabled_names for backend in names.split("+"))
+        enabled = []
+        for fallback in self.fallbacks:
+            # A set such as `attention:flash+efficient` is off once each of its members is.
+            kind, _, names = fallback.name.partition(":")
+            members = {f"{kind}:{backend}" for backend in names.split("+")} if names else {fallback.name}
+            if disabled_names.isdisjoint((fallback.name, fallback.parent)) and not members <= disabled_names:
+                enabled.append(fallback)
+        return enabled
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 import torch.compiler.config
@@ -23,9 +23,7 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Fallback:
-    """A component with a slower, safer fallback: `disable_temporarily()` for a while, `disable()` for the rest of the
-    run.
-    """
+    """A component with a slower, safer fallback: `disable_temporarily()`, or `disable()` for the rest of the run."""
 
     name: str
     cause: Literal["kernel", "attention_backend"]
@@ -100,7 +98,8 @@ def _enable_only(backends: set[str], tag: str) -> None:
 
 def list_compile_fallbacks(model: nn.Module) -> list[Fallback]:
     """A switch for torch.compile if any part of the model is compiled, else an empty list."""
-    if not any(_is_compiled(module) for module in model.modules()):
+    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    if not any(m._compiled_call_impl is not None or isinstance(m, wrapper) for m in model.modules()):
         return []
 
     # A stance keeps compiled code, so that nothing is recompiled afterwards.
@@ -171,10 +170,6 @@ def _make_attention_fallback(names: tuple[str, ...]) -> Fallback:
     return Fallback(name, "attention_backend", disable_temporarily, disable, "PyTorch's next attention backend")
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
 @contextmanager
 def convert_to_fp32(model: nn.Module) -> Iterator[None]:
     """Convert the model's weights and computation to fp32 inside the context, without autocast; restored on exit.
@@ -199,10 +194,14 @@ def _convert_local_to_fp32(model: nn.Module) -> Iterator[None]:
         model.__dict__["forward"] = unwrapped_forward
     device = all_tensors[0].device.type
     # bitsandbytes' 4-bit layers cast their input.
-    half_layers = [(m, m.compute_dtype) for m in model.modules() if _has_half_compute_dtype(m)]
+    half_layers: list[tuple[Any, torch.dtype]] = []
+    for module in model.modules():
+        compute_dtype = getattr(module, "compute_dtype", None)
+        if compute_dtype in HALF_DTYPES:
+            half_layers.append((module, compute_dtype))
     try:
-        for module, _ in half_layers:
-            module.compute_dtype = torch.float32
+        for layer, _ in half_layers:
+            layer.compute_dtype = torch.float32
         for tensor, data, _ in half_tensors:
             # Clear the gradient first: its dtype must match that of the data.
             tensor.grad = None
@@ -210,8 +209,8 @@ def _convert_local_to_fp32(model: nn.Module) -> Iterator[None]:
         with disable_autocast(device), _convert_arguments_to_fp32(model), disable_compile(model):
             yield
     finally:
-        for module, dtype in half_layers:
-            module.compute_dtype = dtype
+        for layer, compute_dtype in half_layers:
+            layer.compute_dtype = compute_dtype
         # Exchange only the data: optimizers and hooks hold these parameter objects.
         for tensor, data, grad in half_tensors:
             tensor.grad = None
@@ -219,10 +218,6 @@ def _convert_local_to_fp32(model: nn.Module) -> Iterator[None]:
             tensor.grad = grad
         if unwrapped_forward is not None:
             model.__dict__["forward"] = forward_before
-
-
-def _has_half_compute_dtype(module: nn.Module) -> TypeGuard[Any]:
-    return getattr(module, "compute_dtype", None) in HALF_DTYPES
 
 
 @contextmanager

@@ -9,7 +9,7 @@ rank's samples.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -116,11 +116,17 @@ class Monitor:
             distributed.all_reduce(squares)
             norms = list(squares.sqrt().float())
         for name, norm in zip(tensors, norms, strict=True):
-            self._values[_StatisticKey(kind, _find_owner_name(name), name)] = norm
+            # `blocks.0.to_q.lora_A.default.weight` belongs to `blocks.0.to_q`.
+            inside = _LORA_SUBMODULE.search(name)
+            module = name[: inside.start()] if inside else name.rpartition(".")[0]
+            self._values[_StatisticKey(kind, module, name)] = norm
 
     def _make_peak_hook(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _find_tensors(output):
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            # Outputs in dicts or objects are not measured.
+            tensors = [get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor)]
+            for tensor in filter(has_values, tensors):
                 # A module's outputs may have several dtypes, each with its own headroom.
                 key = _StatisticKey("peak", module, tensor.dtype)
                 peak = abs_max(tensor)
@@ -144,7 +150,10 @@ def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
     if "grad" in norms:
         statistics["grad_norm"] = math.hypot(*norms["grad"])
     if "change" in norms:
-        statistics["update_ratio"] = _compute_ratio(math.hypot(*norms["change"]), math.hypot(*norms["weight"]))
+        change, weight = math.hypot(*norms["change"]), math.hypot(*norms["weight"])
+        # Without a change it is 0, also if all weights are zero.
+        ratio = change / weight if weight else math.inf
+        statistics["update_ratio"] = ratio if change else 0.0
     if peaks:
         # NaN cannot be ordered, so sort it above all numbers.
         statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
@@ -153,12 +162,6 @@ def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
         if all(map(math.isfinite, headrooms)):
             statistics["headroom"] = min(headrooms)
     return {name: float(f"{value:.4g}") for name, value in statistics.items()}
-
-
-def _compute_ratio(change: float, weight: float) -> float:
-    if change == 0:
-        return 0.0  # also if all weights are zero
-    return change / weight if weight else math.inf
 
 
 def _select_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -174,17 +177,3 @@ def _select_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in outer_modules.items()
         if name not in parents or (name and name.rpartition(".")[0] in lists)
     }
-
-
-def _find_owner_name(parameter: str) -> str:
-    """Name of the module that a parameter is attributed to."""
-    # `blocks.0.to_q.lora_A.default.weight` belongs to `blocks.0.to_q`.
-    inside = _LORA_SUBMODULE.search(parameter)
-    return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
-
-
-def _find_tensors(output: Any) -> Sequence[torch.Tensor]:
-    outputs = output if isinstance(output, (tuple, list)) else (output,)
-    # Outputs in dicts or objects are not measured.
-    tensors = (get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
-    return [tensor for tensor in tensors if has_values(tensor)]

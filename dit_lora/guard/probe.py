@@ -4,10 +4,12 @@ Runs one replayed micro-batch, forward and backward, with forward hooks on every
 every op. Slow, since the host reads each op's output; used only after a step has failed.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,9 +57,7 @@ class Trace:
     """The result of one probed run."""
 
     origins: list[BadOp] = field(default_factory=list)
-    """Bad ops in order of execution; if the enclosing module's output was finite, they are in `hidden_origins`
-    instead.
-    """
+    """Bad ops in order of execution. If the enclosing module's output was finite, they are in `hidden_origins`."""
     hidden_origins: list[BadOp] = field(default_factory=list)
     trail: list[TrailEntry] = field(default_factory=list)
     """The values before the first bad op, oldest first."""
@@ -97,10 +97,9 @@ class Probe(TorchDispatchMode):
         # Name the model itself by its class, since an empty name means outside the model.
         names = {m: name or get_original_class(m).__name__ for name, m in iterate_called_modules(self.model)}
         with ExitStack() as stack:
-            hook = self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)
-            stack.enter_context(hook)
+            stack.enter_context(self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True))
             for module, name in names.items():
-                stack.enter_context(module.register_forward_pre_hook(self._make_enter_hook(name)))
+                stack.enter_context(module.register_forward_pre_hook(partial(self._enter_module, name)))
                 # Called even if the forward raises: the stack of modules must stay correct.
                 stack.enter_context(module.register_forward_hook(self._leave_module, always_call=True))
             # Use a single thread, so that the mode sees the backward's ops too.
@@ -119,7 +118,8 @@ class Probe(TorchDispatchMode):
         # Inspect the inputs of an in-place op before it overwrites them.
         input_summary = _summarize_values(_list_inputs(func, args, kwargs)) if is_mutable else None
         output = func(*args, **kwargs)
-        if not _computes_values(func):
+        # Views and uninitialized memory compute no values.
+        if func.is_view or "empty" in func._schema.name:
             return output
         peak = _summarize_values(tree_leaves(output))
         if peak is None:
@@ -130,7 +130,8 @@ class Probe(TorchDispatchMode):
             self._recent_entries.append(peak.to_trail_entry(f"{module}: {func}" if module else str(func), direction))
             return output
         # Masking with -inf is intended; any other new Inf or NaN may be the origin.
-        if not _has_nonfinite_constant(args, kwargs):
+        numbers = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, float)]
+        if all(map(math.isfinite, numbers)):
             inputs = input_summary if is_mutable else _summarize_values(_list_inputs(func, args, kwargs))
             self._record_new_origin(str(func), peak, inputs, module, direction)
         return output
@@ -161,13 +162,10 @@ class Probe(TorchDispatchMode):
         inside = [frame for frame in self._frames if frame.start <= number < (frame.end or 0)]
         return (inside[-1].name if inside else ""), "backward"
 
-    def _make_enter_hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any) -> None:
-            frame = _Frame(name, torch.autograd._get_sequence_nr(), len(self.trace.origins))
-            self._stack.append(frame)
-            self._frames.append(frame)
-
-        return hook
+    def _enter_module(self, name: str, _module: nn.Module, _args: Any) -> None:
+        frame = _Frame(name, torch.autograd._get_sequence_nr(), len(self.trace.origins))
+        self._stack.append(frame)
+        self._frames.append(frame)
 
     def _leave_module(self, _module: nn.Module, _args: Any, output: Any) -> None:
         frame = self._stack.pop()
@@ -225,8 +223,7 @@ def _summarize_values(leaves: Sequence[Any]) -> _ValueSummary | None:
     if not tensors:
         return None
     # One scalar per tensor, read by the host together.
-    peaks = [abs_max(tensor) for tensor in tensors]
-    values = torch.stack(peaks).tolist()
+    values = torch.stack([abs_max(tensor) for tensor in tensors]).tolist()
     # NaN counts as the largest value.
     worst = max(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
@@ -241,14 +238,3 @@ def _list_inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     # The values that `copy_` overwrites do not affect its result.
     read_args = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
     return tree_leaves((read_args, dict(kwargs)))
-
-
-def _computes_values(func: Any) -> bool:
-    """False for a view, and for uninitialized memory."""
-    return not func.is_view and "empty" not in func._schema.name
-
-
-def _has_nonfinite_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if an op received a non-finite number on purpose, as when masks are filled with -inf."""
-    numbers = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, float)]
-    return any(number != number or abs(number) == float("inf") for number in numbers)

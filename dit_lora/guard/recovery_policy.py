@@ -48,7 +48,12 @@ class Policy:
                 break
             action = self._match_action(action_kind, step, diagnoses, causes, previously_skipped)
             if isinstance(action, Action):
-                return self._count_action(action, step)
+                if action.kind in ("retry", "skip", "quarantine"):
+                    self.skips += 1
+                if action.kind == "rollback":
+                    self.rollbacks += 1
+                    self.last_rollback_step = step
+                return action
             if action:
                 reasons.append(action)
         actions = ", ".join(self.config.on_nonfinite)
@@ -89,9 +94,11 @@ class Policy:
         if not samples:
             return Action("skip") if action_kind == "skip" and "step" in causes else ""
         bad_as_stored = {s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids}
-        # A sample that was skipped before and fails again with other noise is the cause, even if its stored data is
-        # good.
-        repeated = {s for v in diagnoses if _is_caused_by_sample(v) for s in v.sample_ids} & {*previously_skipped}
+        # A failure that needs particular noise is the sample's fault if another sample is healthy with that noise. If
+        # such a sample was skipped before, it is the cause, even if its stored data is good.
+        with_noise = [v for v in diagnoses if v.cause == "inputs"]
+        at_fault = [v for v in with_noise if v.evidence.get("control_with_the_same_draws") == "healthy"]
+        repeated = {s for v in at_fault for s in v.sample_ids} & {*previously_skipped}
         lasting = tuple(s for s in samples if s in bad_as_stored or s in repeated)
         if action_kind == "quarantine":
             return Action(action_kind, samples=lasting) if lasting else ""
@@ -114,21 +121,6 @@ class Policy:
             return "the ranks differ again after a rollback: leave that machine out"
         return Action("rollback", should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses))
 
-    def _count_action(self, action: Action, step: int) -> Action:
-        if action.kind in ("retry", "skip", "quarantine"):
-            self.skips += 1
-        if action.kind == "rollback":
-            self.rollbacks += 1
-            self.last_rollback_step = step
-        return action
-
     def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint; `Policy(config, **state)` continues with them."""
         return {"skips": self.skips, "rollbacks": self.rollbacks, "last_rollback_step": self.last_rollback_step}
-
-
-def _is_caused_by_sample(diagnosis: Diagnosis) -> bool:
-    """True if a failure that needs particular noise is the sample's fault: another sample is healthy with
-    that noise.
-    """
-    return diagnosis.cause == "inputs" and diagnosis.evidence.get("control_with_the_same_draws") == "healthy"

@@ -22,8 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Snapshots:
-    """The last `max_snapshots` snapshots of the tensors that `get_tensors` returns by name; for a DTensor, of this
-    rank's shard.
+    """The last `max_snapshots` snapshots of the tensors, or this rank's shards of them, that `get_tensors` returns.
 
     `get_tensors` may return more tensors from one call to the next, as with AdamW after its first step. All CUDA
     tensors are on one device. Nothing here is collective, but every rank calls the same methods in the same steps. For
@@ -64,15 +63,13 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, step: int) -> None:
-        """Copy the current values as the snapshot of `step`; replaces the oldest snapshot once there are
-        `max_snapshots`.
-        """
+        """Copy the current values as the snapshot of `step`, which replaces the oldest of `max_snapshots`."""
         live = self._get_live_tensors()
         buffers = self._take_buffers(step)
         with self._use_copy_stream(live):
-            if _all_fit(buffers, live):
-                # Copy all tensors in one operation: on a CPU, an operation per tensor would cost more than the
-                # copying.
+            is_on_cpu = all(tensor.device.type == "cpu" for tensor in live.values())
+            if is_on_cpu and all(name in buffers and _fits(buffers[name], t) for name, t in live.items()):
+                # Copy all tensors in one operation: on a CPU, one per tensor would cost more than the copying.
                 torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
                 # Buffers of tensors that no longer exist are released here.
                 self._snapshots[step] = {name: buffers[name] for name in live}
@@ -80,9 +77,7 @@ class Snapshots:
                 self._snapshots[step] = {name: _copy_into(buffers.get(name), tensor) for name, tensor in live.items()}
 
     def before_update(self) -> None:
-        """Make the current CUDA stream wait for a running copy, so that the update does not overwrite unread
-        values.
-        """
+        """Make the current CUDA stream wait for a running copy, whose values the update would overwrite."""
         if self._copy_event is not None:
             self._copy_event.wait()
 
@@ -95,8 +90,7 @@ class Snapshots:
 
         Raises:
             DitLoraError: If `step` has no snapshot, or one of its tensors no longer exists or has another shape or
-                dtype.
-                Nothing is changed then.
+                dtype. Nothing is changed then.
         """
         saved, live = self.read(step), self._get_live_tensors()
         incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
@@ -180,14 +174,6 @@ def _copy_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
         # If the owner frees the tensor, its memory must not be reused before this stream has read it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return buffer
-
-
-def _all_fit(buffers: Tensors, live: Tensors) -> bool:
-    """True if every tensor is on the CPU and has a buffer that fits."""
-    return all(
-        tensor.device.type == "cpu" and name in buffers and _fits(buffers[name], tensor)
-        for name, tensor in live.items()
-    )
 
 
 def _fits(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:

@@ -53,13 +53,9 @@ class SpikeDetector:
 
     def __init__(self, *, window: int, threshold: float, warm_up: int = 20) -> None:
         if not 1 <= warm_up <= window:
-            raise DitLoraError(
-                f"warm_up must be from 1 to window, else nothing is ever judged; got warm_up {warm_up}, "
-                f"window {window}"
-            )
-        self._window = window
-        self._threshold = threshold
-        self._warm_up = warm_up
+            limits = f"warm_up {warm_up}, window {window}"
+            raise DitLoraError(f"warm_up must be from 1 to window, else nothing is ever judged; got {limits}")
+        self._window, self._threshold, self._warm_up = window, threshold, warm_up
         self._series: dict[str, _Series] = {}
 
     def observe(self, name: str, value: float) -> Spike | None:
@@ -75,8 +71,17 @@ class SpikeDetector:
         if level is not None and not value <= self._compute_limit(*level):
             spike = Spike(name, value, *level, self._threshold, len(series.healthy))
         # NaN and Inf would spoil the median for the whole window.
-        if math.isfinite(value):
-            self._add_value(series, value, is_spike=spike is not None)
+        if not math.isfinite(value):
+            return spike
+        if spike is None:
+            series.spikes.clear()
+            series.healthy.append(value)
+            return None
+        series.spikes.append(value)
+        # This many in a row are not outliers: the series has a new level.
+        if len(series.spikes) == self._warm_up:
+            series.healthy = deque(series.spikes, maxlen=self._window)
+            series.spikes.clear()
         return spike
 
     def reset(self) -> None:
@@ -88,17 +93,6 @@ class SpikeDetector:
         series = self._series.get(name)
         level = self._compute_level(series) if series else None
         return self._compute_limit(*level) if level else None
-
-    def _add_value(self, series: _Series, value: float, *, is_spike: bool) -> None:
-        if not is_spike:
-            series.spikes.clear()
-            series.healthy.append(value)
-            return
-        series.spikes.append(value)
-        # This many in a row are not outliers: the series has a new level.
-        if len(series.spikes) == self._warm_up:
-            series.healthy = deque(series.spikes, maxlen=self._window)
-            series.spikes.clear()
 
     def _compute_level(self, series: _Series) -> tuple[float, float] | None:
         """Median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale."""

@@ -39,14 +39,12 @@ def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
     # Masks of -inf are infinite from the start, so they are not damaged.
     excluded = trained | set(context.infinite_names)
     weights = ((f"weight {n}", p) for n, p in context.named_parameters() if n not in excluded)
-    buffers = (
-        (n, b)
-        for n, b in iter_frozen_tensors(context.model)
-        if n.startswith("buffer ") and n.removeprefix("buffer ") not in excluded
-    )
-    problems = pending.describe_bad_tensors([*weights, *buffers], describe_bad_values) or _gather_descriptions(
-        pending, context.frozen_record.describe_changes() if context.frozen_record is not None else []
-    )
+    frozen = ((n, b) for n, b in iter_frozen_tensors(context.model) if n.startswith("buffer "))
+    buffers = ((n, b) for n, b in frozen if n.removeprefix("buffer ") not in excluded)
+    problems = pending.describe_bad_tensors([*weights, *buffers], describe_bad_values)
+    if not problems:
+        changes = context.frozen_record.describe_changes() if context.frozen_record is not None else []
+        problems = _gather_descriptions(pending, changes)
     if not problems:
         return None
     pending.evidence["frozen"] = problems[:20]
@@ -62,9 +60,8 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
     state = list(context.optimizer_state())
     # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
-    moments = pending.describe_bad_tensors(state, describe_bad_values) or pending.describe_bad_tensors(
-        state, _describe_negative
-    )
+    moments = pending.describe_bad_tensors(state, describe_bad_values)
+    moments = moments or pending.describe_bad_tensors(state, _describe_negative)
     weights = pending.describe_bad_tensors(trained.items(), describe_bad_values)
     if not moments and not weights:
         return None
@@ -77,32 +74,23 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     # A description starts with the parameter's name.
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
-        message = (
-            f"the trained weight {weights[0]}{format_remaining_count(weights)}; it is fp16, where "
-            "AdamW's eps of 1e-8 is 0 "
-        )
-        return pending.conclude(
-            "precision", message + "and a gradient of 0 becomes NaN", module=_find_module_name(weights[0])
-        )
+        message = f"the trained weight {weights[0]}{format_remaining_count(weights)}; it is fp16, where "
+        message += "AdamW's eps of 1e-8 is 0 and a gradient of 0 becomes NaN"
+        return pending.conclude("precision", message, module=_find_module_name(weights[0]))
     if has_diverged(pending):
         return _diagnose_grown_weights(pending)
-    # Faulty memory damages single elements, and a step that is too large overflows most of them. Only NaN has another
-    # cause.
-    if _has_mostly_overflowed(trained.values()):
+    num_bad, num_infinite, num_elements = 0, 0, 0
+    for weight in map(get_local_tensor, trained.values()):
+        num_bad += int((~torch.isfinite(weight)).sum())
+        num_infinite += int(torch.isinf(weight).sum())
+        num_elements += weight.numel()
+    # Faulty memory damages single elements, and a step that is too large overflows most of them. NaN without any
+    # infinity has another cause.
+    if num_bad > num_elements / 2 and num_infinite > 0:
         message = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
         return pending.conclude("learning_rate", message + "the learning rate is too high")
     message = f"the trained weight {weights[0]}{format_remaining_count(weights)}, with finite gradients and moments"
     return pending.conclude("weights", message, module=_find_module_name(weights[0]))
-
-
-def _has_mostly_overflowed(weights: Iterable[torch.Tensor]) -> bool:
-    """True if more than half of all trained elements are not finite, and at least one is infinite."""
-    bad, infinite, count = 0, 0, 0
-    for weight in map(get_local_tensor, weights):
-        bad += int((~torch.isfinite(weight)).sum())
-        infinite += int(torch.isinf(weight).sum())
-        count += weight.numel()
-    return bad > count / 2 and infinite > 0
 
 
 def _describe_owner(description: str, trained: Collection[str]) -> tuple[Cause, str]:
@@ -125,11 +113,9 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
     # Report moments first: an altered moment also changes its weight, but not vice versa.
     descriptions.sort(key=lambda description: _describe_owner(description, trained)[0] != "optimizer")
     pending.evidence["altered"] = descriptions[:20]
-    cause, description = _describe_owner(descriptions[0], trained)
-    description = (
-        f"{description}{format_remaining_count(descriptions)}: altered in memory, for no update moves them alone"
-    )
-    return pending.conclude(cause, description, module=_find_module_name(descriptions[0].split(":")[0]))
+    cause, message = _describe_owner(descriptions[0], trained)
+    message += f"{format_remaining_count(descriptions)}: altered in memory, for no update moves them alone"
+    return pending.conclude(cause, message, module=_find_module_name(descriptions[0].split(":")[0]))
 
 
 def describe_altered_state(context: DiagnosisContext) -> list[str]:
@@ -167,9 +153,7 @@ def has_diverged(pending: PendingDiagnosis) -> bool:
 
 
 def _has_mostly_unusable_weights(pending: PendingDiagnosis) -> bool:
-    """True if most trained tensors are too large to be usable, which memory errors do not cause. Collective in
-    lockstep.
-    """
+    """True if most trained tensors are too large, which memory errors do not cause. Collective in lockstep."""
     trained = [p.detach() for p in pending.context.model.parameters() if p.requires_grad]
     local_peaks = [compute_weight_peak([p], finite_only=True) for p in trained]
     # (ranks, trained tensors): of sharded weights, each rank sees its own shards only.
@@ -192,15 +176,12 @@ def compute_decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
 def _diagnose_grown_weights(pending: PendingDiagnosis) -> Diagnosis:
     """The verdict on weights that grew: because of weight decay if it overshoots, else of the learning rate."""
     peak, start = pending.evidence["weight_peak"], pending.evidence["weight_peak_at_start"]
-    growth_text, share = f"trained weights reach {peak:.3g}, from {start:.3g} at the start", 0.0
+    growth_text = f"trained weights reach {peak:.3g}, from {start:.3g} at the start"
     share = pending.context.compute_decay_share()
     if share > _OVERSHOOT_SHARE:
         pending.evidence["weight_decay"] = share
-        message = (
-            f"{growth_text}: weight decay times learning rate is {share:.3g}, "
-            "and beyond 2 each step makes weights larger"
-        )
-        return pending.conclude("optimizer", message)
+        reason = f"weight decay times learning rate is {share:.3g}, and beyond 2 each step makes weights larger"
+        return pending.conclude("optimizer", f"{growth_text}: {reason}")
     message = f"{growth_text}: the learning rate is too high, or one batch had a huge gradient"
     return pending.conclude("learning_rate", message)
 

@@ -29,8 +29,14 @@ def read_stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
+                sizes = [(part.get_dtype(), math.prod(part.get_shape())) for part in slices]
+        except (OSError, SafetensorError) as error:
+            raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error
         # Integer tensors, such as position ids, do not count.
-        for dtype, count in _read_tensor_sizes(file):
+        for dtype, count in sizes:
             if dtype in _SAFETENSORS_DTYPES:
                 counts[_SAFETENSORS_DTYPES[dtype]] += count
     return counts.most_common(1)[0][0] if counts else None
@@ -66,10 +72,9 @@ def check_stored_precision(
     margin = f"{compute_headroom(peak, torch.float16):.3g} times"
     if not peak <= _FP16_MAX:  # NaN is beyond
         message = (
-            f"{summary}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
-            f"trained with values that saturate there, which {compute} does not repeat, so it would "
-            f"compute another function; clamp to +-{_FP16_MAX:g} where it did, or use a checkpoint "
-            "published in bf16 or fp32"
+            f"{summary}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was trained with "
+            f"values that saturate there, which {compute} does not repeat, so it would compute another function; "
+            f"clamp to +-{_FP16_MAX:g} where it did, or use a checkpoint published in bf16 or fp32"
         )
         return [CheckFinding(check, False, message, fatal=True)]
     message = f"{summary}; activations were probed on one batch and reach {peak:.3g}, {margin} below fp16's limit"
@@ -77,13 +82,3 @@ def check_stored_precision(
     if is_coarser:
         message += "; bf16 rounds eight times more coarsely than the weights were trained with"
     return [CheckFinding(check, not is_coarser, message, fatal=False)]
-
-
-def _read_tensor_sizes(file: Path) -> list[tuple[str, int]]:
-    """Dtype name and number of values of each tensor, from the header of a safetensors file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
-            return [(tensor_slice.get_dtype(), math.prod(tensor_slice.get_shape())) for tensor_slice in slices]
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

@@ -1,6 +1,4 @@
-"""Repeat one call of a block on the same inputs, in its dtype or in fp32, with gradients of a randomly
-weighted sum.
-"""
+"""Repeat one call of a block on the same inputs, in its dtype or in fp32, and compute its outputs and gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,8 +41,12 @@ class BlockCall:
         self._outer_model = outer_model
         # The arguments are kept flat, so that each run can copy and convert their tensors.
         self._leaves, self._spec = tree_flatten((args, kwargs))
-        if adds_second_row:
-            self._leaves = [_add_second_row(leaf) for leaf in self._leaves]
+        for index, leaf in enumerate(self._leaves):
+            if adds_second_row and isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and len(leaf) == 1:
+                # Flip along the last dimension, which keeps the magnitude and changes the values. Integers and masks
+                # repeat the first row. (1, ...) -> (2, ...)
+                second_row = leaf.flip(-1) if leaf.is_floating_point() else leaf
+                self._leaves[index] = torch.cat([leaf, second_row])
         float_inputs = list_float_tensors(self._leaves)
         self._grad_flags = grad_flags if len(grad_flags) == len(float_inputs) else (True,) * len(float_inputs)
         tensors = [*module.parameters(), *float_inputs]
@@ -64,6 +66,12 @@ class BlockCall:
         leaves, learning = self._copy_leaves(uses_fp32=uses_fp32)
         args, kwargs = tree_unflatten(leaves, self._spec)
         inner_values: Values = {}
+        recorder: AbstractContextManager[None] = nullcontext()
+        if self._outer_model is not None:
+            # The block itself is compared by its returned outputs.
+            inner_names = [name for name, _ in iterate_called_modules(self.module) if name]
+            full_names = [f"{self.name}.{name}" if self.name else name for name in inner_names]
+            recorder = record_outputs(self._outer_model, full_names, inner_values)
         # A block may draw random numbers; the run's generators must not advance.
         with (
             torch.enable_grad(),
@@ -71,20 +79,12 @@ class BlockCall:
             _disable_tf32(),
             # Replaces the hooks of a checkpoint around the block.
             saved_tensors_hooks(_save_tensor, lambda x: x),
-            self._record_submodules(inner_values),
+            recorder,
         ):
             output = _call_uncaptured(lambda: self.module(*args, **kwargs))
             outputs = name_outputs(self.name, output)
             grads = self._compute_gradients(outputs, learning)
         return {**inner_values, **{n: x.detach() for n, x in outputs.items()}, **grads}
-
-    def _record_submodules(self, values: Values) -> AbstractContextManager[None]:
-        if self._outer_model is None:
-            return nullcontext()
-        # The block itself is compared by its returned outputs.
-        names = [name for name, _ in iterate_called_modules(self.module) if name]
-        full_names = [f"{self.name}.{name}" if self.name else name for name in names]
-        return record_outputs(self._outer_model, full_names, values)
 
     def _copy_leaves(self, *, uses_fp32: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         # One flag for each floating-point leaf, in the order of the flattened arguments.
@@ -145,15 +145,6 @@ def is_float_tensor(leaf: object) -> bool:
 
 def list_float_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if is_float_tensor(leaf)]
-
-
-def _add_second_row(leaf: Any) -> Any:
-    """Add a second, different row to a tensor of one row; integers and masks repeat the first."""
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
-        return leaf
-    # Flip along the last dimension, which keeps the magnitude and changes the values.
-    # (1, ...) -> (2, ...)
-    return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """Find blocks of a model that are identical for a kernel, so that only one of each kind has to be compared."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.guard.comparison.block_parity import find_blocks
+from dit_lora.guard.comparison.block_parity import find_blocks, hook_blocks
 
 BlockInputs = dict[str, list[Hashable]]
 """Descriptions of each block's inputs, by the block's name."""
@@ -19,18 +19,12 @@ def record_block_inputs(model: nn.Module) -> Iterator[BlockInputs]:
     """Record each block's inputs during training forward passes: shapes, dtypes and which require a gradient."""
     calls: BlockInputs = {}
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            # A block may be called several times in a step, so keep a list.
-            leaves = tree_leaves((args, kwargs))
-            calls.setdefault(name, []).append(tuple(_describe_leaf(leaf) for leaf in leaves))
+    def record(name: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
+        # A block may be called several times in a step, so keep a list.
+        leaves = tree_leaves((args, kwargs))
+        calls.setdefault(name, []).append(tuple(_describe_leaf(leaf) for leaf in leaves))
 
-        return hook
-
-    with ExitStack() as hooks:
-        for name in find_blocks(model):
-            block = model.get_submodule(name)
-            hooks.enter_context(block.register_forward_pre_hook(make_hook(name), with_kwargs=True))
+    with hook_blocks(model, find_blocks(model), record):
         yield calls
 
 
@@ -65,21 +59,13 @@ def _describe_leaf(leaf: object) -> Hashable:
 
 
 def _describe_structure(block: nn.Module) -> Hashable:
-    modules = tuple((name, type(module), _list_settings(module)) for name, module in block.named_modules())
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    return modules, tuple((name, *_describe_weight(tensor)) for name, tensor in tensors)
-
-
-def _describe_weight(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _list_settings(module: nn.Module) -> Hashable:
-    """A module's plain attributes, such as an eps, a window size, or whether its attention is causal."""
-    plain = (bool, int, float, str, type(None))
-    # A layer's index does not make it a different kind of block.
-    return tuple(
-        (key, value)
-        for key, value in sorted(vars(module).items())
-        if isinstance(value, plain) and not key.endswith("_idx")
-    )
+    modules: list[Hashable] = []
+    for name, module in block.named_modules():
+        # Plain attributes, such as an eps or a window size. A layer's index does not make it another kind of block.
+        plain = ((k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None))
+        settings = sorted((key, value) for key, value in plain if not key.endswith("_idx"))
+        modules.append((name, type(module), tuple(settings)))
+    weights: list[Hashable] = []
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        weights.append((name, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad))
+    return tuple(modules), tuple(weights)

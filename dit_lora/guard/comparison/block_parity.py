@@ -6,9 +6,10 @@ random draws. Sharded weights (FSDP2) are gathered while their block is compared
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,10 @@ class ComparisonOptions:
 
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of modules that together cover the model: its repeated blocks, and the modules outside them."""
-    lists = {name for name, module in model.named_modules() if _is_block_list(module)}
+    module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # A list of blocks has modules of one class that have submodules.
+    uniform_lists = {name: blocks for name, blocks in module_lists.items() if len(set(map(type, blocks))) == 1}
+    lists = {name for name, blocks in uniform_lists.items() if any(True for _ in blocks[0].children())}
     # All ancestors of a block list: `a` and `a.b` of the list `a.b.c`.
     ancestors = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
     names: list[str] = []
@@ -82,11 +86,14 @@ def find_blocks(model: nn.Module) -> list[str]:
     return names or [""]
 
 
-def _is_block_list(module: nn.Module) -> bool:
-    """True if the module is a list of blocks: modules of one class that have submodules."""
-    if not isinstance(module, nn.ModuleList) or not len(module):
-        return False
-    return len({type(block) for block in module}) == 1 and any(True for _ in module[0].children())
+@contextmanager
+def hook_blocks(model: nn.Module, names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
+    """Call `hook` with name, block, args and kwargs inside the context, before each call of one of these blocks."""
+    with ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True)
+            stack.enter_context(handle)
+        yield
 
 
 @contextmanager
@@ -94,16 +101,10 @@ def record_grad_flags(model: nn.Module) -> Iterator[GradFlags]:
     """Record, during a training forward pass, which inputs of which blocks require a gradient."""
     flags_by_block: GradFlags = {}
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            flags_by_block.setdefault(name, tuple(x.requires_grad for x in list_float_tensors((args, kwargs))))
+    def record(name: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
+        flags_by_block.setdefault(name, tuple(x.requires_grad for x in list_float_tensors((args, kwargs))))
 
-        return hook
-
-    with ExitStack() as hooks:
-        for name in find_blocks(model):
-            block = model.get_submodule(name)
-            hooks.enter_context(block.register_forward_pre_hook(make_hook(name), with_kwargs=True))
+    with hook_blocks(model, find_blocks(model), record):
         yield flags_by_block
 
 
@@ -139,10 +140,7 @@ class BlockComparison:
             # Run the pass with the reference code: a wrong kernel must not change the inputs of later blocks.
             self._disabled_kernel = stack.enter_context(ExitStack())
             self._disabled_kernel.enter_context(self.fallback.disable_temporarily())
-            for name in names:
-                module = self.model.get_submodule(name)
-                hook = self._make_hook(name)
-                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            stack.enter_context(hook_blocks(self.model, names, self._compare_first_call))
             with torch.no_grad():
                 forward()
 
@@ -155,23 +153,19 @@ class BlockComparison:
         finally:
             self._disabled_kernel.enter_context(self.fallback.disable_temporarily())
 
-    def _make_hook(self, name: str) -> Callable[..., None]:
-        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            # The comparison itself calls the block, and so this hook.
-            if self._is_comparing or name in self._reached_blocks:
-                return
-            # A block that is called several times is compared at its first call.
-            self._reached_blocks.add(name)
-            self._is_comparing = True
-            try:
-                with _allow_separate_call(self.model, block):
-                    self._compare_call(name, block, args, kwargs)
-            except torch.OutOfMemoryError:
-                self.coverage.skipped[name] = "there was no memory for it"
-            finally:
-                self._is_comparing = False
-
-        return hook
+    def _compare_first_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        # The comparison itself calls the block, and so this hook.
+        if self._is_comparing or name in self._reached_blocks:
+            return
+        self._reached_blocks.add(name)
+        self._is_comparing = True
+        try:
+            with _allow_separate_call(block):
+                self._compare_call(name, block, args, kwargs)
+        except torch.OutOfMemoryError:
+            self.coverage.skipped[name] = "there was no memory for it"
+        finally:
+            self._is_comparing = False
 
     def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self.options.adds_second_row:
@@ -247,11 +241,9 @@ class BlockComparison:
     ) -> tuple[str, float] | None:
         # In half precision, the change that a block adds to its input can be as small as rounding.
         inputs = block.inputs if dtype is torch.float32 else ()
-        limits = (
-            BLOCK_LIMITS[dtype]
-            if dtype is torch.float32
-            else BLOCK_LIMITS[dtype].add_rounding_error(self.fallback.rounding_error)
-        )
+        limits = BLOCK_LIMITS[dtype]
+        if dtype is not torch.float32:
+            limits = limits.add_rounding_error(self.fallback.rounding_error)
         return find_first_mismatch(expected, fused, limits, inputs, exact)
 
     def _measure_run_difference(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
@@ -277,10 +269,8 @@ def is_list_element(block: str) -> bool:
 
 
 @contextmanager
-def _allow_separate_call(model: nn.Module, block: nn.Module) -> Iterator[None]:
-    """Allow calling the block by itself inside the context: its weights are gathered, and autocast recomputes
-    casts.
-    """
+def _allow_separate_call(block: nn.Module) -> Iterator[None]:
+    """Gather the block's weights inside the context, and let autocast recompute its casts."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients

@@ -12,7 +12,6 @@ from dit_lora.guard.comparison.block_parity import (
     BlockComparison,
     BlockDifference,
     ComparisonOptions,
-    GradFlags,
     record_grad_flags,
 )
 from dit_lora.guard.comparison.parity_values import (
@@ -47,14 +46,11 @@ class Difference:
 
     @property
     def message(self) -> str:
+        error = f"relative error {self.error:.2g}"
         if self.is_deterministic:
-            return (
-                f"kernel {self.fallback} differs from its reference at {self.module} (relative error {self.error:.2g})"
-            )
-        return (
-            f"kernel {self.fallback} is nondeterministic at {self.module}: the same inputs gave other values "
-            f"(relative error {self.error:.2g})"
-        )
+            return f"kernel {self.fallback} differs from its reference at {self.module} ({error})"
+        summary = f"kernel {self.fallback} is nondeterministic at {self.module}"
+        return f"{summary}: the same inputs gave other values ({error})"
 
 
 LossFunction = Callable[[], torch.Tensor]
@@ -90,7 +86,14 @@ def find_first_difference(
             return difference
         # An extra training forward shows which block inputs need a gradient.
         if options.grad_flags is None:
-            options = replace(options, grad_flags=_record_grad_flags(compute_losses, model))
+            with (
+                record_grad_flags(model) as flags,
+                torch.enable_grad(),
+                disable_compile(model),
+                torch.random.fork_rng(get_cuda_devices(model)),
+            ):
+                compute_losses()
+            options = replace(options, grad_flags=flags)
         stack.enter_context(_preserve_model_state(model))
         return _compare_blocks(fallback, compute_losses, model, disabled_fallbacks, options)
 
@@ -108,19 +111,17 @@ def iter_differences(
     wholes.sort(key=lambda fallback: (fallback.name == COMPILE, fallback.rounding_error > 0))
     for fallback in wholes:
         runs_on_top = fallback.name == COMPILE or fallback.rounding_error > 0
-        other_fallbacks = (
-            [] if runs_on_top else [candidate for candidate in wholes if _is_other_kernel(candidate, fallback)]
-        )
+        other_kernels = [other for other in wholes if other is not fallback and other.name != COMPILE]
+        other_fallbacks = [] if runs_on_top else other_kernels
         whole_difference = compare(fallback, other_fallbacks)
-        parts = [part for part in fallbacks if part.parent == fallback.name]
         if whole_difference is None:
             continue
+        parts = [part for part in fallbacks if part.parent == fallback.name]
         has_bad_part = False
         # Compare each part with all others off, so that an error is attributed to one of them.
         for part in parts:
-            difference = compare(
-                part, [*other_fallbacks, *(candidate for candidate in parts if candidate is not part)]
-            )
+            other_parts = [other for other in parts if other is not part]
+            difference = compare(part, [*other_fallbacks, *other_parts])
             if difference is not None:
                 has_bad_part = True
                 yield part, difference
@@ -129,10 +130,6 @@ def iter_differences(
             whole_difference = compare(fallback, other_fallbacks)
         if whole_difference is not None:
             yield fallback, whole_difference
-
-
-def _is_other_kernel(other: Fallback, fallback: Fallback) -> bool:
-    return other is not fallback and other.name != COMPILE
 
 
 @contextmanager
@@ -154,17 +151,6 @@ def _preserve_model_state(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(copy)
 
 
-def _record_grad_flags(compute_losses: LossFunction, model: nn.Module) -> GradFlags:
-    with (
-        record_grad_flags(model) as flags,
-        torch.enable_grad(),
-        disable_compile(model),
-        torch.random.fork_rng(get_cuda_devices(model)),
-    ):
-        compute_losses()
-    return flags
-
-
 def _compare_blocks(
     fallback: Fallback,
     compute_losses: LossFunction,
@@ -173,11 +159,8 @@ def _compare_blocks(
     options: ComparisonOptions,
 ) -> Difference | None:
     # Attention backends are parts of this kernel; flash attention, for one, does not compute in fp32.
-    backends = [
-        part
-        for part in list_model_fallbacks(model)
-        if part.cause == "attention_backend" and part.parent == fallback.name
-    ]
+    parts = [part for part in list_model_fallbacks(model) if part.parent == fallback.name]
+    backends = [part for part in parts if part.cause == "attention_backend"]
 
     def run_comparison(inner_block: str | None) -> BlockComparison:
         comparison = BlockComparison(model, fallback, disabled_fallbacks, backends, options, inner_block)
@@ -193,11 +176,9 @@ def _compare_blocks(
     if difference is not None and difference.is_deterministic and not difference.location.startswith(GRADIENT_PREFIX):
         block = difference.location.partition(" ")[0]
         difference = _select_first_difference(run_comparison(block).differences, model) or difference
-    return (
-        Difference(fallback.name, difference.location, difference.error, difference.is_deterministic)
-        if difference
-        else None
-    )
+    if difference is None:
+        return None
+    return Difference(fallback.name, difference.location, difference.error, difference.is_deterministic)
 
 
 def _select_first_difference(block_differences: Sequence[BlockDifference], model: nn.Module) -> BlockDifference | None:
@@ -205,16 +186,20 @@ def _select_first_difference(block_differences: Sequence[BlockDifference], model
     # The next comparison is collective, so all ranks must choose the same place.
     lists_by_rank = gather_object([list(block_differences)]) if needs_all_ranks(model) else [block_differences]
     all_differences = [candidate for rank_differences in lists_by_rank for candidate in rank_differences]
-    return next((candidate for candidate in all_differences if not candidate.is_deterministic), None) or next(
-        iter(all_differences), None
-    )
+    # `min` returns the first of equal ones, and False is less than True.
+    return min(all_differences, key=lambda candidate: candidate.is_deterministic, default=None)
 
 
 def _compare_whole_model(fallback: Fallback, compute_losses: LossFunction, model: nn.Module) -> Difference | None:
-    difference = _compare_modules(fallback, compute_losses, model, _list_blocks(model))
+    # First the transformer's repeated blocks, and the modules outside them. A list inside a block is part of it.
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
+    outside = [name for name, _ in model.named_children() if name not in outermost]
+    blocks = [f"{name}.{child}" for name in outermost for child, _ in model.get_submodule(name).named_children()]
+    difference = _compare_modules(fallback, compute_losses, model, [*outside, *blocks])
     if difference is None or not difference.is_deterministic or difference.module.startswith(GRADIENT_PREFIX):
         return difference
-    # Names such as "blocks.0 (output 1)" end at the first space.
+    # Then inside the block. Names such as "blocks.0 (output 1)" end at the first space.
     block = difference.module.partition(" ")[0]
     inside = [name for name, _ in iterate_called_modules(model) if name.startswith(f"{block}.")]
     return _compare_modules(fallback, compute_losses, model, inside) or difference
@@ -246,16 +231,6 @@ def _compare_modules(
     if needs_all_ranks(model):  # all ranks must return the same result
         return next((candidate for candidate in gather_object([difference]) if candidate is not None), None)
     return difference
-
-
-def _list_blocks(model: nn.Module) -> list[str]:
-    """Names of a transformer's repeated blocks, and of the modules outside them."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    # A list inside a block is part of that block.
-    outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
-    outside = [name for name, _ in model.named_children() if name not in outermost]
-    inside = [f"{name}.{child}" for name in outermost for child, _ in model.get_submodule(name).named_children()]
-    return [*outside, *inside]
 
 
 def _compute_values(compute_losses: LossFunction, model: nn.Module, modules: Sequence[str]) -> Values:

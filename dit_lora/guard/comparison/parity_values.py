@@ -1,6 +1,6 @@
 """Name a model's outputs and gradients, measure how much two sets of them differ, and define the tolerances."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,15 +64,17 @@ def find_first_mismatch(
     far. Values that are not finite in the reference are ignored.
     """
     # Gradients that are tiny within their block are rounding, and are not compared.
-    largest = _find_largest_gradients(references)
+    largest: dict[str, float] = {}
+    for name, value in references.items():
+        if name.startswith(GRADIENT_PREFIX) and value.numel():
+            block = _get_block_name(name)
+            largest[block] = max(_compute_rms(value).item(), largest.get(block, 0.0))
     for name, expected in references.items():
         # Missing or reshaped values are fine if the kernel replaces a module or permutes its heads, but not for
         # parameters.
         if name not in fused and _is_parameter_gradient(name) and expected.any():
             return name, torch.inf  # a trained parameter would get no gradient
-        if name not in fused or fused[name].shape != expected.shape:
-            continue
-        if not torch.isfinite(expected).all():
+        if name not in fused or fused[name].shape != expected.shape or not torch.isfinite(expected).all():
             continue
         measure = partial(_measure_error, name, limits=limits, largest=largest, inputs=inputs)
         error = measure(fused[name], expected)
@@ -81,8 +83,8 @@ def find_first_mismatch(
             continue
         exact_value = exact_values.get(name) if exact_values is not None else None
         if exact_value is not None and exact_value.shape == expected.shape:
-            fused_error, reference_error = (measure(fused[name], exact_value), measure(expected, exact_value))
-            if fused_error <= _MAX_ROUNDING_RATIO * reference_error:
+            reference_error = measure(expected, exact_value)
+            if measure(fused[name], exact_value) <= _MAX_ROUNDING_RATIO * reference_error:
                 continue
         return name, error  # NaN differs too
     return None
@@ -103,9 +105,8 @@ def _measure_error(
         # Inputs of a block are not parameters of one, so measure against the largest gradient of all.
         min_size = _MIN_GRADIENT_SHARE * max(largest.values(), default=0.0)
         return _measure_relative_error(value, reference, max(min_size, 1e-12), is_per_row=True)
-    return _measure_relative_error(
-        value, reference, limits.min_gradient_share * largest[_get_block_name(name)], is_per_row=False
-    )
+    min_size = limits.min_gradient_share * largest[_get_block_name(name)]
+    return _measure_relative_error(value, reference, min_size, is_per_row=False)
 
 
 def _is_parameter_gradient(name: str) -> bool:
@@ -137,16 +138,6 @@ def _get_block_name(name: str) -> str:
     # `transformer_blocks.3.attn.to_q.weight` gives `transformer_blocks.3`.
     parts = name.removeprefix(GRADIENT_PREFIX).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
-
-
-def _find_largest_gradients(values: Values) -> dict[str, float]:
-    """The root mean square of the largest gradient of each block."""
-    largest: dict[str, float] = {}
-    for name, value in values.items():
-        if name.startswith(GRADIENT_PREFIX) and value.numel():
-            size = value.float().square().mean().sqrt().item()
-            largest[_get_block_name(name)] = max(size, largest.get(_get_block_name(name), 0.0))
-    return largest
 
 
 def _measure_output_error(value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:
@@ -186,16 +177,13 @@ def _compute_rms(x: torch.Tensor) -> torch.Tensor:
 def record_outputs(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
     """Store the outputs of these modules' first calls inside the context, on the CPU."""
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            for key, tensor in name_outputs(name, output).items():
-                values.setdefault(key, tensor.detach().cpu().clone())
-
-        return hook
+    def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        for key, tensor in name_outputs(name, output).items():
+            values.setdefault(key, tensor.detach().cpu().clone())
 
     with ExitStack() as hooks:
         for name in modules:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(make_hook(name)))
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record, name)))
         yield
 
 
@@ -213,9 +201,7 @@ def name_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
 
 @contextmanager
 def disable_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the context: a mask depends on the dtype that it is drawn in, which kernels may
-    choose.
-    """
+    """Disable dropout inside the context: a mask depends on the dtype that it is drawn in, which kernels choose."""
     # Leave modules with p=0 in training mode: changing the mode would recompile a compiled block.
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
     for module in dropouts:
@@ -236,19 +222,16 @@ def randomize_zero_weights(model: nn.Module) -> Iterator[None]:
     """
     generator = torch.Generator().manual_seed(0)
     # For sharded weights (FSDP2), this rank's shard.
-    trained = [
-        (get_local_tensor(parameter.detach()), is_adapter_tensor(name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    zero = [(values, values.clone(), is_from_adapter) for values, is_from_adapter in trained if not values.any()]
-    for values, _, is_of_adapter in zero:
+    trained = {n: get_local_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    zeros = {name: values for name, values in trained.items() if not values.any()}
+    saved = {name: values.clone() for name, values in zeros.items()}
+    for name, values in zeros.items():
         # Modulation layers get small embeddings, so large weights make differences visible. Adapter updates stay
         # small.
-        scale = 0.02 if is_of_adapter else 1.0 if values.ndim > 1 else 0.1
+        scale = 0.02 if is_adapter_tensor(name) else 1.0 if values.ndim > 1 else 0.1
         values.copy_(scale * torch.randn(values.shape, generator=generator))
     try:
         yield
     finally:
-        for values, saved, _ in zero:
-            values.copy_(saved)
+        for name, values in zeros.items():
+            values.copy_(saved[name])
