@@ -58,18 +58,18 @@ def check_keys(
     # In the file and not loaded.
     problems = [f"{name}: nothing of {loader_name} takes it" for name in file_tensors if name not in loaded_tensors]
     # Loaded and not in the file: the loader initialised it.
-    problems += [
-        f"{name}: not in the file"
-        for name, tensor in loaded_tensors.items()
-        if name not in file_tensors and not _is_untrained_zero(name, tensor, target_layers)
-    ]
+    for name, tensor in loaded_tensors.items():
+        if name in file_tensors:
+            continue
+        # Zeros are fine in layers that the header does not target, such as Wan's image keys and values if only those
+        # for text were trained. On the meta device there are no values, so only the layer is checked.
+        is_zero = bool(target_layers) if tensor.is_meta else not tensor.any()
+        if get_layer_name(name) in target_layers or not is_zero:
+            problems.append(f"{name}: not in the file")
     modules = {get_layer_name(name) for name in loaded_tensors}
     if file_tensors.keys() <= loaded_tensors.keys():  # otherwise it may be loaded under another name
-        problems += [
-            f"{name}: the header's targets match it, and the file has nothing for it"
-            for name in target_layers
-            if name not in modules
-        ]
+        message = "the header's targets match it, and the file has nothing for it"
+        problems += [f"{name}: {message}" for name in target_layers if name not in modules]
     # Loaded under the right name, with other values.
     problems += [
         f"{name}: {loader_name} did not take its values"
@@ -79,22 +79,11 @@ def check_keys(
     if problems:
         summary = f"{loader_name} does not load the file as it is; use the file as the run wrote it"
         return Check(False, format_list(summary, problems))
-    base_note = f", and {len(base_weights)} base weights beside it" if base_weights else ""
     if not file_tensors:
         return Check(True, f"{loader_name} takes all {len(base_weights)} base weights; there is no adapter")
-    return Check(
-        True, f"{loader_name} takes all {len(file_tensors)} tensors of {len(modules)} modules{base_note}; none lacks"
-    )
-
-
-def _is_untrained_zero(name: str, tensor: torch.Tensor, target_layers: Sequence[str]) -> bool:
-    """True for zeros that a loader adds, such as Wan's image keys and values if only those for text were trained.
-
-    They belong to no layer in the header. On the meta device there are no values, so only that is checked.
-    """
-    # A layer that the header targets must have its tensors in the file.
-    is_asked = get_layer_name(name) in target_layers
-    return not is_asked and (bool(target_layers) if tensor.is_meta else not tensor.any())
+    base_note = f", and {len(base_weights)} base weights beside it" if base_weights else ""
+    counts = f"{len(file_tensors)} tensors of {len(modules)} modules{base_note}"
+    return Check(True, f"{loader_name} takes all {counts}; none lacks")
 
 
 def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> bool:
@@ -108,7 +97,7 @@ def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> b
     return torch.allclose(expected, loaded_tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def check_effect(
+def check_adapter_effect(
     updates: Sequence[ModuleUpdate],
     base_weights: Sequence[str],
     base_changes: Sequence[ModuleUpdate] = (),
@@ -126,74 +115,53 @@ def check_effect(
         allow_extreme: Accept updates that are far larger than their weight.
     """
     # The check `check_finite` reports updates that are not finite.
-    extreme = [
-        update
-        for update in (*updates, *base_changes)
-        if EXTREME_UPDATE_RATIO < (update.relative_to_typical or 0) < math.inf
-    ]
+    all_changes = (*updates, *base_changes)
+    extreme = [o for o in all_changes if EXTREME_UPDATE_RATIO < (o.relative_to_typical or 0) < math.inf]
     if extreme and not allow_extreme:
-        return _report_extreme(extreme)
+        summary = (
+            f"extreme, an update of more than {EXTREME_UPDATE_RATIO:g} times the weight that it is added to: next to "
+            "nothing of the base is left, as after a learning rate that is too high; take an earlier checkpoint, or "
+            "let it pass with guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
+        )
+        return Check(False, format_list(summary, _describe_relative_sizes(extreme)))
     if not updates:
         return Check(True, f"no adapter: {len(base_weights)} base weights were trained in full")
     # Single dead modules are a note; all of them dead is a failure.
     dead = [update for update in updates if update.is_lost]
     if len(dead) == len(updates):
-        return _report_no_effect(updates)
-    summary_line = f"{len(updates)} modules{_describe_range(updates)}"
-    notes = []
+        # `relative_norm` is None where the weight's norm is unknown.
+        max_share = max(update.relative_norm or 0.0 for update in updates)
+        are = f"lost in rounding (at most {format_percent(max_share)} of their weights)" if max_share else "zero"
+        return Check(
+            False,
+            f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it "
+            "that the optimizer could follow, or it was saved before it trained",
+        )
+    shares = [update.relative_norm for update in updates if update.relative_norm is not None]
+    sizes = "; the norms of their weights are not known here"
+    if shares:
+        smallest, largest = format_percent(min(shares)), format_percent(max(shares))
+        sizes = f", update {smallest if smallest == largest else f'{smallest[:-1]} to {largest}'} of their weights"
+    lines = [f"{len(updates)} modules{sizes}"]
     if dead:
-        notes.append(format_list("dead, their update is zero or lost in rounding:", [o.name for o in dead]))
-    strong = [
-        update for update in updates if update.relative_norm is not None and update.relative_norm > STRONG_UPDATE_RATIO
-    ]
+        lines.append(format_list("dead, their update is zero or lost in rounding:", [o.name for o in dead]))
+    strong = [o for o in updates if o.relative_norm is not None and o.relative_norm > STRONG_UPDATE_RATIO]
     if strong:
         summary = (
             "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
             "learning rate or load the adapter at a lower weight:"
         )
-        notes.append(format_list(summary, _describe_relative_sizes(strong)))
-    return Check(True, "\n".join([summary_line, *notes]))
-
-
-def _report_no_effect(updates: Sequence[ModuleUpdate]) -> Check:
-    """The failed check for an adapter whose updates all have no effect."""
-    # `relative_norm` is None where the weight's norm is unknown.
-    largest = max((update.relative_norm or 0.0 for update in updates), default=0.0)
-    are = f"lost in rounding (at most {format_percent(largest)} of their weights)" if largest else "zero"
-    return Check(
-        False,
-        f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it that "
-        "the optimizer could follow, or it was saved before it trained",
-    )
-
-
-def _report_extreme(updates: Sequence[ModuleUpdate]) -> Check:
-    """The failed check for updates that are far larger than their weight."""
-    summary = (
-        f"extreme, an update of more than {EXTREME_UPDATE_RATIO:g} times the weight that it is added to: "
-        "next to nothing of the base "
-        "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
-        "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
-    )
-    return Check(False, format_list(summary, _describe_relative_sizes(updates)))
+        lines.append(format_list(summary, _describe_relative_sizes(strong)))
+    return Check(True, "\n".join(lines))
 
 
 def _describe_relative_sizes(updates: Sequence[ModuleUpdate]) -> list[str]:
-    """Module names with the size of their update relative to their weight."""
-    shares = [
-        (update.name, update.relative_to_typical if update.relative_norm is None else update.relative_norm)
-        for update in updates
-    ]
-    return [f"{name}: {format_percent(share)}" for name, share in shares if share is not None]
-
-
-def _describe_range(updates: Sequence[ModuleUpdate]) -> str:
-    """Text on the smallest and largest relative update."""
-    shares = [update.relative_norm for update in updates if update.relative_norm is not None]
-    if not shares:
-        return "; the norms of their weights are not known here"
-    smallest, largest = format_percent(min(shares)), format_percent(max(shares))
-    return f", update {smallest if smallest == largest else f'{smallest[:-1]} to {largest}'} of their weights"
+    lines = []
+    for update in updates:
+        share = update.relative_to_typical if update.relative_norm is None else update.relative_norm
+        if share is not None:
+            lines.append(f"{update.name}: {format_percent(share)}")
+    return lines
 
 
 def format_percent(share: float) -> str:
@@ -219,10 +187,20 @@ def check_scale(
     """
     if not ranks and not layers:
         return Check(True, "no adapter, and so no rank and no alpha")
-    # An orthogonal rotation has blocks instead of rank and alpha.
+    # An orthogonal rotation has blocks instead of rank and alpha, and no scale.
     if get_adapter_kind(config) == "oft":
-        return _check_block_size(config or {}, layers, metadata)
-    problems = _find_rank_problems(config, ranks) + _find_training_differences(config, layers, metadata)
+        # PEFT's name for the block size in the header, ours in the training metadata.
+        size, trained = (config or {}).get("oft_block_size"), metadata.get("block_size")
+        if trained and size != trained:
+            return Check(False, f"blocks of {size} in the header, and {trained} was trained")
+        return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
+    problems = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
+    # With a rank pattern, ranks differ by layer: `_find_training_differences` compares the loaded layers with it.
+    if config and not config.get("rank_pattern"):
+        header_rank = config.get("r")
+        others = {name: a for name, (a, _) in ranks.items() if a != header_rank}
+        problems += [f"{name}: rank {a} in the file, {header_rank} in its header" for name, a in others.items()]
+    problems += _find_training_differences(config, layers, metadata)
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:
         summary = "rank and alpha do not agree; restore the file that the run wrote"
@@ -233,54 +211,25 @@ def check_scale(
     # Layers may differ in rank; the message names at most three combinations.
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
-    sources = [
-        name for name, source_value in (("header", config), ("provenance", metadata.get("rank"))) if source_value
-    ]
+    sources = [name for name, value in (("header", config), ("provenance", metadata.get("rank"))) if value]
     source = f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
     return Check(True, f"{rank_text}, {source}: updates are scaled by {all_scales}")
-
-
-def _check_block_size(
-    config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], metadata: Mapping[str, Any]
-) -> Check:
-    """Check that OFT's rotations are loaded with the trained block size. A rotation has no scale."""
-    # PEFT's name for the block size in the header, ours in the training metadata.
-    size, trained = config.get("oft_block_size"), metadata.get("block_size")
-    if trained and size != trained:
-        return Check(False, f"blocks of {size} in the header, and {trained} was trained")
-    return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
-
-
-def _find_rank_problems(config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Problems with the ranks of the file's tensors."""
-    problems = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
-    # With a rank pattern, ranks differ by layer: the loaded layers are compared with it in
-    # `_find_training_differences`.
-    if config and not config.get("rank_pattern"):
-        header_rank = config.get("r")
-        problems += [
-            f"{name}: rank {a} in the file, {header_rank} in its header"
-            for name, (a, _) in ranks.items()
-            if a != header_rank
-        ]
-    return problems
 
 
 def _find_training_differences(
     config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], metadata: Mapping[str, Any]
 ) -> list[str]:
-    """Differences in rank, alpha and scale from the training metadata."""
     # Adapters of other programs have no training metadata to compare with.
     rank, alpha = metadata.get("rank"), metadata.get("alpha")
     if not rank or not alpha:
         return []
     problems = []
-    header = {"rank": config.get("r"), "alpha": get_alpha(config)} if config else {}
-    for name, trained in (("rank", rank), ("alpha", alpha)):
-        if config and header[name] != trained:
-            problems.append(f"{name} {header[name]} in the header, and {trained} was trained")
     if not config:
         problems.append(f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained")
+    elif config.get("r") != rank:
+        problems.append(f"rank {config.get('r')} in the header, and {rank} was trained")
+    if config and get_alpha(config) != alpha:
+        problems.append(f"alpha {get_alpha(config)} in the header, and {alpha} was trained")
     require_bounded_patterns({key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header")
     # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
     ranks, alphas = (metadata.get(key) or {} for key in PATTERN_KEYS)

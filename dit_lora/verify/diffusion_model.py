@@ -10,7 +10,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
+from dit_lora.adapters.layer_names import UNKNOWN_NAMES
 from dit_lora.adapters.load import (
     find_missing_names,
     is_converted_lora,
@@ -63,15 +63,12 @@ class DiffusionReferenceModel(ReferenceModel):
             small = VideoShape(shape.frames, min(shape.height, max_side), min(shape.width, max_side))
             if self.checkpoint.unsupported_reason(small) is None:
                 video = _shrink_spec(video, shape, small)
-        tensors = {
-            name: {
-                "shape": list(size),
-                "dtype": _COMPUTE_DTYPE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
-            }
-            for name, (size, dtype) in {**video, **clips.text_spec}.items()
-            # The model's output does not depend on it.
-            if name != LOSS_MASK
-        }
+        tensors = {}
+        for name, (size, dtype) in {**video, **clips.text_spec}.items():
+            # The model's output does not depend on the loss mask.
+            if name != LOSS_MASK:
+                dtype_name = _COMPUTE_DTYPE if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+                tensors[name] = {"shape": list(size), "dtype": dtype_name}
         return {**tensors, **self._sample_scalars(tensors)}
 
     def _sample_scalars(self, tensors: InputSpec) -> InputSpec:
@@ -84,14 +81,12 @@ class DiffusionReferenceModel(ReferenceModel):
         batch = {name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = RandomStreams(SEED, [SEED])
         values = {name: draw(streams(name)) for name, draw in self.checkpoint.draw_functions(batch).items()}
-        return {
-            f"{_RANDOM_VALUE_PREFIX}{name}": {
-                "values": value.tolist(),
-                "dtype": str(value.dtype).removeprefix("torch."),
-            }
-            for name, value in values.items()
-            if value.numel() == 1
-        }
+        scalars = {}
+        for name, value in values.items():
+            if value.numel() == 1:
+                dtype_name = str(value.dtype).removeprefix("torch.")
+                scalars[f"{_RANDOM_VALUE_PREFIX}{name}"] = {"values": value.tolist(), "dtype": dtype_name}
+        return scalars
 
     def has_all_inputs(self, input_spec: InputSpec) -> bool:
         """True if the noise level is recorded."""
@@ -140,13 +135,14 @@ class DiffusionReferenceModel(ReferenceModel):
         pipeline_class = self.checkpoint.pipeline_class
         if is_in_peft_format(file) or not is_converted_lora(file, read_pipeline_state_dict(pipeline_class, file)):
             return
-        layers = read_lora(file, model, _find_comfyui_names(self.name), pipeline_class).layers
+        families = (get_family(name) for name in DIFFUSION_FAMILIES)
+        comfyui_names = next((f.comfyui for f in families if self.name in f.pipeline_names), UNKNOWN_NAMES)
+        layers = read_lora(file, model, comfyui_names, pipeline_class).layers
         problems = [problem for name, layer in layers.items() if (problem := _describe_difference(model, name, layer))]
         if problems:
+            summary = f"{self.name} does not load these layers as the file has them"
             remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
-            raise DitLoraError(
-                format_list(f"{self.name} does not load these layers as the file has them; {remedy}", problems)
-            )
+            raise DitLoraError(format_list(f"{summary}; {remedy}", problems))
 
     def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
         """The adapter's tensors as Diffusers reads the file, with the names that they have once loaded.
@@ -191,12 +187,6 @@ class DiffusionReferenceModel(ReferenceModel):
         return load_pretrained(self.checkpoint.pipeline_class, self.checkpoint.path, **components)
 
 
-def _find_comfyui_names(pipeline: str) -> LayerNames:
-    """ComfyUI's layer names for the family of this pipeline."""
-    families = (get_family(name) for name in DIFFUSION_FAMILIES)
-    return next((f.comfyui for f in families if pipeline in f.pipeline_names), UNKNOWN_NAMES)
-
-
 def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer) -> str | None:
     """How a loaded layer's update differs from the file's; None if it does not."""
     layer: Any = model.get_submodule(name)
@@ -208,9 +198,8 @@ def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer)
     if a.is_meta or b.is_meta:
         return None
     # Apply both updates to one random vector and compare: the products themselves may be large.
-    side = torch.randn(
-        stored_layer.a.flatten(1).shape[1], 1, generator=make_generator(0, "update_probe"), dtype=torch.float64
-    )
+    num_inputs, generator = stored_layer.a.flatten(1).shape[1], make_generator(0, "update_probe")
+    side = torch.randn(num_inputs, 1, generator=generator, dtype=torch.float64)
     expected, actual = (
         scale * (up.flatten(1).double().cpu() @ (down.flatten(1).double().cpu() @ side))
         for scale, up, down in (
@@ -227,21 +216,13 @@ def _shrink_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec
     """The spec with the latents' height and width scaled down in the proportion of the pixel sizes."""
     # Height and width of the latents. Every tensor that ends with this size is scaled.
     latents = spec["latent_mean"][0][-2:]
-    return {
-        name: (size, dtype)
-        if size[-2:] != latents
-        else (
-            torch.Size(
-                [
-                    *size[:-2],
-                    size[-2] * small_shape.height // shape.height,
-                    size[-1] * small_shape.width // shape.width,
-                ]
-            ),
-            dtype,
-        )
-        for name, (size, dtype) in spec.items()
-    }
+    small_spec = dict(spec)
+    for name, (size, dtype) in spec.items():
+        if size[-2:] == latents:
+            height = size[-2] * small_shape.height // shape.height
+            width = size[-1] * small_shape.width // shape.width
+            small_spec[name] = (torch.Size([*size[:-2], height, width]), dtype)
+    return small_spec
 
 
 def _sample_tensor(name: str, tensor_spec: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:

@@ -31,9 +31,15 @@ def find_expert_results(target: Path) -> tuple[Path, ...]:
         return runs
     # An adapter's folder, or the folder of a run.
     for folder in (target, target / "adapter"):
-        files = tuple(file for name in EXPERT_NAMES.values() for file in _find_expert_file(folder, name))
+        files = []
+        for expert in EXPERT_NAMES.values():
+            matches = sorted(folder.glob(f"*_{expert}.safetensors"))
+            if len(matches) > 1:
+                summary = f"{folder}: several files end with {expert}.safetensors; give one"
+                raise DitLoraError(format_list(summary, list(map(str, matches))))
+            files += matches
         if files:
-            return files
+            return tuple(files)
     return (target,)
 
 
@@ -51,14 +57,4 @@ def find_adapter_files(target: Path) -> list[Path]:
         # The result may be the file itself, an adapter's folder or a run's folder; take the first that exists.
         candidates = (result, result / ADAPTER_FILE, result / "adapter" / ADAPTER_FILE)
         files += [candidate for candidate in candidates if candidate.is_file()][:1]
-    return files
-
-
-def _find_expert_file(folder: Path, expert: str) -> list[Path]:
-    """The file in this folder whose name ends with the expert's name, as a list of at most one."""
-    files = sorted(folder.glob(f"*_{expert}.safetensors"))
-    if len(files) > 1:
-        raise DitLoraError(
-            format_list(f"{folder}: several files end with {expert}.safetensors; give one", list(map(str, files)))
-        )
     return files

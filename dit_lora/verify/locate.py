@@ -90,9 +90,15 @@ def find_source(
     pipeline = find_pipeline_folder(target)
     if pipeline is not None:
         record = pipeline / RUN_METADATA_FILE
-        return ResultSource(target, pipeline, _read_pipeline_metadata(record), True)
-    # Some kinds of adapters of diffusion models are stored in PEFT's format only.
-    file = _find_file(target, filenames) or _find_peft_only_adapter(target)
+        metadata = dict(read_typed_json(record, RunMetadata)) if record.is_file() else {}
+        return ResultSource(target, pipeline, metadata, is_pipeline=True)
+    file = _find_file(target, filenames)
+    if file is None:
+        # Some kinds of adapters of diffusion models are stored in PEFT's format only.
+        peft_file = _find_file(target, (SAFETENSORS_WEIGHTS_NAME,))
+        if peft_file is not None and is_in_peft_format(peft_file):
+            is_diffusion = read_run_metadata(peft_file).get("family", "") in DIFFUSION_FAMILIES
+            file = peft_file if is_diffusion else None
     if file is not None:
         return ResultSource(target, file, read_metadata(file) or _read_checkpoint_metadata(file))
     peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
@@ -102,11 +108,6 @@ def find_source(
             f"model, write what its pipeline loads: dit-lora export {target} --to diffusers --out OUT"
         )
     raise DitLoraError(f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file")
-
-
-def _read_pipeline_metadata(record: Path) -> dict[str, Any]:
-    """Training metadata of a pipeline; empty if the file does not exist."""
-    return dict(read_typed_json(record, RunMetadata)) if record.is_file() else {}
 
 
 def find_pipeline_folder(target: Path) -> Path | None:
@@ -131,14 +132,6 @@ def _read_checkpoint_metadata(file: Path) -> dict[str, Any]:
     # Drop the recorded output: it belongs to the last step.
     applicable = {key: value for key, value in metadata.items() if key != "output"}
     return applicable | ({"steps": int(file.parent.name.removeprefix("step_"))} if applicable else {})
-
-
-def _find_peft_only_adapter(target: Path) -> Path | None:
-    """The file of a diffusion adapter of a kind that only PEFT can read; None if there is none."""
-    file = _find_file(target, (SAFETENSORS_WEIGHTS_NAME,))
-    if file is None or not is_in_peft_format(file):
-        return None
-    return file if read_run_metadata(file).get("family", "") in DIFFUSION_FAMILIES else None
 
 
 def is_chat(target: Path, model: str | None) -> bool:

@@ -54,9 +54,8 @@ def record_output(
         output_record = compute_output_record(reference_model, model, input_spec, dtype)
         if tuner_layers(model):
             with disable_adapters(model):
-                output_record["base"] = _sample_values(
-                    _compute_output(reference_model, model, input_spec, SEED, dtype)
-                )
+                base_output = _compute_output(reference_model, model, input_spec, SEED, dtype)
+                output_record["base"] = _sample_values(base_output)
         if not is_finite(output_record) or not is_finite(output_record.get("base", output_record)):
             is_base_finite = "base" in output_record and is_finite(output_record["base"])
             text = "the model's output of made-up inputs is not finite"
@@ -104,9 +103,8 @@ def disable_kernels(model: nn.Module, except_fallback: Fallback | None = None) -
     disabled = find_kernel_fallbacks(model)
     if except_fallback is not None:
         # Keep the kernel that this part belongs to on, and turn off its other parts.
-        parts = [
-            p for p in list_model_fallbacks(model) if except_fallback.parent and p.parent == except_fallback.parent
-        ]
+        parent = except_fallback.parent
+        parts = [part for part in list_model_fallbacks(model) if parent and part.parent == parent]
         enabled_names = (except_fallback.name, except_fallback.parent)
         disabled = [kernel for kernel in (*disabled, *parts) if kernel.name not in enabled_names]
     with ExitStack() as stack:
@@ -159,40 +157,35 @@ def compare_output(
     if "base" not in output_record or not tuner_layers(model):
         return _check_without_adapter(away, limit, allowed, base_name)
     with disable_adapters(model):
-        base = compute_distance(
-            _sample_values(_compute_output(reference_model, model, inputs, seed, dtype)), output_record["base"]
-        )
+        base_output = _compute_output(reference_model, model, inputs, seed, dtype)
+        base = compute_distance(_sample_values(base_output), output_record["base"])
     # Compare the base first: with a wrong base any adapter would look wrong.
     if not base <= limit:  # so that NaN fails too
         distance = f"{format_percent(base)} from the one recorded at training's end ({allowed})"
         text = f"without the adapter its output is {distance}"
         if shares_weights:
-            text = f"the run's model is not the stock model: {text}, {_MODEL_MODIFIED}"
-            return Check(False, text)
+            return Check(False, f"the run's model is not the stock model: {text}, {_MODEL_MODIFIED}")
         return _check_unequal_base(reference_model, inputs, base_name, digest, text)
-    text = (
-        f"{format_percent(away)} from the one recorded at training's end ({allowed}); the adapter "
-        "changes this output by "
-    )
-    text += format_percent(compute_distance(output_record, output_record["base"]))
+    effects = [compute_distance(output_record, output_record["base"])]
+    text = f"{format_percent(away)} from the one recorded at training's end ({allowed}); the adapter "
+    text += f"changes this output by {format_percent(effects[0])}"
     if "louder" in output_record:
         louder = output_record["louder"]
         with _scale_adapters(model, louder["times"]):
             louder_output = _compute_output(reference_model, model, inputs, seed, dtype)
         scaled_distance = compute_distance(_sample_values(louder_output), louder)
         away = max(away, scaled_distance)
-        effect = format_percent(compute_distance(louder, output_record["base"]))
-        text += (
-            f"; at {louder['times']:g} times its scale, by {effect}, and is "
-            f"{format_percent(scaled_distance)} from that"
-        )
+        effects.append(compute_distance(louder, output_record["base"]))
+        text += f"; at {louder['times']:g} times its scale, by {format_percent(effects[1])}, "
+        text += f"and is {format_percent(scaled_distance)} from that"
     if away > limit:
         return Check(
             False,
             f"the adapter does not act as trained: the base's output is as recorded, with the adapter it is {text}; "
             "restore the file that the run wrote",
         )
-    if not _is_effect_measurable(output_record, limit):
+    # An adapter without effect has to differ from the record by more than rounding to be noticed.
+    if not any(effect > limit for effect in effects):
         text += ", too little to tell from rounding: the base is right, and that the adapter acts is not seen"
     return Check(True, f"as trained: {text}")
 
@@ -227,18 +220,9 @@ def _check_without_adapter(output_distance: float, limit: float, tolerance_text:
     )
 
 
-def _is_effect_measurable(output_record: Mapping[str, Any], limit: float) -> bool:
-    """True if an adapter without effect would differ from the record by more than rounding."""
-    return any(
-        compute_distance(record, output_record["base"]) > limit
-        for record in (output_record, output_record.get("louder", output_record))
-    )
-
-
 def _compute_output(
     reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The model's output in eval mode."""
     # Eager: the stock model that this is compared with later is not compiled.
     with use_eval_mode(model), disable_compile(model), unify_out_of_memory_errors():
         return reference_model.compute_output(model, input_spec, seed, dtype)
@@ -300,9 +284,8 @@ def compute_distance(current_record: Mapping[str, Any], output_record: Mapping[s
     if not (is_finite(current_record) and is_finite(output_record)):
         return math.inf
     # Norm of the differences relative to that of the recorded values; `or 1.0` avoids a division by zero.
-    values = math.dist(current_record["values"], output_record["values"]) / (
-        math.hypot(*output_record["values"]) or 1.0
-    )
+    size = math.hypot(*output_record["values"]) or 1.0
+    values = math.dist(current_record["values"], output_record["values"]) / size
     norm = abs(current_record["norm"] - output_record["norm"]) / (output_record["norm"] or 1.0)
     return max(values, norm)
 
@@ -311,22 +294,17 @@ def compute_tolerance(output_record: Mapping[str, Any], model: nn.Module, dtype:
     """The relative distance from the record that rounding can cause, for this model and dtype."""
     # The bound depends on the coarsest dtype, the devices and the number of blocks.
     devices = {output_record["device"], next(model.parameters()).device.type}
-    return compute_rounding_tolerance(
-        {getattr(torch, output_record["dtype"]), dtype}, devices, output_record["blocks"]
-    )
+    dtypes = {getattr(torch, output_record["dtype"]), dtype}
+    return compute_rounding_tolerance(dtypes, devices, output_record["blocks"])
 
 
 def _describe_dtypes(output_record: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> str:
-    """Text on dtype and device, then and now."""
     recorded_text = f"{output_record['dtype']} on {output_record['device']}"
     current_text = f"{_format_dtype(dtype)} on {next(model.parameters()).device.type}"
-    return (
-        f"{recorded_text} then and now"
-        if recorded_text == current_text
-        else f"{recorded_text} then, {current_text} now"
-    )
+    if recorded_text == current_text:
+        return f"{recorded_text} then and now"
+    return f"{recorded_text} then, {current_text} now"
 
 
 def _format_dtype(dtype: torch.dtype) -> str:
-    """Name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
 
-`check_keys`, `check_finite`, `check_effect`, `check_scale`, `check_output`; docs/verify.md says what each compares. A
-run verifies its result when it ends, with the frozen weights that it already has in memory, after a check that they
-are unchanged.
+`check_keys`, `check_finite`, `check_adapter_effect`, `check_scale`, `check_output`; docs/verify.md says what each
+compares. A run verifies its result when it ends, with the frozen weights that it already has in memory, after a check
+that they are unchanged.
 """
 
 import logging
@@ -35,7 +35,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.parsing import parse_json
-from dit_lora.verify.checks import Check, check_effect, check_finite, check_keys, check_scale
+from dit_lora.verify.checks import Check, check_adapter_effect, check_finite, check_keys, check_scale
 from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_output
 from dit_lora.verify.reference_model import ReferenceModel
 from dit_lora.verify.safetensors_file import read_file_metadata, read_tensors
@@ -98,7 +98,6 @@ class Verification:
         return f"verified: {update}; output {output}"
 
     def _list_failed(self) -> list[str]:
-        """Names of the failed checks."""
         return [name for name, check in self.checks.items() if not check.passed]
 
 
@@ -153,15 +152,9 @@ class VerificationTarget:
             return Check(True, f"not compared: {self.skip_output_reason}")
         base_model = self.metadata.get("base_model") or "the checkpoint that it was trained on"
         try:
-            digest = self.metadata.get("transformer_digest")
+            shared, digest = self.shares_weights, self.metadata.get("transformer_digest")
             return compare_output(
-                self.reference_model,
-                model,
-                output_record,
-                dtype,
-                base_model,
-                shares_weights=self.shares_weights,
-                digest=digest,
+                self.reference_model, model, output_record, dtype, base_model, shares_weights=shared, digest=digest
             )
         # The run may fill the GPU. That says nothing about the result, so the check passes with a note.
         except torch.OutOfMemoryError:
@@ -189,7 +182,14 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     try:
         file_tensors = result.reference_model.read_adapter_tensors(result.file)
     except DitLoraError as error:
-        return _report_unreadable(result, error)
+        # The library does not accept the format. Without its names only the values can be checked.
+        tensors = read_tensors(result.file)
+        checks = {
+            "keys": Check(False, str(error)),
+            "finite": check_finite(describe_nonfinite_tensors([*tensors.items()]), len(tensors)),
+            **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
+        }
+        return Verification(result.name, result.base_name, checks)
     # Before the adapter is loaded, which renames the layers that it wraps.
     expected = _find_expected_layers(config, new_model)
     layers: Mapping[str, LoadedLayer] = {}
@@ -198,9 +198,8 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     # Loads the adapter into the fresh model, which has PEFT's layers from here on.
     key_check = _try_loading(result, new_model)
     if key_check is None:
-        key_check = check_keys(
-            result.reference_model.name, file_tensors, _get_loaded_tensors(new_model), expected, [*base]
-        )
+        loaded_tensors = _get_loaded_tensors(new_model)
+        key_check = check_keys(result.reference_model.name, file_tensors, loaded_tensors, expected, [*base])
         layers = list_loaded_layers(new_model)
     # Without loaded layers there is no scale, and so no update to measure.
     if layers or not file_tensors:
@@ -208,11 +207,10 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     # With missing or foreign tensors the output differs in any case.
     if key_check.passed:
         output = result.check_output(new_model, result.dtype)
+    bad_tensors = describe_nonfinite_tensors([*file_tensors.items(), *base.items()])
     checks = {
         "keys": key_check,
-        "finite": check_finite(
-            describe_nonfinite_tensors([*file_tensors.items(), *base.items()]), len(file_tensors) + len(base)
-        ),
+        "finite": check_finite(bad_tensors, len(file_tensors) + len(base)),
         "effect": effects,
         "scale": check_scale(config, layers, _read_ranks(file_tensors), result.metadata),
         "output": output,
@@ -227,30 +225,16 @@ def _measure_effect(
     base_weights: Mapping[str, torch.Tensor],
     layers: Mapping[str, LoadedLayer],
 ) -> tuple[list[ModuleUpdate], Check]:
-    """The size of each layer's update, and the check of all of them."""
     files = result.reference_model.list_weight_files()
     # Weights on the meta device are read from the checkpoint's files.
-    norms, changes = (compute_weight_norms(new_model, files), compute_base_updates(base_weights, files))
-    is_lora = get_adapter_kind(result.read_config()) == "lora" and not any(
-        "magnitude" in name for name in file_tensors
-    )
+    norms, changes = compute_weight_norms(new_model, files), compute_base_updates(base_weights, files)
+    is_dora = any("magnitude" in name for name in file_tensors)
+    is_lora = get_adapter_kind(result.read_config()) == "lora" and not is_dora
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
     if not is_lora and any(p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)):
         return [], Check(True, f"not measured: {result.skip_output_reason}")
     updates = compute_module_updates(file_tensors, layers, norms) if is_lora else measure_updates(new_model, norms)
-    return updates, check_effect(updates, [*base_weights], changes, allow_extreme=result.allow_extreme)
-
-
-def _report_unreadable(result: VerificationTarget, error: DitLoraError) -> Verification:
-    """The checks of a file whose format the library does not accept."""
-    # Without the library's names only the values can be checked.
-    tensors = read_tensors(result.file)
-    checks = {
-        "keys": Check(False, str(error)),
-        "finite": check_finite(describe_nonfinite_tensors([*tensors.items()]), len(tensors)),
-        **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
-    }
-    return Verification(result.name, result.base_name, checks)
+    return updates, check_adapter_effect(updates, [*base_weights], changes, allow_extreme=result.allow_extreme)
 
 
 def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | None:
@@ -273,7 +257,6 @@ def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | No
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Context in which the libraries' warnings are hidden."""
     # The libraries warn about each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
     levels = [logger.level for logger in loggers]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_lora.adapters.update_norms import ModuleUpdate
-from dit_lora.verify.checks import check_effect, check_keys
+from dit_lora.verify.checks import check_adapter_effect, check_keys
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from dit_lora.verify.checks import check_effect, check_keys
 )
 def test_an_update_that_rounding_takes_away_is_no_effect(shares: tuple[float, ...], passed: bool, words: str) -> None:
     updates = [ModuleUpdate(f"to_{n}", 3 * x, x, x) for n, x in enumerate(shares)]
-    check = check_effect(updates, ())
+    check = check_adapter_effect(updates, ())
     assert check.passed is passed
     assert words in check.message
 
