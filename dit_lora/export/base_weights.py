@@ -35,11 +35,6 @@ class CheckpointLocation:
     is_pipeline: bool
 
     @property
-    def has_expert_pair(self) -> bool:
-        """True for a pipeline with two experts."""
-        return self.is_pipeline and all((self.path / part).is_dir() for part in EXPERT_NAMES)
-
-    @property
     def part(self) -> str:
         """The component that a checkpoint outside a pipeline is, judging by its name."""
         # Such as `transformer_2/`, `transformer_2.safetensors` or `model_low_noise.safetensors`.
@@ -82,32 +77,29 @@ class StoredWeights:
         Raises:
             DitLoraError: Another architecture, or weights in less than half precision.
         """
-        self._source, self._open_files = location.source, ExitStack()
+        self._source = location.source
         self._tensor_readers: dict[str, Callable[[], torch.Tensor]] = {}
         self.shapes: dict[str, list[int]] = {}
         # What the architecture needs, by Diffusers' names.
         expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        try:
-            self._index_tensors(location, checkpoint, expected)
-        except (OSError, SafetensorError) as error:
-            self._open_files.close()
-            raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
-        except DitLoraError:
-            self._open_files.close()
-            raise
-        # All names and shapes are known here, and no tensor has been read.
-        mismatches = [
-            f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
-            for name, shape in expected.items()
-            if self.shapes.get(name) != shape
-        ]
-        if mismatches:
-            self._open_files.close()
-            summary = (
-                f"{location.source} is of another model than {checkpoint.transformer_class.__name__} "
-                f"of {checkpoint.path.name}"
-            )
-            raise DitLoraError(format_list(summary, mismatches))
+        with ExitStack() as open_files:
+            self._open_files = open_files
+            try:
+                self._index_tensors(location, checkpoint, expected)
+            except (OSError, SafetensorError) as error:
+                raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
+            # All names and shapes are known here, and no tensor has been read.
+            differing = {name: shape for name, shape in expected.items() if self.shapes.get(name) != shape}
+            if differing:
+                expected_model = f"{checkpoint.transformer_class.__name__} of {checkpoint.path.name}"
+                summary = f"{location.source} is of another model than {expected_model}"
+                mismatches = [
+                    f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
+                    for name, shape in differing.items()
+                ]
+                raise DitLoraError(format_list(summary, mismatches))
+            # An error above closes the files. Without one they stay open, to be read later.
+            self._open_files = open_files.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +114,6 @@ class StoredWeights:
     def _index_tensors(
         self, location: CheckpointLocation, checkpoint: Denoiser, expected: Mapping[str, list[int]]
     ) -> None:
-        """Find the names and shapes of all tensors."""
         if not location.path.is_file():
             folder = location.get_component_dir(checkpoint.part)
             _require_class(location.source, folder, checkpoint.transformer_class)
@@ -176,16 +167,11 @@ class StoredWeights:
             raise DitLoraError(f"{location.source} is no {name} that Diffusers reads: {reason}") from error
         # Tensors of this model are views of the file where the conversion left them unchanged.
         tensors: Mapping[str, torch.Tensor] = model.state_dict()
-        unsupported = [
-            f"{tensor_name}: {value.dtype}"
-            for tensor_name, value in tensors.items()
-            if value.dtype not in FLOAT_DTYPES.values()
-        ]
+        unsupported = [f"{key}: {x.dtype}" for key, x in tensors.items() if x.dtype not in FLOAT_DTYPES.values()]
         if unsupported:
             raise _make_quantization_error(self._source, unsupported)
-        for tensor_name, tensor in tensors.items():
-            self._tensor_readers[tensor_name] = tensor.detach
-            self.shapes[tensor_name] = list(tensor.shape)
+        self._tensor_readers |= {key: tensor.detach for key, tensor in tensors.items()}
+        self.shapes |= {key: list(tensor.shape) for key, tensor in tensors.items()}
 
 
 def _require_class(source: str, folder: Path, expected_class: Any) -> None:
@@ -194,15 +180,13 @@ def _require_class(source: str, folder: Path, expected_class: Any) -> None:
     class_name = config.get("_class_name")
     if class_name != expected_class.__name__:
         raise DitLoraError(
-            f"{source} has a {class_name or 'folder without config.json'} in {folder.name}, "
-            f"and {expected_class.__name__} is asked for: "
-            "a difference is of two checkpoints of one architecture"
+            f"{source} has a {class_name or 'folder without config.json'} in {folder.name}, and "
+            f"{expected_class.__name__} is asked for: a difference is of two checkpoints of one architecture"
         )
     if "quantization_config" in config:
         raise _make_quantization_error(source, [f"{folder.name}/config.json: quantization_config"])
 
 
 def _make_quantization_error(source: str, reasons: list[str]) -> DitLoraError:
-    """The error for a quantized checkpoint."""
     summary = f"{source} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
     return DitLoraError(format_list(summary, reasons))

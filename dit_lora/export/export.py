@@ -114,10 +114,9 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
             name = " + ".join(str(source.file) for source in sources)
             adapter, result = lower_rank(adapter, request.rank, name, checkpoint.part)
             results.append(result)
-        # Where ComfyUI reads no `reads_alpha` for a family, alpha / rank is multiplied into B.
-        folds = request.export_format == "folded" or (
-            request.export_format == "comfyui" and not adapter.family.comfyui.reads_alpha
-        )
+        # Where ComfyUI ignores a family's alpha, alpha / rank is multiplied into B.
+        folding_formats = ("folded",) if adapter.family.comfyui.reads_alpha else ("folded", "comfyui")
+        folds = request.export_format in folding_formats
         adapter.metadata = _build_header(adapter.metadata, request.export_format, sources, weights, folds_alpha=folds)
         if request.export_format == "merged":
             _export_merged(adapter, base, index, staged, say)
@@ -138,9 +137,8 @@ def _export_expert_pair(
     # Every target must have both experts: a sum pairs them expert by expert.
     single_expert = [str(t) for t, paths in zip(request.targets, expert_targets, strict=True) if len(paths) == 1]
     if single_expert:
-        raise DitLoraError(
-            format_list("adapters of both experts are added to such alone; these are of one", single_expert)
-        )
+        summary = "adapters of both experts are added to such alone; these are of one"
+        raise DitLoraError(format_list(summary, single_expert))
     # Transpose: from (high, low) per target to all targets' results per expert.
     parts = dict(zip(EXPERT_NAMES.values(), zip(*expert_targets, strict=True), strict=True))
     if request.export_format != "merged":
@@ -202,9 +200,7 @@ def find_adapter(target: Path) -> ResultSource:
 
 @contextlib.contextmanager
 def stage_folder(output_dir: Path) -> Iterator[Path]:
-    """Context that yields a temporary folder next to `output_dir`, renamed to `output_dir` on success and removed on
-    failure.
-    """
+    """Yield a temporary folder next to `output_dir`, which is renamed to it on success and removed on failure."""
     # Next to the output, so that the final rename stays on one file system and is atomic.
     staged = output_dir.with_name(f".{output_dir.name}.partial")
     # A killed export may have left its folder.
@@ -229,9 +225,8 @@ def _check_weights(request: ExportRequest) -> list[float]:
     if not weights:
         return [1.0] * targets
     if len(weights) != targets:
-        raise DitLoraError(
-            f"{targets} adapters and {len(weights)} weights; give --weight once for each adapter, in order"
-        )
+        counts = f"{targets} adapters and {len(weights)} weights"
+        raise DitLoraError(f"{counts}; give --weight once for each adapter, in order")
     if any(not math.isfinite(weight) or weight == 0 for weight in weights):
         raise DitLoraError(f"--weight takes numbers other than 0; got {weights}")
     return weights
@@ -269,7 +264,12 @@ def _load_adapters(
     # A single adapter at weight 1 stays as it is, with its metadata.
     if len(sources) == 1 and weights[0] == 1:
         return ExportedAdapter(models[0], sources[0].metadata, family, pipeline_class, new_model)
-    _require_no_base_weights(sources, models)
+    # Base weights that were trained too cannot be added: they replace those of the base.
+    counts = [(source.file, len(get_base_weights(model))) for source, model in zip(sources, models, strict=True)]
+    with_weights = [f"{file}: {count} base weights" for file, count in counts if count]
+    if with_weights:
+        summary = "adapters with base weights that trained too cannot be weighted or added"
+        raise DitLoraError(format_list(summary, with_weights))
     # The combined adapter gets alpha = rank, because each weight and scale is folded into the factors.
     state, config = combine_adapters(models, weights, new_model())
     total = new_model()
@@ -286,19 +286,6 @@ def build_empty_model(checkpoint: Denoiser) -> Any:
     with torch.device("meta"), build_from_configs():
         model = checkpoint.load_transformer(torch.float32)
     return replace_weights_with_zeros(model)
-
-
-def _require_no_base_weights(sources: Sequence[ResultSource], models: Sequence[Any]) -> None:
-    """Raise `DitLoraError` if base weights were trained too: those cannot be weighted or added."""
-    wider = [
-        f"{source.file}: {len(get_base_weights(model))} base weights"
-        for source, model in zip(sources, models, strict=True)
-        if get_base_weights(model)
-    ]
-    if wider:
-        raise DitLoraError(
-            format_list("adapters with base weights that trained too cannot be weighted or added", wider)
-        )
 
 
 def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:

@@ -77,9 +77,8 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
             if extracted is not None:
                 results[part] = extracted
         if not results:
-            raise DitLoraError(
-                f"{request.tuned_model} and {request.base_model} do not differ: there is nothing to extract"
-            )
+            both = f"{request.tuned_model} and {request.base_model}"
+            raise DitLoraError(f"{both} do not differ: there is nothing to extract")
         _write_adapters(request, {part: exported for part, (exported, _) in results.items()}, say)
     return [result for _, result in results.values()]
 
@@ -87,15 +86,13 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
 def _choose_pipeline(
     request: ExtractRequest, tuned_location: CheckpointLocation, base_location: CheckpointLocation
 ) -> ModelConfig:
-    """The pipeline with the checkpoints' configs."""
     # Prefer the base's configs: the fine-tune must have the same architecture anyway.
     pipelines = [str(checkpoint.path) for checkpoint in (base_location, tuned_location) if checkpoint.is_pipeline]
     path = request.model or next(iter(pipelines), None)
     if path is None:
         raise DitLoraError(
-            f"neither {request.tuned_model} nor {request.base_model} is a pipeline's folder; "
-            "give --model, a folder or a Hub id "
-            "with the configs of one"
+            f"neither {request.tuned_model} nor {request.base_model} is a pipeline's folder; give --model, a folder "
+            "or a Hub id with the configs of one"
         )
     # The family follows from the pipeline class in model_index.json.
     model = ModelConfig(family="", path=path)
@@ -105,14 +102,11 @@ def _choose_pipeline(
 def _find_common_part(tuned_location: CheckpointLocation, base_location: CheckpointLocation) -> str:
     """The transformer that both checkpoints are of, if at least one is not a full pipeline."""
     # A full pipeline has every part, so only the other side decides.
-    parts = {checkpoint.part for checkpoint in (tuned_location, base_location) if not checkpoint.is_pipeline} or {
-        "transformer"
-    }
+    parts = {checkpoint.part for checkpoint in (tuned_location, base_location) if not checkpoint.is_pipeline}
     if len(parts) > 1:
-        raise DitLoraError(
-            f"{tuned_location.source} and {base_location.source} are of the two experts of a checkpoint"
-        )
-    return parts.pop()
+        both = f"{tuned_location.source} and {base_location.source}"
+        raise DitLoraError(f"{both} are of the two experts of a checkpoint")
+    return parts.pop() if parts else "transformer"
 
 
 def _extract_part(
@@ -135,10 +129,8 @@ def _extract_part(
     if not result.layers and not result.excluded_energy:
         return None
     if not result.layers:
-        summary = (
-            f"no layer of {request.tuned_model} that a LoRA could hold differs from {request.base_model}; these do"
-        )
-        raise DitLoraError(format_list(summary, list(result.excluded_energy)))
+        summary = f"no layer of {request.tuned_model} that a LoRA could hold differs from {request.base_model}"
+        raise DitLoraError(format_list(f"{summary}; these do", list(result.excluded_energy)))
     require_valid_rank(result.layers, request.rank_choice)
     layers = {layer.name: layer.factors for layer in result.layers}
     attach_layers(model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}")
@@ -154,9 +146,8 @@ def _compute_differences(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = find_adaptable_layers(model)
     # A weight that two modules share cannot get a LoRA.
-    adaptable = {f"{name}.weight" for name in names}.difference(
-        f"{name}.weight" for name in find_tied_layers(model, names)
-    )
+    tied = find_tied_layers(model, names)
+    adaptable = {f"{name}.weight" for name in names if name not in tied}
     layers, left_out = [], {}
     # Names and shapes must agree on both sides before any tensor is read.
     mismatches = [f"{name}: in one of them alone" for name in tuned_weights.shapes.keys() ^ base_weights.shapes.keys()]
@@ -197,9 +188,8 @@ def _build_metadata(
     # A pipeline that dit-lora merged or trained has our header next to its files.
     record = tuned_location.path / RUN_METADATA_FILE
     recorded = dict(read_typed_json(record, RunMetadata)) if tuned_location.is_pipeline and record.is_file() else {}
-    metadata = {
-        key: recorded[key] for key in ("video", "task", "reference_resolution", DOWNSCALE_KEY) if key in recorded
-    }
+    video_keys = ("video", "task", "reference_resolution", DOWNSCALE_KEY)
+    metadata = {key: recorded[key] for key in video_keys if key in recorded}
     metadata |= {
         "version": __version__,
         "family": family.name,
@@ -212,10 +202,9 @@ def _build_metadata(
         metadata["transformer_digest"] = digests.hash_component(base_location.get_component_dir(checkpoint.part))
     if checkpoint.expert_names:
         metadata["part"] = checkpoint.part
-    layers = {layer.name: layer.factors.rank for layer in result.layers}
     metadata["extracted"] = {
         "from": get_public_name(tuned_location.source),
-        "layers": len(layers),
+        "layers": len(result.layers),
         "energy": result.energy_share,
         "of_all": result.total_energy_share,
         "left_out": len(result.excluded_energy),
@@ -231,9 +220,6 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
             {**adapter.metadata, **get_rank_metadata(adapter.model), "exported": {"to": request.export_format}}
         )
 
-    def write_expert(adapter: ExportedAdapter, expert_dir: Path) -> None:
-        write_exported_adapter(request.export_format, adapter, expert_dir, expert_dir.name)
-
     if len(adapters) == 1:
         (adapter,) = adapters.values()
         with stage_folder(request.output_dir) as staged:
@@ -243,8 +229,10 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
     else:
         # Files are named after the experts, adapters are keyed by component.
         adapters_by_expert = {EXPERT_NAMES[part]: adapter for part, adapter in adapters.items()}
-        write_expert_pair(
-            request.output_dir, lambda name, own: write_expert(adapters_by_expert[name], own), adapters_by_expert
-        )
+
+        def write_expert(expert: str, expert_dir: Path) -> None:
+            write_exported_adapter(request.export_format, adapters_by_expert[expert], expert_dir, expert_dir.name)
+
+        write_expert_pair(request.output_dir, write_expert, adapters_by_expert)
     for adapter in adapters.values():
         say(f"{len(collect_updates(adapter.model))} layers, read back and compared: the same update")

@@ -52,8 +52,9 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
     model = adapter.model
     # Other kinds than LoRA have fewer formats and tensors of other names.
     if get_adapter_kind(model.peft_config[ADAPTER_NAME]) != "lora":
-        metadata, family = adapter.metadata, adapter.family
-        write_non_lora_adapter(export_format, model, family, adapter.pipeline_class, metadata, output_dir, name)
+        write_non_lora_adapter(
+            export_format, model, adapter.family, adapter.pipeline_class, adapter.metadata, output_dir, name
+        )
         return
     # Read before the folded format replaces the model.
     expected, trained = collect_updates(model), get_base_weights(model)
@@ -69,30 +70,21 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
         require_same_updates(expected, collect_updates(wrapped.base_model.model), str(output_dir))
     else:
         if export_format == "folded":
-            model = _fill_model(model, adapter.build_empty_model())
+            # Attach the rescaled matrices to a new model, whose config then says alpha = rank.
+            folded_model, (state, config) = adapter.build_empty_model(), fold_alpha(model)
+            load_lora_state(folded_model, state, config.to_dict(), "the folded adapter", trained)
+            model = folded_model
         file = save_adapter(model, adapter.pipeline_class, output_dir, adapter.metadata)
         reloaded = adapter.build_empty_model()
         load_lora_file(reloaded, file, adapter.pipeline_class)
         require_same_updates(expected, collect_updates(reloaded), file.name)
         if export_format == "folded":
             # The folded format exists for loaders that ignore alpha, so it must hold without alpha too.
-            _check_without_alpha(expected, file, adapter.build_empty_model())
+            state = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
+            reloaded = adapter.build_empty_model()
+            load_lora_state(reloaded, state, None, file)
+            require_same_updates(expected, collect_updates(reloaded), f"{file.name} without its alpha")
     _require_same_weights(trained, output_dir / BASE_FILE)
-
-
-def _fill_model(model: Any, empty_model: Any) -> Any:
-    """Fill an empty model with the folded adapter and the trained base weights."""
-    # Attach the rescaled matrices to a fresh model, whose config then says alpha = rank.
-    state, config = fold_alpha(model)
-    load_lora_state(empty_model, state, config.to_dict(), "the folded adapter", get_base_weights(model))
-    return empty_model
-
-
-def _check_without_alpha(expected: Updates, file: Path, empty_model: Any) -> None:
-    """Read the file back as a loader that ignores alpha would, and require the same update."""
-    state = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
-    load_lora_state(empty_model, state, None, file)
-    require_same_updates(expected, collect_updates(empty_model), f"{file.name} without its alpha")
 
 
 def _require_same_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
@@ -116,15 +108,10 @@ def _write_layout(
     layout: LayerKeys,
     adapter_metadata: Mapping[str, Any],
 ) -> None:
-    """Write another program's layout, and read it back."""
     if trained_weights:
-        raise DitLoraError(
-            format_list(
-                f"--to {export_format}: base weights trained too, which a LoRA file of {export_format} cannot hold; "
-                "--to merged takes them; they are",
-                sorted(trained_weights),
-            )
-        )
+        problem = f"base weights trained too, which a LoRA file of {export_format} cannot hold"
+        summary = f"--to {export_format}: {problem}; --to merged takes them; they are"
+        raise DitLoraError(format_list(summary, sorted(trained_weights)))
     metadata = {"format": "pt", **build_header_entries(adapter_metadata)}
     if export_format == "kohya":
         metadata |= _build_kohya_metadata(updates, adapter_metadata)
@@ -141,10 +128,8 @@ def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates
             return build_comfyui_layout(family.comfyui, updates)
         return build_kohya_layout(family.has_kohya_layout, updates) if export_format == "kohya" else None
     except DitLoraError as error:
-        forms = "diffusers, folded, peft, merged"
-        raise DitLoraError(
-            f"--to {export_format} {family.name}: {error}\nfor {family.name} there are: {forms}"
-        ) from error
+        forms = f"for {family.name} there are: diffusers, folded, peft, merged"
+        raise DitLoraError(f"--to {export_format} {family.name}: {error}\n{forms}") from error
 
 
 def _build_kohya_metadata(updates: Updates, metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Report on LoRA layers at new ranks: the energy that they keep. Also attaches the layers to a hollow model."""
+"""Report on LoRA layers at new ranks: the energy that they keep. Also attaches the layers to a meta model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dit_lora.adapters.diffusers_format import Tensors
 from dit_lora.adapters.lora_file import StoredLayer
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.export.low_rank import LowRankLayer, RankChoice
-from dit_lora.export.meta_model import load_lora_state
+from dit_lora.export.meta_model import build_adapter_state, load_lora_state
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.verify.checks import PATTERN_KEYS
 
@@ -71,11 +71,8 @@ class LowRankResult:
         for item in sorted(self.layers, key=lambda item: item.energy_share):
             yield f"  {item.name}: {format_share(item.energy_share)}, rank {item.factors.rank}"
         if self.excluded_energy:
-            share = sum(record["left_out"].values())
-            yield (
-                f"no LoRA holds what changed in these {len(self.excluded_energy)} tensors, "
-                f"{format_share(share)} of all:"
-            )
+            share = format_share(sum(record["left_out"].values()))
+            yield f"no LoRA holds what changed in these {len(self.excluded_energy)} tensors, {share} of all:"
             for name, part in sorted(record["left_out"].items(), key=lambda item: -item[1]):
                 yield f"  {name}: {format_share(part)}"
 
@@ -95,9 +92,8 @@ def require_valid_rank(layers: Sequence[LowRankLayer], rank_choice: RankChoice) 
     if small:
         size = min(layer.max_rank for layer in small)
         summary = (
-            f"--rank {rank_choice.rank} is above the size of these layers; give at most {size}, "
-            "or --rank auto, where each "
-            "layer has its own"
+            f"--rank {rank_choice.rank} is above the size of these layers; give at most {size}, or --rank auto, where "
+            "each layer has its own"
         )
         raise DitLoraError(format_list(summary, [f"{layer.name}: {layer.max_rank}" for layer in small]))
 
@@ -109,15 +105,11 @@ def attach_layers(
     description: str,
     base_weights: Tensors | None = None,
 ) -> None:
-    """Attach layers to a hollow model, with the base weights that were trained too."""
+    """Attach layers to a meta model, with the base weights that were trained too."""
     # Targets that match exactly these layers of the model.
     targets = build_exact_targets(list(layers), find_adaptable_layers(model), [family.lora_targets])
-    state = {
-        f"{name}.lora_{side}.weight": matrix
-        for name, layer in layers.items()
-        for side, matrix in (("A", layer.a), ("B", layer.b))
-    }
-    load_lora_state(model, state, build_peft_config(layers, targets).to_dict(), description, base_weights)
+    config = build_peft_config(layers, targets).to_dict()
+    load_lora_state(model, build_adapter_state(layers), config, description, base_weights)
 
 
 def get_rank_metadata(model: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,27 @@ def merge_adapter(
     config = read_typed_json(base / "config.json", dict[str, Any])
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
-    load = model_class or _find_model_class(base, config)
+    if model_class is None:
+        names = config.get("architectures") or ["none"]
+        model_class = getattr(transformers, names[0], None)
+        if model_class is None:
+            raise DitLoraError(f"{base / 'config.json'}: Transformers has no class {names[0]}")
     dtype = _find_stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")
-    model = load_pretrained(load, base, dtype=dtype, use_safetensors=True)
+    model = load_pretrained(model_class, base, dtype=dtype, use_safetensors=True)
     load_chat_adapter(model, adapter_dir)
     on_progress(f"merging {_merge_layers(model)} layers")
     # Write next to the output and rename at the end: a failed merge leaves no half folder.
     staged = output_dir.with_name(f".{output_dir.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     on_progress(f"writing {output_dir}")
-    _save_checkpoint(model, base, staged)
+    if model.can_generate():
+        # Transformers reads some published generation configs but refuses to write them; the base's file is copied
+        # below instead.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
+    # Transformers has written the config and the weights.
+    copy_checkpoint_files(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
     (staged / RUN_METADATA_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
     set_shared_permissions(staged)
     staged.rename(output_dir)
@@ -102,26 +112,6 @@ def _merge_layers(model: PreTrainedModel) -> int:
     if bad:
         raise CheckFailedError(format_list(f"refused to write: not finite once merged in {model.dtype}", bad))
     return len(adapted)
-
-
-def _save_checkpoint(model: PreTrainedModel, base: Path, staging_dir: Path) -> None:
-    """Save model and config, and copy the base's other files."""
-    if model.can_generate():
-        # Transformers reads some published generation configs but refuses to write them; the base's file is copied
-        # below instead.
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(staging_dir, max_shard_size=_MAX_SHARD_SIZE)
-    # Transformers has written the config and the weights.
-    copy_checkpoint_files(base, staging_dir, lambda name: name != "config.json" and ".safetensors" not in name)
-
-
-def _find_model_class(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """The Transformers class that config.json names."""
-    names = config.get("architectures") or ["none"]
-    model_class = getattr(transformers, names[0], None)
-    if model_class is None:
-        raise DitLoraError(f"{base / 'config.json'}: Transformers has no class {names[0]}")
-    return model_class
 
 
 def _find_stored_dtype(base: Path) -> torch.dtype:

@@ -70,15 +70,12 @@ def write_merged_pipeline(
     )
     (output_dir / part).mkdir(exist_ok=True)
     _write_json(output_dir / part / "config.json", {**base_config, **config_changes})
-    model_index = read_json(base / "model_index.json")
-    _write_json(output_dir / "model_index.json", {**model_index, **index_changes})
+    _write_json(output_dir / "model_index.json", {**read_json(base / "model_index.json"), **index_changes})
     _write_json(output_dir / RUN_METADATA_FILE, dict(training_metadata))
     for file, names in files.items():
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-            tensors = {
-                name: _merge_tensor(name, opened.get_tensor(name), changes, weights) for name in progress(names)
-            }
+            tensors = {n: _merge_tensor(n, opened.get_tensor(n), changes, weights) for n in progress(names)}
         bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
         if bad:
             raise CheckFailedError(format_list(f"refused to write {file.name}: not finite once merged", bad))
@@ -108,9 +105,8 @@ def require_merged_weights(source: Path, transformer: Any, changes: WeightChange
                 if loaded[name].shape != exact.shape or not ((loaded[name].double() - exact).abs() <= allowed).all():
                     deviating.append(name)
     if deviating:
-        raise CheckFailedError(
-            format_list("these merged weights, read back, are not base plus adapter; nothing was kept", deviating)
-        )
+        summary = "these merged weights, read back, are not base plus adapter; nothing was kept"
+        raise CheckFailedError(format_list(summary, deviating))
 
 
 def find_widest_dtype(source: Path) -> torch.dtype:
@@ -163,5 +159,4 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """-"""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Attaches adapters to models without weights, to get PEFT's names, shapes and scales without the base's memory.
 
-A hollow model has the base's architecture, and every weight is a single zero expanded to its shape.
+A meta model has the base's architecture, and every weight is a single zero expanded to its shape.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.attach_file import build_peft_config
 from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_valid_tensors
 from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
-from dit_lora.adapters.lora_file import LoraFile, read_lora
+from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
 from dit_lora.adapters.lora_mixins import add_adapter_methods
 from dit_lora.errors import DitLoraError, format_list
 
@@ -41,7 +41,7 @@ def replace_weights_with_zeros(model: nn.Module) -> Any:
 
 
 def load_lora_file(model: Any, file: Path, pipeline_class: Any, comfyui_names: LayerNames = UNKNOWN_NAMES) -> None:
-    """Load a LoRA file of any format that `read_lora` knows, with the base weights next to it, into a hollow model.
+    """Load a LoRA file of any format that `read_lora` knows, with the base weights next to it, into a meta model.
 
     The base weights are then trainable, as they were in the run.
 
@@ -53,12 +53,7 @@ def load_lora_file(model: Any, file: Path, pipeline_class: Any, comfyui_names: L
     # Trained base weights lie in a file of their own next to the adapter.
     base = file.with_name(BASE_FILE)
     weights = read_base_weights(base, model) if base.is_file() else {}
-    # PEFT's key names, which `load_lora_adapter` expects.
-    state = {
-        f"{name}.lora_{part}.weight": matrix
-        for name, layer in lora_file.layers.items()
-        for part, matrix in (("A", layer.a), ("B", layer.b))
-    }
+    state = build_adapter_state(lora_file.layers)
     # Reject NaN, Inf and adapters without effect before they reach a model.
     require_valid_tensors(state, weights)
     load_lora_state(model, state, _build_peft_config(lora_file), file, weights)
@@ -74,6 +69,12 @@ def _build_peft_config(lora_file: LoraFile) -> dict[str, Any] | None:
     if lora_file.config is not None or all(layer.alpha == layer.rank for layer in lora_file.layers.values()):
         return dict(lora_file.config) if lora_file.config else None
     return build_peft_config(lora_file.layers, list(lora_file.layers)).to_dict()
+
+
+def build_adapter_state(layers: Mapping[str, StoredLayer]) -> dict[str, torch.Tensor]:
+    """The matrices of these layers, by the names in PEFT's state dict."""
+    matrices = {name: (("A", layer.a), ("B", layer.b)) for name, layer in layers.items()}
+    return {f"{name}.lora_{side}.weight": matrix for name, pair in matrices.items() for side, matrix in pair}
 
 
 def load_lora_state(
@@ -126,7 +127,7 @@ def combine_adapters(
 ) -> tuple[AdapterState, peft.LoraConfig]:
     """Matrices and config of one adapter whose update is exactly the weighted sum of the models' adapters.
 
-    PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `empty_model` is a hollow
+    PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `empty_model` is a meta
     model without an adapter.
     """
     # Dropout has no effect on the combined matrices.

@@ -43,7 +43,7 @@ def find_non_lora_kind(file: Path) -> str | None:
 
 
 def load_non_lora_adapter(model: Any, file: Path) -> None:
-    """Load an adapter file, and base weights in it or next to it, into a hollow model, as `load_lora_file` does.
+    """Load an adapter file, and base weights in it or next to it, into a meta model, as `load_lora_file` does.
 
     Raises:
         DitLoraError: The file does not fit.
@@ -96,26 +96,22 @@ def write_non_lora_adapter(
     """
     # Diffusers reads only some kinds, and ComfyUI only LyCORIS' LoKr and LoHa.
     kind = get_adapter_kind(model.peft_config[ADAPTER_NAME])
+    forms = ["peft", "merged"]
+    if kind not in PEFT_ONLY_KINDS:
+        forms.append("diffusers")
+    if kind in ("lokr", "loha"):
+        forms.append("comfyui")
+    if export_format not in forms or export_format == "merged":
+        raise DitLoraError(f"--to {export_format}: nothing reads {kind} in this form; there are: {', '.join(forms)}")
+    if export_format == "comfyui":
+        _write_comfyui(model, family.comfyui, output_dir / f"{name}.safetensors", metadata)
+        return
     if export_format == "peft":
         file = save_chat_adapter(model, output_dir, metadata)
-        _require_same_tensors(
-            get_adapter_state(model), {_strip_wrapper_names(n): t for n, t in load_file(file).items()}, file
-        )
-    elif export_format == "diffusers" and kind not in PEFT_ONLY_KINDS:
-        file = save_adapter(model, pipeline_class, output_dir, metadata)
-        _require_same_tensors(
-            get_adapter_state(model), {_strip_wrapper_names(n): t for n, t in load_file(file).items()}, file
-        )
-    elif export_format == "comfyui" and kind in ("lokr", "loha"):
-        _write_comfyui(model, family.comfyui, output_dir / f"{name}.safetensors", metadata)
     else:
-        forms = [
-            "peft",
-            "merged",
-            *(["diffusers"] if kind not in PEFT_ONLY_KINDS else []),
-            *(["comfyui"] if kind in ("lokr", "loha") else []),
-        ]
-        raise DitLoraError(f"--to {export_format}: nothing reads {kind} in this form; there are: {', '.join(forms)}")
+        file = save_adapter(model, pipeline_class, output_dir, metadata)
+    stored_tensors = {_strip_wrapper_names(key): tensor for key, tensor in load_file(file).items()}
+    _require_same_tensors(get_adapter_state(model), stored_tensors, file)
 
 
 def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) -> None:
@@ -124,10 +120,8 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
         raise DitLoraError(f"--to comfyui: {names.unsupported_reason}")
     trained = sorted(get_base_weights(model))
     if trained:
-        summary = (
-            "--to comfyui: base weights trained too, which such a file cannot hold; --to merged takes them; they are"
-        )
-        raise DitLoraError(format_list(summary, trained))
+        problem = "base weights trained too, which such a file cannot hold"
+        raise DitLoraError(format_list(f"--to comfyui: {problem}; --to merged takes them; they are", trained))
     state = get_adapter_state(model)
     # ComfyUI's name of each adapted layer; None if it has none.
     counterparts = {layer: names.translate(layer) for layer in map(get_layer_name, state)}
@@ -154,9 +148,9 @@ def _read_config(file: Path) -> Config | None:
         recipe = file.absolute().parents[2] / "config.yaml"
         lora = load_recipe(recipe).lora if recipe.is_file() else None
         return create_peft_config(lora, []).to_dict() if lora and lora.kind != "lora" else None
-    return (
-        read_peft_config(config_file) if config_file.is_file() else parse_header_config(read_file_metadata(file), file)
-    )
+    if config_file.is_file():
+        return read_peft_config(config_file)
+    return parse_header_config(read_file_metadata(file), file)
 
 
 def _build_peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
@@ -185,10 +179,8 @@ def _require_same_tensors(
     """Raise `CheckFailedError` with every tensor that is not bit-identical to the expected one."""
     faults = [f"{name}: not in it" for name in expected if name not in actual]
     faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
-    faults += [
-        f"{name}: other values"
-        for name in expected.keys() & actual.keys()
-        if not torch.equal(expected[name].cpu(), actual[name].cpu())
-    ]
+    common_names = expected.keys() & actual.keys()
+    differing = (name for name in common_names if not torch.equal(expected[name].cpu(), actual[name].cpu()))
+    faults += [f"{name}: other values" for name in differing]
     if faults:
         raise CheckFailedError(format_list(f"{file}, read back, is not the adapter", sorted(faults)))

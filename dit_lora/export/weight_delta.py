@@ -38,17 +38,12 @@ def collect_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0
     """The terms of an attached adapter with PEFT's scale times `weight`."""
     # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    return {
-        name: [
-            Term(
-                module.lora_A[adapter].weight.detach(),
-                module.lora_B[adapter].weight.detach(),
-                weight * module.scaling[adapter],
-            )
-        ]
-        for name, module in adapted.items()
-        if adapter in module.lora_A
-    }
+    updates = {}
+    for name, module in adapted.items():
+        if adapter in module.lora_A:
+            a, b = module.lora_A[adapter].weight.detach(), module.lora_B[adapter].weight.detach()
+            updates[name] = [Term(a, b, weight * module.scaling[adapter])]
+    return updates
 
 
 def sum_updates(adapter_updates: Sequence[Updates]) -> Updates:
@@ -73,13 +68,11 @@ def require_same_updates(expected: Updates, actual: Updates, description: str) -
         if not difference <= _TOLERANCE * size:
             faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
     if faults:
-        raise CheckFailedError(
-            format_list(f"{description}, read back, is not the adapter; nothing was kept", sorted(faults))
-        )
+        summary = f"{description}, read back, is not the adapter; nothing was kept"
+        raise CheckFailedError(format_list(summary, sorted(faults)))
 
 
 def _get_weight_shape(terms: Sequence[Term]) -> list[int]:
-    """Shape of the weight that the terms are added to."""
     return [len(terms[0].b), *terms[0].a.shape[1:]]
 
 
