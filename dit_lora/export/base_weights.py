@@ -93,10 +93,8 @@ class StoredWeights:
             if differing:
                 expected_model = f"{checkpoint.transformer_class.__name__} of {checkpoint.path.name}"
                 summary = f"{location.source} is of another model than {expected_model}"
-                mismatches = [
-                    f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
-                    for name, shape in differing.items()
-                ]
+                pairs = [(name, self.shapes.get(name, "not there"), shape) for name, shape in differing.items()]
+                mismatches = [f"{name}: {stored}, the model has {shape}" for name, stored, shape in pairs]
                 raise DitLoraError(format_list(summary, mismatches))
             # An error above closes the files. Without one they stay open, to be read later.
             self._open_files = open_files.pop_all()

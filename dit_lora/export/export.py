@@ -332,7 +332,6 @@ def _build_header(
 def _export_merged(
     adapter: ExportedAdapter, model: ModelConfig, index: Mapping[str, Any], staging_dir: Path, say: MessageCallback
 ) -> None:
-    """Write the base pipeline with the adapter merged into it, then read it back and compare."""
     # Open the checkpoint again, this time with its weights: until here only its configs were needed.
     checkpoint = adapter.family.open(model, index=index)
     base, source = checkpoint.path, checkpoint.path / checkpoint.part

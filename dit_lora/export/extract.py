@@ -66,10 +66,10 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
     with config_only_model(model) as configs:
         # Two full pipelines of an expert family have two transformers to compare, anything else has one.
         opened = family.open(configs)
-        are_pipelines = tuned.is_pipeline and base.is_pipeline
-        parts = (
-            tuple(opened.expert_names) if opened.expert_names and are_pipelines else (_find_common_part(tuned, base),)
-        )
+        if opened.expert_names and tuned.is_pipeline and base.is_pipeline:
+            parts = tuple(opened.expert_names)
+        else:
+            parts = (_find_common_part(tuned, base),)
         results = {}
         for part in parts:
             checkpoint = family.open(configs.model_copy(update={"part": part}))

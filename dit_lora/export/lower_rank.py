@@ -1,5 +1,7 @@
 """Lowers the rank of a LoRA: each layer gets the best approximation of its update at the new rank."""
 
+from dataclasses import replace
+
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import get_base_weights
 from dit_lora.adapters.kinds import get_adapter_kind
@@ -39,9 +41,7 @@ def lower_rank(
     layers = []
     for layer, term in updates.items():
         # A layer below the new rank keeps its own rank.
-        layer_choice = rank_choice
-        if rank_choice.rank is not None:
-            layer_choice = RankChoice(min(rank_choice.rank, term.rank))
+        layer_choice = rank_choice if rank_choice.rank is None else RankChoice(min(rank_choice.rank, term.rank))
         layers.append(factor_update(layer, term, layer_choice))
     result = LowRankResult(layers, {}, part)
     # The factors have new shapes, so they are attached to a fresh model.
@@ -52,5 +52,4 @@ def lower_rank(
     remaining = {key: metadata[key] for key in metadata if key not in ("output", "lora", *PATTERN_KEYS)}
     old_ranks = {key: metadata[key] for key in ("rank", "alpha") if key in metadata}
     header = {**remaining, **get_rank_metadata(smaller), "resized": {**old_ranks, "energy": result.energy_share}}
-    lowered = ExportedAdapter(smaller, header, adapter.family, adapter.pipeline_class, adapter.build_empty_model)
-    return lowered, result
+    return replace(adapter, model=smaller, metadata=header), result

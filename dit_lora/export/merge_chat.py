@@ -78,8 +78,7 @@ def merge_adapter(
     shutil.rmtree(staged, ignore_errors=True)
     on_progress(f"writing {output_dir}")
     if model.can_generate():
-        # Transformers reads some published generation configs but refuses to write them; the base's file is copied
-        # below instead.
+        # Transformers reads some published generation configs and refuses to write them: the base's is copied below.
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
     # Transformers has written the config and the weights.

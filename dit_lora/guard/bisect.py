@@ -1,4 +1,4 @@
-"""Experiments on a micro-batch that fails: a change is the cause only if it has the same effect every time.
+"""Bisect a failure by experiments on its micro-batch: a change is the cause only if its effect is always the same.
 
 A single lucky run proves nothing. A switch is the cause if the micro-batch is healthy each time without it and fails
 each time with it (A-B-A). A sample is the cause if it fails when run individually, with other noise and at another
@@ -158,9 +158,9 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
     # Samples that are healthy with other noise and timesteps.
     noise_dependent = [sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)]
     # Of the others, some are healthy at another position in the run, and the rest fails at any.
-    others = [sample for sample in failing if sample not in noise_dependent]
-    position_dependent = [sample for sample in others if pending.run_is_healthy(_move_to_unused_step(sample))]
-    always_failing = [sample for sample in others if sample not in position_dependent]
+    remaining = [sample for sample in failing if sample not in noise_dependent]
+    position_dependent = [sample for sample in remaining if pending.run_is_healthy(_move_to_unused_step(sample))]
+    always_failing = [sample for sample in remaining if sample not in position_dependent]
     if always_failing:
         message = "it fails whatever is switched off; other samples are healthy"
         return pending.conclude("data", message, sample_ids=_get_sample_ids(always_failing))

@@ -176,7 +176,6 @@ def _find_unlabelled_samples(pending: PendingDiagnosis, outcome: Outcome) -> Dia
 
 
 def _format_faults(faults: Mapping[str, str]) -> str:
-    """The problem of one sample, or of each sample with its name."""
     if len(faults) == 1:
         return next(iter(faults.values()))
     return "; ".join(f"{sample}: {fault}" for sample, fault in faults.items())

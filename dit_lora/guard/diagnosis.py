@@ -1,4 +1,4 @@
-"""The verdict on a failed step, as a message and as a record."""
+"""The diagnosis of a failed step: its cause and the evidence, as a message and as a record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -44,13 +44,11 @@ class Diagnosis:
 
     @property
     def has_sample_names(self) -> bool:
-        """True if the message describes several samples, each after its name."""
-        # The message has "name: problem" for every sample.
-        names_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
-        return names_each and len(self.sample_ids) > 1
+        """True if the message describes several samples, each as "name: problem"."""
+        return len(self.sample_ids) > 1 and all(f"{sample}: " in self.words for sample in self.sample_ids)
 
     def with_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
-        """The verdict with other sample names, also in its message."""
+        """The diagnosis with other sample names, also in its message."""
         message = self.words
         if len(sample_ids) == len(self.sample_ids):
             # A message about several samples starts each part with the sample's name and a colon.
@@ -59,7 +57,7 @@ class Diagnosis:
         return replace(self, words=message, sample_ids=tuple(sample_ids))
 
     def to_record(self) -> dict[str, Any]:
-        """The verdict as a dict of plain values, for events.jsonl."""
+        """The diagnosis as a dict of plain values, for events.jsonl."""
         fields = asdict(self)
         # JSON has no tuples; None means not known and is left out.
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}

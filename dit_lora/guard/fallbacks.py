@@ -1,4 +1,4 @@
-"""Switches for possible causes of a failure: attention backends, compilation, fused kernels."""
+"""Components with a slower, safer fallback that can be switched off: attention backends, compilation, kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -74,9 +74,7 @@ class Gate:
     _flags: list[torch.Tensor] = field(default_factory=list)
 
     def record_losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
-        """Record whether per-sample losses (B,) are finite, before their backward, and whether reading found
-        bad data.
-        """
+        """Record whether losses (B,) are finite, before their backward, and whether reading found bad data."""
         # Keep the flag on the device: reading it here would make the host wait in every micro-step.
         bad = ~torch.isfinite(losses.detach()).all()
         self._flags.append(bad | bad_data)

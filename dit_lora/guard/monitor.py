@@ -92,9 +92,8 @@ class Monitor:
             values[key.module][key] = value
         self._values.clear()
         statistics = {module: _compute_statistics(module_values) for module, module_values in values.items()}
-        self._hidden_infinities = [
-            module for module, numbers in statistics.items() if not math.isfinite(numbers.get("abs_max", 0.0))
-        ]
+        peaks = {module: numbers.get("abs_max", 0.0) for module, numbers in statistics.items()}
+        self._hidden_infinities = [module for module, peak in peaks.items() if not math.isfinite(peak)]
         return statistics
 
     def find_hidden_infinities(self) -> list[str]:
@@ -137,7 +136,6 @@ class Monitor:
 
 
 def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
-    """The statistics of one module; norms of its parameters are combined."""
     norms: dict[str, list[float]] = defaultdict(list)
     peaks: dict[torch.dtype, float] = {}
     for key, value in values.items():

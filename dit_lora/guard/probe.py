@@ -175,9 +175,8 @@ class Probe(TorchDispatchMode):
         module_origins = self.trace.origins[frame.first_origin_index :]
         if output is None:
             # A checkpoint's recomputation stops early and has no output, so keep the result of the first run.
-            self.trace.origins[frame.first_origin_index :] = [
-                origin for origin in module_origins if origin not in self.trace.hidden_origins
-            ]
+            new_origins = [origin for origin in module_origins if origin not in self.trace.hidden_origins]
+            self.trace.origins[frame.first_origin_index :] = new_origins
             return
         # Disable the mode, which would otherwise take these reads of the output for ops of the model.
         with _disable_current_modes():
@@ -234,7 +233,6 @@ def _summarize_values(leaves: Sequence[Any]) -> _ValueSummary | None:
 
 
 def _list_inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that an op reads; `copy_` only writes its first argument."""
     # The values that `copy_` overwrites do not affect its result.
     read_args = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
     return tree_leaves((read_args, dict(kwargs)))

@@ -57,7 +57,6 @@ class Capabilities:
 
     def replace_unsupported(self, action: Action) -> Action:
         """The action, or a skip that replaces it if the loop does not support it."""
-        # An action that this kind of loop cannot take becomes a skip.
         is_unsupported = {"retry": not self.can_retry, "quarantine": not self.can_exclude}
         if not is_unsupported.get(action.kind):
             return action
@@ -94,9 +93,8 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         results = self.diagnose_step(failure)
         diagnoses = self.gather_diagnoses(failure, results)
         # From here on, every rank computes the same from the same diagnoses, without further communication.
-        action = self.replace_impossible(
-            failure, self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses)), diagnoses
-        )
+        chosen = self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses))
+        action = self.replace_impossible(failure, chosen, diagnoses)
         duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
         events = [

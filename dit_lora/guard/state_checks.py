@@ -174,7 +174,6 @@ def compute_decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _diagnose_grown_weights(pending: PendingDiagnosis) -> Diagnosis:
-    """The verdict on weights that grew: because of weight decay if it overshoots, else of the learning rate."""
     peak, start = pending.evidence["weight_peak"], pending.evidence["weight_peak_at_start"]
     growth_text = f"trained weights reach {peak:.3g}, from {start:.3g} at the start"
     share = pending.context.compute_decay_share()

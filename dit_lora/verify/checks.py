@@ -198,8 +198,8 @@ def check_scale(
     # With a rank pattern, ranks differ by layer: `_find_training_differences` compares the loaded layers with it.
     if config and not config.get("rank_pattern"):
         header_rank = config.get("r")
-        others = {name: a for name, (a, _) in ranks.items() if a != header_rank}
-        problems += [f"{name}: rank {a} in the file, {header_rank} in its header" for name, a in others.items()]
+        wrong_ranks = {name: a for name, (a, _) in ranks.items() if a != header_rank}
+        problems += [f"{name}: rank {a} in the file, {header_rank} in its header" for name, a in wrong_ranks.items()]
     problems += _find_training_differences(config, layers, metadata)
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:

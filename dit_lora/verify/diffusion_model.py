@@ -174,11 +174,8 @@ class DiffusionReferenceModel(ReferenceModel):
         index = read_component_config(self.checkpoint.path)
         transformer_names = ("transformer", self.checkpoint.part)
         # None for text encoders, VAE and others: Diffusers then does not load them.
-        other_names = [
-            name
-            for name, value in index.items()
-            if isinstance(value, list) and name not in (*transformer_names, "scheduler")
-        ]
+        component_names = [name for name, value in index.items() if isinstance(value, list)]
+        other_names = [name for name in component_names if name not in (*transformer_names, "scheduler")]
         # Diffusers reads the config of `transformer` even if it loads into another component.
         components: dict[str, Any] = dict.fromkeys(other_names) | dict.fromkeys(transformer_names, model)
         for name, value in index.items():

@@ -199,9 +199,8 @@ def _check_unequal_base(
     """
     has_all_inputs = reference_model.has_all_inputs(inputs)
     if not has_all_inputs and digest == reference_model.compute_digest():
-        return Check(
-            True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; the base's files are those of {base_name}, by their digest"
-        )
+        text = f"the base's files are those of {base_name}, by their digest"
+        return Check(True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; {text}")
     remedy = f"give the checkpoint that it was trained on, {base_name}, with --model"
     if not has_all_inputs:
         remedy += f". Or {_UNKNOWN_NOISE_LEVEL}, and the base's files do not have the digest of then"

@@ -1,4 +1,4 @@
-"""Reads safetensors files to verify them; a file that cannot be read raises a one-line `CheckFailedError`."""
+"""Reads tensors, metadata and dtypes of safetensors files, with one-line errors for files that cannot be read."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,9 +40,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def make_read_error(file: Path, error: Exception) -> CheckFailedError:
     """The error to raise for a file that could not be read."""
-    return CheckFailedError(
-        f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
-    )
+    problem = f"{file} cannot be read: {error}"
+    return CheckFailedError(f"{problem}; it is not a safetensors file, or not whole: copy it again")
 
 
 def read_dtypes(files: Iterable[Path]) -> set[str]:

@@ -45,9 +45,9 @@ def read_verification(run: Path) -> VerifiedFiles:
     """Contents of a run's verification.json; empty if there is none. Raises `ParseError` if it is damaged."""
     # Runs of earlier versions may have none.
     record = run / VERIFICATION_FILE
-    return (
-        read_typed_json(record, VerifiedFiles) if record.is_file() else validate_value({}, VerifiedFiles, str(record))
-    )
+    if not record.is_file():
+        return validate_value({}, VerifiedFiles, str(record))
+    return read_typed_json(record, VerifiedFiles)
 
 
 def require_file_unchanged(file: Path, message_prefix: str) -> None:

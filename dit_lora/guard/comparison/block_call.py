@@ -122,14 +122,10 @@ def _call_uncaptured(call: Callable[[], Any]) -> Any:
     """Call the function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
     # Run in a copy of the context, so that the variable is unchanged after the call.
     context_copy = copy_context()
-
-    def call_in_context() -> Any:
-        for variable in context_copy:
-            if variable.name == _COLLECTOR_VARIABLE:
-                variable.set(None)
-        return call()
-
-    return context_copy.run(call_in_context)
+    for variable in context_copy:
+        if variable.name == _COLLECTOR_VARIABLE:
+            context_copy.run(variable.set, None)
+    return context_copy.run(call)
 
 
 def _save_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ def iter_differences(
     wholes.sort(key=lambda fallback: (fallback.name == COMPILE, fallback.rounding_error > 0))
     for fallback in wholes:
         runs_on_top = fallback.name == COMPILE or fallback.rounding_error > 0
-        other_kernels = [other for other in wholes if other is not fallback and other.name != COMPILE]
+        other_kernels = [kernel for kernel in wholes if kernel is not fallback and kernel.name != COMPILE]
         other_fallbacks = [] if runs_on_top else other_kernels
         whole_difference = compare(fallback, other_fallbacks)
         if whole_difference is None:
@@ -120,7 +120,7 @@ def iter_differences(
         has_bad_part = False
         # Compare each part with all others off, so that an error is attributed to one of them.
         for part in parts:
-            other_parts = [other for other in parts if other is not part]
+            other_parts = [sibling for sibling in parts if sibling is not part]
             difference = compare(part, [*other_fallbacks, *other_parts])
             if difference is not None:
                 has_bad_part = True
@@ -217,8 +217,7 @@ def _compare_modules(
         if any(p.is_cuda for p in model.parameters()):
             # On CUDA, PyTorch's ops may sum in any order.
             run_difference = 0.0
-    # Use the lowest dtype of the computation. Values may be stored in a higher one, such as gradients of fp32
-    # adapters.
+    # Use the lowest dtype of the computation. Gradients of fp32 adapters, for example, are stored in a higher one.
     dtypes = [x.dtype for x in references.values() if x.dtype in MODEL_LIMITS]
     lowest_dtype = max(dtypes, key=lambda dtype: MODEL_LIMITS[dtype].output, default=torch.float32)
     mismatch = find_first_mismatch(references, fused, MODEL_LIMITS[lowest_dtype])

@@ -70,8 +70,7 @@ def find_first_mismatch(
             block = _get_block_name(name)
             largest[block] = max(_compute_rms(value).item(), largest.get(block, 0.0))
     for name, expected in references.items():
-        # Missing or reshaped values are fine if the kernel replaces a module or permutes its heads, but not for
-        # parameters.
+        # Except for parameters, values may be missing or reshaped: a kernel may replace a module or permute its heads.
         if name not in fused and _is_parameter_gradient(name) and expected.any():
             return name, torch.inf  # a trained parameter would get no gradient
         if name not in fused or fused[name].shape != expected.shape or not torch.isfinite(expected).all():
@@ -226,8 +225,7 @@ def randomize_zero_weights(model: nn.Module) -> Iterator[None]:
     zeros = {name: values for name, values in trained.items() if not values.any()}
     saved = {name: values.clone() for name, values in zeros.items()}
     for name, values in zeros.items():
-        # Modulation layers get small embeddings, so large weights make differences visible. Adapter updates stay
-        # small.
+        # Modulation layers get small embeddings, so large weights show differences. Adapter updates stay small.
         scale = 0.02 if is_adapter_tensor(name) else 1.0 if values.ndim > 1 else 0.1
         values.copy_(scale * torch.randn(values.shape, generator=generator))
     try:
