@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.finite_gate import ACCELERATED
 from dit_lora.numerics.ranks import act_as_single_process, gather_object, get_num_processes, get_process_index
 from dit_lora.patching import is_instance_of
 from dit_lora.terminal import echo
@@ -179,6 +180,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while any(is_instance_of(model, f"{module}:{name}") for module, name in _WRAPPER_CLASSES):
         model = model.module  # type: ignore[assignment]
     return model
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer without Accelerate's wrapper."""
+    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
 
 
 def has_found_infinity(scaler: Any, optimizer: Any) -> bool:

@@ -126,12 +126,16 @@ class OptimizerChecks:
         self.parameters = [(name, p) for name, p in parameters if name not in skipped]
         checked_parameters = [p for _, p in self.parameters]
         trained = {id(p) for _, p in parameters}
-        groups = getattr(optimizer, "param_groups", ())
+        param_groups = getattr(optimizer, "param_groups", ())
         # Parameters that the optimizer holds and that require no gradient so far.
-        self._frozen = [p for group in groups for p in group["params"] if id(p) not in trained]
+        self._frozen = [p for group in param_groups for p in group["params"] if id(p) not in trained]
         self._group_index = 0
-        small = [p for p in checked_parameters if p.numel() <= _MAX_SMALL_ELEMENTS]
-        self._groups = _groups_to_join(small)
+        # Gradients with the same number of dimensions and trailing shape can be concatenated.
+        groups: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
+        for p in checked_parameters:
+            if p.numel() <= _MAX_SMALL_ELEMENTS:
+                groups.setdefault((p.ndim, p.shape[1:]), []).append(p)
+        self._groups = list(groups.values())
         self._small = [p for group in self._groups for p in group]
         # Copying a large tensor costs more than a call, so these are not joined.
         self._large = [p for p in checked_parameters if p.numel() > _MAX_SMALL_ELEMENTS]
@@ -143,7 +147,9 @@ class OptimizerChecks:
             and len(dtypes) == 1
             and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
         )
-        self._has_second_moments = _squares_gradients(optimizer)
+        # Optimizers that divide by the root of a second moment have an `eps`. Accelerate wraps the optimizer.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._has_second_moments = "eps" in getattr(inner, "defaults", {})
         self._lacks_gradients = False
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
@@ -198,12 +204,11 @@ class OptimizerChecks:
             return self._peaks.find(small, large)
 
     def is_bad_gradient(self, peak: float) -> bool:
-        """True for NaN and Inf, and for finite gradients whose square overflows in an optimizer with second
-        moments.
-        """
+        """True for NaN, Inf, and finite gradients whose square overflows in an optimizer with second moments."""
         if not isfinite(peak):
             return True
-        return peak > SQUARE_LIMIT and self._has_second_moments and not self._is_float64()
+        has_large_square = peak > SQUARE_LIMIT and self._has_second_moments
+        return has_large_square and not all(p.dtype is torch.float64 for _, p in self.parameters)
 
     def record_bad_gradients(self) -> None:
         """Record which gradients are bad, before clipping spreads one NaN to all of them."""
@@ -225,7 +230,14 @@ class OptimizerChecks:
             with torch.no_grad():
                 return isfinite(self._peaks.find([*self._small, *self._large]))
         if not self._has_current_views():
-            self._view_weights()
+            # A flat view shares the weight's memory, so views have to be made only once.
+            joined = [p for p in self._small if p.is_contiguous()]
+            unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
+            self._views = [p.detach().view(-1) for p in joined]
+            self._unjoined = [p.detach() for p in unjoined]
+            weights = joined + unjoined
+            groups = [[*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]] for number in range(_NUM_ADDRESS_GROUPS)]
+            self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
         if self._views:
             flat = torch.cat(self._views)
             # A norm takes half the time of a maximum. Squares overflow before weights do, hence the second check.
@@ -245,34 +257,3 @@ class OptimizerChecks:
         # A weight that has moved leaves its view on the old memory.
         parameters, addresses = self._address_groups[self._group_index]
         return list(map(_get_address, parameters)) == addresses
-
-    def _view_weights(self) -> None:
-        # A flat view shares the weight's memory, so views have to be made only once.
-        joined = [p for p in self._small if p.is_contiguous()]
-        unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
-        self._views = [p.detach().view(-1) for p in joined]
-        self._unjoined = [p.detach() for p in unjoined]
-        weights = joined + unjoined
-        groups = [[*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]] for number in range(_NUM_ADDRESS_GROUPS)]
-        self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
-
-    def find_bad_weights(self) -> list[str]:
-        return [name for name, p in self.parameters if not is_finite_tensor(p)]
-
-    def _is_float64(self) -> bool:
-        return all(p.dtype is torch.float64 for _, p in self.parameters)
-
-
-def _groups_to_join(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by number of dimensions and trailing shape, so that each group can be concatenated."""
-    groups: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.ndim, parameter.shape[1:]), []).append(parameter)
-    return list(groups.values())
-
-
-def _squares_gradients(optimizer: Any) -> bool:
-    """True for optimizers that divide by the root of a second moment, which have an `eps`."""
-    # Accelerate's wrapper has the optimizer under this name.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return "eps" in getattr(inner, "defaults", {})

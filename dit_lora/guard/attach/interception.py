@@ -115,17 +115,14 @@ class _ClassMethodPatch:
             entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)]
             if not entry[1]:
                 del self.handlers[key]
-        if not self.handlers:
-            self._restore()
-
-    def _restore(self) -> None:
         # If other code has patched on top of this patch, leave it: it passes every call on.
-        if vars(self.cls).get(self.name) is self._replacement:
-            if self._is_class_attribute:
-                setattr(self.cls, self.name, self._original)
-            else:
-                delattr(self.cls, self.name)
-            _class_patches.pop((self.cls, self.name), None)
+        if self.handlers or vars(self.cls).get(self.name) is not self._replacement:
+            return
+        if self._is_class_attribute:
+            setattr(self.cls, self.name, self._original)
+        else:
+            delattr(self.cls, self.name)
+        _class_patches.pop((self.cls, self.name), None)
 
 
 _class_patches: dict[tuple[type, str], _ClassMethodPatch] = {}
@@ -187,10 +184,6 @@ class Interceptions:
                 delattr(holder, name)
 
         self._undo_functions.append(restore)
-
-    def add_hook_handle(self, handle: Any) -> None:
-        """Register a torch hook handle to be removed by `undo`."""
-        self._undo_functions.append(handle.remove)
 
     def undo(self) -> None:
         while self._undo_functions:

@@ -212,7 +212,7 @@ class HealthyStepChecks:
                 self._report(step, "preflight", f"{finding.check}: {finding.words}")
         self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
-        self._log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
+        self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
 
     def _disable_backends(self, step: int, wrong_backends: list[str]) -> None:
         """Switch off on all ranks the backends that are wrong on any rank. Collective."""
@@ -227,13 +227,10 @@ class HealthyStepChecks:
             message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
             event = make_kernel_event(step, "preflight", message, name, cause="attention_backend")
             self._write(replace(event, facts={"guard": self._guard_id}))
-            self._log(f"guard: step {step}: {message}")
+            self._host.log(f"guard: step {step}: {message}")
 
     def _report(self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
         """Log and write an observation about a healthy step, on which no action is taken."""
         diagnosis = {"cause": cause, "words": message, **facts}
         self._write(Event(step, kind, diagnosis, facts={"guard": self._guard_id}))
-        self._log(f"guard: step {step}: {message}")
-
-    def _log(self, message: str) -> None:
-        self._host.log(message)
+        self._host.log(f"guard: step {step}: {message}")

@@ -77,7 +77,14 @@ class SampleNamer:
         only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
         items or the size of the batch.
         """
-        items = self.batches.find_bad_items(self._find_batch_number(call))
+        parts = (part for parts in iter_parts(call.arguments) for part in parts)
+        numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
+        # The order of batches is used only if no argument lies in the memory of one.
+        number = call.batch_number
+        if numbers:
+            # Arguments of several batches, as in mixing, leave the batch uncertain.
+            number = numbers.pop() if len(numbers) == 1 else None
+        items = self.batches.find_bad_items(number)
         named = {item.name: item.description for item in items if item.name}
         covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
         return named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
@@ -98,18 +105,9 @@ class SampleNamer:
         # The unchanged call has to fail still, or the replacements have shown nothing.
         if _is_healthy(call, model):
             return None
-        return (
-            call.sample_names[fixing_rows[0]]
-            if call.sample_names
-            else self._name_row(call, fixing_rows[0], None, model, cutter)
-        )
-
-    def _find_batch_number(self, call: CapturedCall) -> int | None:
-        """Number of the call's batch: by the memory of its arguments, else by the order of batches."""
-        parts = (part for parts in iter_parts(call.arguments) for part in parts)
-        # Arguments of several batches, as in mixing, leave the batch uncertain.
-        numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
-        return numbers.pop() if len(numbers) == 1 else None if numbers else call.batch_number
+        if call.sample_names:
+            return call.sample_names[fixing_rows[0]]
+        return self._name_row(call, fixing_rows[0], None, model, cutter)
 
     def name_failing_rows(
         self,
@@ -137,18 +135,13 @@ class SampleNamer:
             return (single,)
         if cutter is None or not rows:
             return ()
-        healthy = self._find_healthy_sample(call, control, rows, cutter)
+        healthy_row = next((row for row in range(call.num_samples) if row not in rows), None)
+        healthy: CapturedCall | None = None
+        if healthy_row is not None:
+            healthy = call.select_row(healthy_row, cutter)
+        elif control is not None and (control_cutter := control.make_cutter()) is not None:
+            healthy = control.select_row(0, control_cutter)
         return tuple(self._name_row(call, row, healthy, model, cutter) for row in rows)
-
-    def _find_healthy_sample(
-        self, call: CapturedCall, control: CapturedCall | None, failing: Sequence[int], cutter: RowCutter
-    ) -> CapturedCall | None:
-        for row in range(call.num_samples):
-            if row not in failing:
-                return call.select_row(row, cutter)
-        if control is None or (control_cutter := control.make_cutter()) is None:
-            return None
-        return control.select_row(0, control_cutter)
 
     def _name_row(
         self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: RowCutter
