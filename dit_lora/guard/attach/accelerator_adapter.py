@@ -54,7 +54,17 @@ class Host:
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         # Processes of one Accelerator train one model together.
         accelerated = self.accelerator is not None and self.accelerator.num_processes > 1
-        self.is_shared = is_sharded or accelerated or _is_wrapped(parameters)
+        self.is_shared = is_sharded or accelerated
+        if self.is_shared:
+            return
+        # DDP, FSDP and DeepSpeed keep no registry, so search all objects for a module that holds these parameters.
+        parameter_ids = {id(parameter) for parameter in parameters}
+        for candidate in gc.get_objects():
+            kind = type(candidate)
+            # Check the type, not isinstance: proxy objects may run code when asked for their class.
+            if kind.__name__ in _SHARED_MODEL_CLASSES and issubclass(kind, nn.Module):
+                self.is_shared = any(id(parameter) in parameter_ids for parameter in candidate.parameters())
+                return
 
     @property
     def process_rank(self) -> int:
@@ -151,18 +161,6 @@ class Host:
         """Gather the objects of all ranks, in rank order. Collective."""
         with self.limit_collectives():
             return gather_object(list(objects))
-
-
-def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
-    """True if a DDP, FSDP or DeepSpeed module holds one of the parameters. Searches all live Python objects."""
-    # Wrappers keep no registry, so search all objects for one that holds these parameters.
-    parameter_ids = {id(parameter) for parameter in parameters}
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        # Check the type, not isinstance: proxy objects may run code when asked for their class.
-        if kind.__name__ in _SHARED_MODEL_CLASSES and issubclass(kind, nn.Module):
-            return any(id(parameter) in parameter_ids for parameter in candidate.parameters())
-    return False
 
 
 _SHARED_MODEL_CLASSES = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")

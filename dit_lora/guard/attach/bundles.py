@@ -62,13 +62,12 @@ class BundleWriter:
         writer = CallWriter(call.generator)
         # This also collects the call's tensors and whatever cannot be stored in the writer.
         packed = pack_call(call, writer)
-        replay = {name: event[name] for name in ("step", "micro_step", "rank")}
         metadata_facts = {
             **facts,
             "event": dict(event),
             "call": packed,
             "model": describe_model(call.owner),
-            "replay": {**replay, "ids": list(call.ids)},
+            "replay": {name: event[name] for name in ("step", "micro_step", "rank")} | {"ids": list(call.ids)},
             "packages": list_package_versions(),
         }
         name = f"step_{event['step']:06d}_rank_{event['rank']}_micro_step_{event['micro_step']}"

@@ -46,7 +46,11 @@ _OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a 
 
 def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
     """Check every model's weights and optimizer state for bad values; None if all are finite."""
-    placeholder = make_placeholder_batch(step, rank)
+
+    def raise_error(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    placeholder = MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
     diagnosis = find_bad_state(placeholder, watched.joint_context)
     if diagnosis is None and kind == "diverged_weights":
         return diagnose_diverged_weights(placeholder, watched.joint_context)
@@ -267,15 +271,6 @@ class CallDiagnoser:
         )
 
 
-def make_placeholder_batch(step: int, rank: int) -> MicroBatch:
-    """A placeholder micro-batch for steps whose state is checked and which cannot be replayed."""
-
-    def raise_error(*_: Any) -> Any:
-        raise DitLoraError("there is nothing to replay")
-
-    return MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
-
-
 def diagnose_missing_call(step: int, rank: int) -> Diagnosis:
     message = "no call of a watched model led to these gradients, so there is nothing to replay"
     return Diagnosis("unknown", message, step, rank)
@@ -305,8 +300,7 @@ def _add_failing_rows(
     singles = [failed.select_sample(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    are_all_failing = len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0)))
-    if are_all_failing:
+    if len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0))):
         return diagnosis
     return replace(diagnosis, sample_ids=tuple(single.ids[0] for single in failing))
 

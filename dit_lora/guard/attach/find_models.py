@@ -85,13 +85,3 @@ def find_optimizer_parameters(
         # GAN loops freeze parameters for a while; those trained before still count.
         if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained_ids)
     }
-
-
-def find_trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
-    """All parameters that require a gradient, by name. For DeepSpeed, whose optimizer holds copies."""
-    return {
-        prefix + name: parameter
-        for prefix, model in models.items()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,12 @@ from torch import nn
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_optimizer
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
-from dit_lora.guard.attach.guard_json import GuardFile, describe_models, describe_optimizers
+from dit_lora.guard.attach.guard_json import GuardFile, describe_models
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
@@ -319,11 +320,8 @@ class Guard:
 
     def check_state(self) -> None:
         """Check like `require_finite`, but only log what cannot be restored. Collective."""
-        try_or_warn(
-            lambda: self._step_hooks.require_finite(may_raise=False),
-            "looking at what is trained",
-            reraised=(NonFiniteError,),
-        )
+        check = partial(self._step_hooks.require_finite, may_raise=False)
+        try_or_warn(check, "looking at what is trained", reraised=(NonFiniteError,))
         self._write_counts()
 
     def format_summary(self) -> str | None:
@@ -340,7 +338,7 @@ class Guard:
                 interceptions.intercept_method(accelerator, "backward", hooks.deepspeed_backward)
         for watched in hooks.optimizers:
             interceptions.intercept_method(watched.optimizer, "step", watched.step)
-            interceptions.intercept_method(watched.optimizer, "load_state_dict", watched.after_load)
+            interceptions.intercept_method(watched.optimizer, "load_state_dict", hooks.load_state)
             # A script may drop the guard object, so it has to live as long as the optimizer.
             setattr(watched.inner, _GUARD_ATTRIBUTE, _GuardReference(self))
         self._watched.on_refresh = self._refresh_models
@@ -366,7 +364,7 @@ class Guard:
         self._step_hooks.refresh()
         self._file.update(
             models=describe_models(self._watched.models),
-            optimizers=describe_optimizers(self._state.optimizers),
+            optimizers=[type(unwrap_optimizer(optimizer)).__name__ for optimizer in self._state.optimizers],
             checks=sorted(self._checks),
             settings=asdict(self._config),
         )

@@ -7,13 +7,12 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from dit_lora.files import read_inside, write_atomically
-from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_optimizer
+from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import list_package_versions
 from dit_lora.guard.attach.find_models import Models
 from dit_lora.numerics.dtensors import get_original_class
@@ -92,7 +91,3 @@ def describe_models(models: Models) -> list[dict[str, Any]]:
             }
         )
     return entries
-
-
-def describe_optimizers(optimizers: Sequence[Any]) -> list[str]:
-    return [type(unwrap_optimizer(optimizer)).__name__ for optimizer in optimizers]

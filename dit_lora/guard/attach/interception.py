@@ -25,13 +25,10 @@ def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
-    code = function.__code__
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7 and later
+    if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
-    elif hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 class _WeakHandler:
@@ -152,13 +149,10 @@ class Interceptions:
 
     def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
         """Call `handler(original, self, ...)` instead of a method of every object of the class."""
-        self._replace_attribute(cls, name, handler)
+        self.intercept_function(cls, name, handler)
 
-    def intercept_function(self, module: ModuleType, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` instead of a module's function."""
-        self._replace_attribute(module, name, handler)
-
-    def _replace_attribute(self, holder: Any, name: str, handler: Handler) -> None:
+    def intercept_function(self, holder: ModuleType | type, name: str, handler: Handler) -> None:
+        """Call `handler(original, ...)` instead of a function of a module or a class."""
         is_defined, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
         # Once the handler's owner is gone, calls go to the original.

@@ -21,6 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
+from dit_lora.guard.attach.finite_values import format_bad_tensors
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
 from dit_lora.guard.checks import (
@@ -142,8 +143,7 @@ class HealthyStepChecks:
             self._folder.mkdir(parents=True, exist_ok=True)
             append_line(self._folder / STATISTICS_FILE, json.dumps(line))
         if hidden:
-            names = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
-            message = f"the step is finite, but the output of {names} is not: something hides it"
+            message = f"the step is finite, but the output of {format_bad_tensors(hidden)} is not: something hides it"
             self._report(step, "hidden_infinity", message, cause="precision", module=hidden[0])
 
     def close(self) -> None:

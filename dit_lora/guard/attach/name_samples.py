@@ -15,7 +15,7 @@ from dit_lora.guard.attach.calls.call_rows import (
 )
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_item_row
-from dit_lora.guard.attach.samples.tensors import has_rows, map_tensors
+from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 
 _MAX_REPLACED = 64
@@ -28,9 +28,7 @@ class SampleNamer:
     batches: LoadedBatches
 
     def find_name(self, call: CapturedCall, part: SamplePart) -> str | None:
-        """Name of the sample that an argument's part belongs to: set by the loop, or a proven dataset index; else
-        None.
-        """
+        """Name of the sample that a part belongs to: set by the loop, or a proven dataset index; else None."""
         # Names that the loop has set need no proof.
         if call.sample_names and part.row is not None and len(call.sample_names) == part.num_parts:
             return call.sample_names[part.row]
@@ -85,9 +83,9 @@ class SampleNamer:
             # Arguments of several batches, as in mixing, leave the batch uncertain.
             number = numbers.pop() if len(numbers) == 1 else None
         items = self.batches.find_bad_items(number)
-        named = {item.name: item.description for item in items if item.name}
+        named = {name: description for name, description in items if name}
         covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
-        return named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
+        return named if named and len(named) == len({name for name, _ in items}) and covers_batch else {}
 
     def find_row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
         """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
@@ -146,8 +144,7 @@ class SampleNamer:
     def _name_row(
         self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: RowCutter
     ) -> str:
-        count = call.num_samples
-        row_tensors = {p: t for p, t in collect_named_tensors(call.arguments).items() if has_rows(t, count)}
+        row_tensors = call.collect_row_tensors()
         if healthy is not None and len(row_tensors) > 1:
             single = call.select_row(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.

@@ -90,16 +90,6 @@ class LoopFailure:
         )
 
 
-@dataclass(frozen=True)
-class RecoveryDecision:
-    """The decision about a failed step."""
-
-    is_skipped: bool
-    """False if nothing could be restored and the loop continues as without a guard."""
-    has_restored: bool
-    """True if weights were restored."""
-
-
 @dataclass
 class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     """Finds the cause of a failed step and acts on it, identically on all ranks."""
@@ -133,8 +123,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         self._num_logged = 0
         self._has_logged_scale = False
 
-    def recover(self, failure: LoopFailure) -> RecoveryDecision:
-        """Recover from a failed step.
+    def recover(self, failure: LoopFailure) -> bool:
+        """Recover from a failed step. True if weights were restored.
 
         Raises:
             NonFiniteError: On every rank, if the ladder has a `stop` and no other action fits.
@@ -143,7 +133,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         with self.host.limit_collectives():
             result = self.resolve(failure)
         self.on_event()
-        return RecoveryDecision(not self.has_given_up, result.restored_step is not None)
+        return result.restored_step is not None
 
     @property
     def collective_forward(self) -> bool:
@@ -228,13 +218,23 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.has_given_up = True
             outcome = f"{action.reason}: nothing can be put back, and the loop goes on as it would without a guard"
             return RecoveryResult(replace(action, kind="report"), outcome, facts=facts)
-        undone_steps = self._describe_undone_steps(failure, restored_step)
-        if failure.between_steps and undone_steps:
-            undone_steps += _COPIES_HINT
+        undone_steps = ""
+        if restored_step is not None:
+            # Steps taken since the snapshot. The failed step itself was not taken.
+            num_lost = failure.step - 1 - restored_step
+            interval = f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
+            undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
+            undone_steps = f"weights and optimizer are those of step {restored_step}, {undone_text}{interval}"
+            undone_steps += _COPIES_HINT if failure.between_steps else ""
         outcome = undone_steps if action.kind == "stop" else self._finish_action(failure, action, undone_steps)
         if buffers:
             outcome += f"; not finite and put back: {', '.join(buffers[:5])}"
-        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=self._should_log())
+        # A sample known to be bad needs no new message.
+        self._num_logged += not self._is_known_failure
+        # After the first ten, show those whose number is a power of two.
+        is_shown = self._num_logged <= _MAX_SHOWN or self._num_logged & (self._num_logged - 1) == 0
+        should_log = not self._is_known_failure and is_shown
+        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=should_log)
 
     def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
@@ -320,8 +320,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
 
     def report_loss(self, failure: LoopFailure) -> None:
         """Report why a loss is not finite though every gradient is. The step is taken."""
-        found_diagnoses = [entry.diagnosis for entry in self._diagnose(failure)]
-        diagnoses = found_diagnoses or [diagnose_missing_call(failure.step, self.host.rank)]
+        diagnoses = [entry.diagnosis for entry in self._diagnose(failure)]
+        diagnoses = diagnoses or [diagnose_missing_call(failure.step, self.host.rank)]
         for diagnosis in diagnoses:
             event = make_event(failure.step, failure.kind, diagnosis, "report", 0.0)
             self.write_event(replace(event, facts={"guard": self.guard_id}))
@@ -343,14 +343,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         _LOG.warning("%s; those of step %d are saved", head, restored_step)
 
     def _report(self, step: int, kind: str, message: str, *, action: str = "report") -> Event:
-        event = Event(
-            step,
-            kind,
-            {"cause": "unknown", "words": message},
-            action,
-            rank=self.host.rank,
-            facts={"guard": self.guard_id},
-        )
+        diagnosis = {"cause": "unknown", "words": message}
+        event = Event(step, kind, diagnosis, action, rank=self.host.rank, facts={"guard": self.guard_id})
         self.write_event(event)
         if action != "stop":
             self.log(f"guard: step {step}: {message}")
@@ -420,15 +414,6 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
         return is_general and allowed and not failure.has_bad_weights(diagnoses)
 
-    def _should_log(self) -> bool:
-        """False for a sample known to be bad, and for most failures once there are many."""
-        if self._is_known_failure:
-            return False
-        self._num_logged += 1
-        count = self._num_logged
-        # After the first ten, show those whose number is a power of two.
-        return count <= _MAX_SHOWN or count & (count - 1) == 0
-
     def _restore_snapshot(self, gather: Callable[[Sequence[str]], list[str]] | None = None) -> int | None:
         """Restore the newest good snapshot and return its step; None if none fits.
 
@@ -443,16 +428,6 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.host.log(f"guard: {problem}")
             return None
         return step
-
-    def _describe_undone_steps(self, failure: LoopFailure, restored_step: int | None) -> str:
-        """One sentence on the steps that restoring a snapshot has undone."""
-        if restored_step is None:
-            return ""
-        # Steps taken since the snapshot. The failed step itself was not taken.
-        num_lost = failure.step - 1 - restored_step
-        interval = f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
-        undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
-        return f"weights and optimizer are those of step {restored_step}, {undone_text}{interval}"
 
     def _finish_action(self, failure: LoopFailure, action: Action, undone_steps: str) -> str:
         if action.kind == "fallback":

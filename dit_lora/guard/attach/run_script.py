@@ -217,7 +217,7 @@ class ScriptGuard:
         for guard in self.guards:
             guard.check_state()
         for optimizer in self._list_unguarded():
-            self._log(f"not guarded: {_get_class_name(optimizer)}, for no model that it trains was called")
+            self._log(f"not guarded: {type(optimizer).__name__}, for no model that it trains was called")
         if not self._num_optimizers:
             self._log("nothing was guarded: the script made no torch.optim.Optimizer")
 
@@ -296,7 +296,7 @@ class ScriptGuard:
         prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
         schedules = [schedule for schedule in live if schedule.optimizer in optimizers and schedule not in prepared]
-        names = ", ".join(map(_get_class_name, optimizers))
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         try:
             guard = Guard.create(
                 accelerator,
@@ -316,16 +316,8 @@ class ScriptGuard:
         self._log(f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}")
 
 
-class _NoAccelerator:
-    """Placeholder type for when Accelerate is not imported."""
-
-
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _get_class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 def _find_accelerator(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
@@ -333,9 +325,10 @@ def _find_accelerator(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
 
     Accelerate keeps no list of its instances, so this searches all live objects, once.
     """
-    accelerate = sys.modules.get("accelerate")
-    kind: type = getattr(accelerate, "Accelerator", _NoAccelerator)
-    for candidate in gc.get_objects() if accelerate is not None else ():
+    kind: type | None = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if kind is None:
+        return None
+    for candidate in gc.get_objects():
         # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if issubclass(type(candidate), kind):
             # A script may have several accelerators.

@@ -56,12 +56,6 @@ class WatchedOptimizer:
         """Replaces `optimizer.step`."""
         return self._hooks.step(self, original, *args, **kwargs)
 
-    def after_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `optimizer.load_state_dict`."""
-        result = original(*args, **kwargs)
-        self._hooks.after_load()
-        return result
-
 
 class StepHooks:
     """Follows the steps of a loop; also the guard's `LoopListener`."""
@@ -105,6 +99,7 @@ class StepHooks:
         """True if a gradient scaler has skipped the current step, which is then closed already."""
         self._is_snapshot_due = False
         self._was_loaded = False
+        """True if the loop has loaded a checkpoint: earlier snapshots must no longer be restored."""
         self._is_diagnosing = False
         self._recorded_step = 0
         """The step in which frozen weights and buffers were recorded; 0 before the first."""
@@ -156,7 +151,7 @@ class StepHooks:
         if self._passes.begin_backward(tensors):
             self._watched.log.renew_gradients()
             for watched in self.optimizers:
-                watched.checks.clear_bad_gradients()
+                watched.checks.bad_before_clipping = []
 
     def on_backward_error(self, error: RuntimeError) -> None:
         """Report the cause before anomaly mode's error ends the loop."""
@@ -172,7 +167,7 @@ class StepHooks:
         if self._is_diagnosing:
             return
         for watched in self.optimizers:
-            watched.checks.record_bad_gradients()
+            watched.checks.bad_before_clipping = watched.checks.find_bad_gradients()
         if raises and any(watched.checks.bad_before_clipping for watched in self.optimizers):
             self._diagnose_before_error("non_finite_gradient")
 
@@ -181,18 +176,15 @@ class StepHooks:
         self.before_gradient_norm()
         for watched in self.optimizers:
             if not watched.checks.has_healthy_gradients():
-                watched.checks.record_bad_gradients()
-
-    def after_load(self) -> None:
-        """Handle a loaded checkpoint: earlier snapshots must no longer be restored."""
-        self._was_loaded = True
+                watched.checks.bad_before_clipping = watched.checks.find_bad_gradients()
 
     def after_weights_loaded(self, module: nn.Module) -> None:
         parameter_ids = {id(p) for p in self._state.parameters.values()}
         if any(id(p) in parameter_ids for p in module.parameters()):
-            self.after_load()
+            self._was_loaded = True
 
     def load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces `load_state_dict` of an optimizer and Accelerate's `load_state`."""
         result = original(*args, **kwargs)
         self._was_loaded = True
         return result
@@ -285,17 +277,14 @@ class StepHooks:
             return
         self._checked_step = self.number
         self._has_failed = False
-        self._passes.begin_step()
+        self._passes.is_idle = self._passes.has_stepped
         self._healthy_checks.before_step()
         self._refresh_models()
         self._healthy_checks.record_gradients(self._state.parameters)
 
     @warn_on_error("judging a step", reraised=(NonFiniteError,))
     def _check_step(self, watched: WatchedOptimizer) -> str | None:
-        """Begin a step, and find the kind of failure that any rank's gradients show; None if they are good.
-
-        Reads the device once.
-        """
+        """The kind of failure that any rank's gradients show; None if they are good. Reads the device once."""
         self._begin_step(watched)
         bad_gradient, is_zero = False, False
         # A gradient scaler is responsible if gradients are scaled, or if it has found infinity itself.
@@ -514,9 +503,10 @@ class StepHooks:
         if failure.between_steps:
             failure = replace(failure, step=self.number)
         with self._mark_diagnosing():
-            decision = self._recovery.recover(failure)
-        self.was_skipped = decision.is_skipped
-        if decision.has_restored:
+            has_restored = self._recovery.recover(failure)
+        # If nothing could be restored, the loop goes on as without a guard.
+        self.was_skipped = not self._recovery.has_given_up
+        if has_restored:
             self._is_snapshot_due = False
         # Zero bad gradients outside every optimizer: nothing else clears them, and clipping would spread them.
         owned = {id(p) for p in self._state.parameters.values()}
@@ -538,7 +528,6 @@ class StepHooks:
             self._is_diagnosing = False
 
     def _end_step(self, *, is_taken: bool) -> None:
-        """End the current step of the loop for one optimizer."""
         syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
         is_first = len(self._stepped_ids) <= 1
         self._watched.log.is_step_over = self._passes.has_stepped = True

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -101,7 +102,13 @@ class LoopState:
         if not self.interval_steps:
             return
         self.snapshots.take(step)
-        self._schedule_states = {id(schedule): _copy_schedule_state(schedule) for schedule in self.schedules}
+        schedule_states: dict[int, dict[str, Any]] = {}
+        for schedule in self.schedules:
+            state = dict(schedule.state_dict())
+            # The state may hold lists that the schedule goes on writing to.
+            copied = try_call(partial(copy.deepcopy, state))
+            schedule_states[id(schedule)] = copied if copied is not None else state
+        self._schedule_states = schedule_states
         self._copy_buffers()
         # EMAModel computes its decay from its step count, which must be restored together with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
@@ -211,10 +218,3 @@ class LoopState:
                         value.nan_to_num_(0.0, 0.0, 0.0)
                 # Without state, the optimizer starts from scratch with a parameter, as it did at the snapshot.
                 del optimizer.state[parameter]
-
-
-def _copy_schedule_state(schedule: Any) -> dict[str, Any]:
-    """A deep copy of a schedule's state, which may hold lists that the schedule goes on writing to."""
-    state = dict(schedule.state_dict())
-    copied: dict[str, Any] | None = try_call(lambda: copy.deepcopy(state))
-    return copied if copied is not None else state

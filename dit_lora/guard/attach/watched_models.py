@@ -17,7 +17,6 @@ from dit_lora.guard.attach.find_models import (
     Models,
     find_called_parts,
     find_optimizer_parameters,
-    find_trainable_parameters,
     find_trained_models,
 )
 from dit_lora.guard.attach.finite_values import find_infinite_names
@@ -103,10 +102,10 @@ class WatchedModels:
         # A discovered module inside a named model is a part of that model.
         inner_ids = {id(module) for model in named for module in model.modules()}
         models = [*named, *(model for model in discovered if id(model) not in inner_ids)]
-        if self._host.uses_deepspeed:  # its optimizer holds copies
-            # A DeepSpeed engine trains a single model.
+        if self._host.uses_deepspeed:
+            # A DeepSpeed engine trains a single model, and its optimizer holds copies of the parameters.
             self.models = {"": models[0]}
-            self._state.parameters = find_trainable_parameters(self.models)
+            self._state.parameters = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         else:
             required = unwrap_model(self._named_models[0]) if self._named_models else None
             optimizers = self._state.optimizers
@@ -204,7 +203,6 @@ class WatchedModels:
                 recorder.is_paused = False
 
     def stop(self) -> None:
-        """Stop searching for models and recording calls."""
         self._discovery.stop()
         self._interceptions.undo()
 

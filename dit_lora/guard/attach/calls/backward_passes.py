@@ -57,10 +57,6 @@ class BackwardPasses:
             del self.losses[:-_MAX_LOSSES]
         return are_new
 
-    def begin_step(self) -> None:
-        """Record whether any backward ran for the step that begins."""
-        self.is_idle = self.has_stepped
-
     def has_bad_loss(self) -> bool:
         return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
 

@@ -115,14 +115,11 @@ class Recorder:
     @property
     def can_get_gradient(self) -> bool:
         """True while a graph of one of the model's outputs lives."""
-        calls = [call for call in self.log.calls if call.owner is self.model]
-        return any(call.can_get_gradient for call in calls)
+        return any(call.can_get_gradient for call in self.log.calls if call.owner is self.model)
 
     def drop_calls(self) -> None:
-        """Drop the model's calls from the log."""
-        calls = self.log.calls
         # Change the list in place: the log holds the same object.
-        calls[:] = [call for call in calls if call.owner is not self.model]
+        self.log.calls[:] = [call for call in self.log.calls if call.owner is not self.model]
 
     def find_out_of_range(self) -> list[str]:
         """Describe the samples of the last call whose token ids exceed every embedding table that they might index."""

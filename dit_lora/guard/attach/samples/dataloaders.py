@@ -63,17 +63,14 @@ class _ObservedDataset:
         self.files: list[tuple[str, ...]] = []
         # torch looks for this method on the instance and prefers it.
         if getattr(dataset, "__getitems__", None):
-            self.__getitems__ = self._get_items
+            # All items are read in one call, so files cannot be matched with items.
+            self.__getitems__ = dataset.__getitems__
 
     def __getitem__(self, index: Any) -> Any:
         with record_opened_files() as paths:
             item = self._dataset[index]
         self.files.append(tuple(paths))
         return item
-
-    def _get_items(self, indices: Any) -> Any:
-        # All items are read in one call, so files cannot be matched with items.
-        return self._dataset.__getitems__(indices)
 
 
 class DataLoaderFollower:
@@ -168,7 +165,6 @@ class DataLoaderFollower:
 
     @warn_on_error("following a DataLoader")
     def record_batch(self, iterator: Any, batch: TaggedBatch) -> None:
-        """Record a batch that an iterator returns."""
         if iterator not in self._pending_indices:
             return  # the iterator started before this guard
         pending = self._pending_indices[iterator]

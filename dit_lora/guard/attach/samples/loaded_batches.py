@@ -134,14 +134,6 @@ class LoadedBatch:
 
 
 @dataclass
-class BadItem:
-    """An item of a batch with a value that is not finite, or whose square overflows fp32."""
-
-    name: str
-    description: str
-
-
-@dataclass
 class LoadedBatches:
     """Remembers returned batches by weak references. Tensors of the newest batches in host memory are kept alive."""
 
@@ -232,7 +224,6 @@ class LoadedBatches:
             loaded.tensors += _record_tensors(named_tensors, rows)
 
     def clear(self) -> None:
-        """Drop all batches."""
         self._batches.clear()
         self._kept_tensors.clear()
 
@@ -276,8 +267,8 @@ class LoadedBatches:
                 return name
         return self._find_by_content(values)
 
-    def find_bad_items(self, number: int | None) -> list[BadItem]:
-        """Items with bad values in the batch with this number."""
+    def find_bad_items(self, number: int | None) -> list[tuple[str, str]]:
+        """Names and descriptions of the bad values in the batch with this number."""
         batches = [b for b in self._batches if number is not None and b.number == number]
         return _collect_bad_items(batches[0]) if batches else []
 
@@ -356,19 +347,16 @@ def _find_covered_rows(tensor: torch.Tensor, values: torch.Tensor) -> range | No
 
 def _find_equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
     """Numbers of the rows of a tensor with the same content; NaN equals NaN."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_floating_point() != row.is_floating_point():
         return []
-    values = tensor.detach()
-    if values.is_floating_point() != row.is_floating_point():
-        return []
-    expected = row.detach().to(values.device)
-    values = values.to(expected.dtype)
+    expected = row.detach().to(tensor.device)
+    values = tensor.detach().to(expected.dtype)
     is_equal_element = (values == expected) | ((values != values) & (expected != expected))
     return is_equal_element.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
 
 
-def _collect_bad_items(batch: LoadedBatch) -> list[BadItem]:
-    bad: list[BadItem] = []
+def _collect_bad_items(batch: LoadedBatch) -> list[tuple[str, str]]:
+    bad: list[tuple[str, str]] = []
     for loaded in batch.tensors:
         tensor = loaded.get_unchanged()
         if tensor is None or tensor.ndim == 0 or not tensor.is_floating_point():
@@ -377,22 +365,22 @@ def _collect_bad_items(batch: LoadedBatch) -> list[BadItem]:
             name = batch.find_row_name(loaded, row)
             path = f"batch{loaded.path}" if loaded.path.startswith("[") else loaded.path
             description = describe_values(path or "the batch", tensor[row])
-            bad.append(BadItem(name or "", description))
-    names = list(dict.fromkeys(item.name for item in bad))
+            bad.append((name or "", description))
+    names = list(dict.fromkeys(name for name, _ in bad))
     if not any(map(is_item_row, names)):
         return bad
     files = batch.list_bad_files()
     if len(files) != len(names):
         return bad
     file_by_name = dict(zip(names, files, strict=True))
-    return [BadItem(file_by_name[item.name], item.description) for item in bad]
+    return [(file_by_name[name], description) for name, description in bad]
 
 
 def find_bad_rows(tensor: torch.Tensor) -> list[int]:
     """Numbers of the rows with a value that is not finite or whose square overflows fp32, ascending."""
-    if tensor.ndim == 0 or tensor.layout is not torch.strided or not tensor.numel():
+    if tensor.ndim == 0 or tensor.layout is not torch.strided:
         return []
-    if not tensor.is_floating_point():
+    if not tensor.numel() or not tensor.is_floating_point():
         return []
     # fp64 can hold the squares.
     limit = SQUARE_LIMIT if tensor.dtype is not torch.float64 else float("inf")
