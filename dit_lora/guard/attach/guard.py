@@ -379,7 +379,6 @@ class Guard:
         return original(*args, **kwargs)
 
     def _log_summary(self) -> None:
-        """Log and write the number of steps that were not taken."""
         self._healthy_checks.close()
         self._write_counts(ended=True)
         line = self.format_summary()
