@@ -148,7 +148,7 @@ class CallDiagnoser:
             description = describe_values(part.path, part.values)
             if name is not None:
                 samples.setdefault(name, description)
-            elif part.row is not None and sum(other.path == part.path for other in bad) < part.num_parts:
+            elif part.row is not None and sum(candidate.path == part.path for candidate in bad) < part.num_parts:
                 unnamed.setdefault(format_row_name(part.row, call.micro_step), description)
             else:  # every row is bad, so no single row is named
                 unnamed.setdefault("", description)

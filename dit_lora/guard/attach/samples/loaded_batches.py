@@ -173,8 +173,8 @@ class LoadedBatches:
         if len(names) == 1:
             loaded.objects.append(batch)
         self._batches.append(loaded)
-        kept = [tensor for _, tensor in named_tensors if tensor.device.type == "cpu"]
-        self._kept_tensors.append((kept, sum(tensor.nbytes for tensor in kept)))
+        cpu_tensors = [tensor for _, tensor in named_tensors if tensor.device.type == "cpu"]
+        self._kept_tensors.append((cpu_tensors, sum(tensor.nbytes for tensor in cpu_tensors)))
         # The newest batch always stays, however large it is.
         while len(self._kept_tensors) > 1 and (
             len(self._kept_tensors) > _MAX_KEPT_BATCHES
