@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.finite_gate import ACCELERATED
 from dit_lora.numerics.ranks import act_as_single_process, gather_object, get_num_processes, get_process_index
 from dit_lora.patching import is_instance_of
 from dit_lora.terminal import echo
@@ -53,7 +54,17 @@ class Host:
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         # Processes of one Accelerator train one model together.
         accelerated = self.accelerator is not None and self.accelerator.num_processes > 1
-        self.is_shared = is_sharded or accelerated or _is_wrapped(parameters)
+        self.is_shared = is_sharded or accelerated
+        if self.is_shared:
+            return
+        # DDP, FSDP and DeepSpeed keep no registry, so search all objects for a module that holds these parameters.
+        parameter_ids = {id(parameter) for parameter in parameters}
+        for candidate in gc.get_objects():
+            kind = type(candidate)
+            # Check the type, not isinstance: proxy objects may run code when asked for their class.
+            if kind.__name__ in _SHARED_MODEL_CLASSES and issubclass(kind, nn.Module):
+                self.is_shared = any(id(parameter) in parameter_ids for parameter in candidate.parameters())
+                return
 
     @property
     def process_rank(self) -> int:
@@ -152,18 +163,6 @@ class Host:
             return gather_object(list(objects))
 
 
-def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
-    """True if a DDP, FSDP or DeepSpeed module holds one of the parameters. Searches all live Python objects."""
-    # Wrappers keep no registry, so search all objects for one that holds these parameters.
-    parameter_ids = {id(parameter) for parameter in parameters}
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        # Check the type, not isinstance: proxy objects may run code when asked for their class.
-        if kind.__name__ in _SHARED_MODEL_CLASSES and issubclass(kind, nn.Module):
-            return any(id(parameter) in parameter_ids for parameter in candidate.parameters())
-    return False
-
-
 _SHARED_MODEL_CLASSES = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _WRAPPER_CLASSES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
@@ -179,6 +178,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while any(is_instance_of(model, f"{module}:{name}") for module, name in _WRAPPER_CLASSES):
         model = model.module  # type: ignore[assignment]
     return model
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer without Accelerate's wrapper."""
+    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
 
 
 def has_found_infinity(scaler: Any, optimizer: Any) -> bool:

@@ -1,6 +1,4 @@
-"""Replay bundles for any training loop: the recorded model call of a failed step, to be repeated by the same
-script.
-"""
+"""Replay bundles for any training loop: the recorded call of a failed step, to be repeated by the same script."""
 
 import logging
 from collections.abc import Mapping
@@ -43,7 +41,11 @@ class BundleWriter:
         With `is_shared`, every rank passes the same call, as sharded weights need, and the main process writes. A
         bundle must not end a run: failures are logged and raise nothing.
         """
-        if self.folder is None or self._num_written >= self.config.bundles or not self._can_write():
+        # DeepSpeed's engine holds the weights.
+        if self.folder is None or self._num_written >= self.config.bundles or self.host.uses_deepspeed:
+            return None
+        if util.find_spec("safetensors") is None:
+            self._warn_once("no bundles are written, for which safetensors has to be installed")
             return None
         # Count the attempt, so that a full disk is not tried again at every failure.
         self._num_written += 1
@@ -60,16 +62,18 @@ class BundleWriter:
         writer = CallWriter(call.generator)
         # This also collects the call's tensors and whatever cannot be stored in the writer.
         packed = pack_call(call, writer)
-        replay = {name: event[name] for name in ("step", "micro_step", "rank")}
         metadata_facts = {
             **facts,
             "event": dict(event),
             "call": packed,
             "model": describe_model(call.owner),
-            "replay": {**replay, "ids": list(call.ids)},
+            "replay": {name: event[name] for name in ("step", "micro_step", "rank")} | {"ids": list(call.ids)},
             "packages": list_package_versions(),
         }
-        folder = self._choose_folder(event)
+        name = f"step_{event['step']:06d}_rank_{event['rank']}_micro_step_{event['micro_step']}"
+        # An earlier start of the script may have written to the same folder.
+        num_earlier = len(list((self.folder / "bundles").glob(f"{name}*")))
+        folder = self.folder / "bundles" / (f"{name}_again_{num_earlier}" if num_earlier else name)
         try:
             missing = write_bundle(
                 folder,
@@ -86,23 +90,6 @@ class BundleWriter:
             self._warn_once(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         return f"bundles/{folder.name}"
 
-    def _can_write(self) -> bool:
-        if self.host.uses_deepspeed:  # its engine holds the weights
-            return False
-        if util.find_spec("safetensors") is None:
-            self._warn_once("no bundles are written, for which safetensors has to be installed")
-            return False
-        return True
-
-    def _choose_folder(self, event: Mapping[str, Any]) -> Path:
-        assert self.folder is not None
-        position = f"rank_{event['rank']}_micro_step_{event['micro_step']}"
-        name = f"step_{event['step']:06d}_{position}"
-        bundles = self.folder / "bundles"
-        # An earlier start of the script may have written to the same folder.
-        num_earlier = len(list(bundles.glob(f"{name}*")))
-        return bundles / (f"{name}_again_{num_earlier}" if num_earlier else name)
-
     def _warn_once(self, message: str) -> None:
         if message not in self._logged_messages:
             self._logged_messages.add(message)
@@ -115,10 +102,8 @@ def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
         "args": [writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)],
         "kwargs": [[name, writer.to_node(value, name)] for name, value in call.kwargs.items()],
         "output_is_finite": call.has_finite_output,
+        "output_gradients": [writer.to_node(gradient, "gradient of the output") for gradient in call.output_gradients],
     }
-    packed["output_gradients"] = [
-        writer.to_node(gradient, "gradient of the output") for gradient in call.output_gradients
-    ]
     states = {
         "random_state": call.random_state,
         "cuda_random_state": call.cuda_random_state,

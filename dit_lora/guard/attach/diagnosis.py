@@ -46,7 +46,11 @@ _OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a 
 
 def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
     """Check every model's weights and optimizer state for bad values; None if all are finite."""
-    placeholder = make_placeholder_batch(step, rank)
+
+    def raise_error(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    placeholder = MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
     diagnosis = find_bad_state(placeholder, watched.joint_context)
     if diagnosis is None and kind == "diverged_weights":
         return diagnose_diverged_weights(placeholder, watched.joint_context)
@@ -72,13 +76,12 @@ class CallDiagnoser:
         calls = [call for call in rank_calls.calls if call.outputs]
         # Calls are in order, so those of a micro-batch are neighbours, as groupby needs.
         groups = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
+        bad_groups = [group for group in groups if any(not call.has_finite_output for call in group)]
         # A bad output explains the bad gradients that other calls of the step get.
-        # If neither kind is found, all micro-batches are diagnosed.
-        for is_bad in (_has_bad_output, _has_bad_gradient):
-            if any(map(is_bad, groups)):
-                groups = [group for group in groups if is_bad(group)]
-                break
-        return [self._diagnose_micro_batch(group, rank_calls) for group in groups]
+        if not bad_groups:
+            bad_groups = [group for group in groups if any(call.has_bad_gradient for call in group)]
+        # Without any bad values, all micro-batches are diagnosed.
+        return [self._diagnose_micro_batch(group, rank_calls) for group in bad_groups or groups]
 
     def find_bad_samples(
         self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall], rank: int
@@ -145,7 +148,7 @@ class CallDiagnoser:
             description = describe_values(part.path, part.values)
             if name is not None:
                 samples.setdefault(name, description)
-            elif part.row is not None and _count_bad_parts(bad, part.path) < part.num_parts:
+            elif part.row is not None and sum(candidate.path == part.path for candidate in bad) < part.num_parts:
                 unnamed.setdefault(format_row_name(part.row, call.micro_step), description)
             else:  # every row is bad, so no single row is named
                 unnamed.setdefault("", description)
@@ -208,7 +211,9 @@ class CallDiagnoser:
             )
         if diagnosis is not None:
             return diagnosis
-        message = f"not found: the call cannot be run again by itself ({_shorten(failure[0])})"
+        reason = failure[0].strip().splitlines()[0]
+        reason = reason if len(reason) <= 120 else f"{reason[:117]}..."
+        message = f"not found: the call cannot be run again by itself ({reason})"
         return self._make_diagnosis(call, rank, "unknown", message, (), {})
 
     def _run_experiments(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis:
@@ -219,8 +224,12 @@ class CallDiagnoser:
                 context.model, step=step, micro_step=call.micro_step, rank=rank, position=call
             )
 
-        # `position` lets the control run with the failed call's random state.
-        healthy = make_micro_batch(_mark_as_earlier_step(control), self.step - 1) if control is not None else None
+        healthy = None
+        if control is not None:
+            # Row numbers of different batches do not correspond, so tell an earlier step's rows apart.
+            row_names = control.sample_names or tuple(f"{name} of an earlier step" for name in control.ids)
+            # `position` lets the control run with the failed call's random state.
+            healthy = make_micro_batch(replace(control, sample_names=row_names), self.step - 1)
         failed = make_micro_batch(call, self.step)
         diagnosis = diagnose(failed, context, kind=self.kind, control=healthy)
         if diagnosis.cause == "precision":
@@ -232,7 +241,9 @@ class CallDiagnoser:
                 name = try_call(lambda: self.namer.find_row_by_replacement(call, context.model))
             if name is None:
                 return replace(diagnosis, sample_ids=())
-            message = f"it is healthy with another sample in this one's place{_extract_origin(diagnosis)}"
+            # The replay appends "; first nan in the forward: <op> at <module>" to its message; keep that.
+            _, separator, first_bad_value = diagnosis.words.partition("; first ")
+            message = f"it is healthy with another sample in this one's place{separator}{first_bad_value}"
             return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
         if not diagnosis.sample_ids:
             return diagnosis
@@ -260,15 +271,6 @@ class CallDiagnoser:
         )
 
 
-def make_placeholder_batch(step: int, rank: int) -> MicroBatch:
-    """A placeholder micro-batch for steps whose state is checked and which cannot be replayed."""
-
-    def raise_error(*_: Any) -> Any:
-        raise DitLoraError("there is nothing to replay")
-
-    return MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
-
-
 def diagnose_missing_call(step: int, rank: int) -> Diagnosis:
     message = "no call of a watched model led to these gradients, so there is nothing to replay"
     return Diagnosis("unknown", message, step, rank)
@@ -286,18 +288,6 @@ def _find_bad_parts(call: CapturedCall) -> list[SamplePart]:
     ]
 
 
-def _count_bad_parts(parts: Sequence[SamplePart], path: str) -> int:
-    return sum(part.path == path for part in parts)
-
-
-def _has_bad_output(group: Sequence[CapturedCall]) -> bool:
-    return any(not call.has_finite_output for call in group)
-
-
-def _has_bad_gradient(group: Sequence[CapturedCall]) -> bool:
-    return any(call.has_bad_gradient for call in group)
-
-
 def _add_failing_rows(
     diagnosis: Diagnosis, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
 ) -> Diagnosis:
@@ -310,17 +300,9 @@ def _add_failing_rows(
     singles = [failed.select_sample(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    are_all_failing = len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0)))
-    if are_all_failing:
+    if len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0))):
         return diagnosis
     return replace(diagnosis, sample_ids=tuple(single.ids[0] for single in failing))
-
-
-def _mark_as_earlier_step(call: CapturedCall) -> CapturedCall:
-    """Mark row names as an earlier step's, since row numbers of different batches do not correspond."""
-    if call.sample_names:
-        return call
-    return replace(call, sample_names=tuple(f"{name} of an earlier step" for name in call.ids))
 
 
 def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
@@ -333,13 +315,6 @@ def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
     return replace(diagnosis, words=message, module=module)
 
 
-def _extract_origin(diagnosis: Diagnosis) -> str:
-    """The end of a verdict's message that says where the first bad value was seen."""
-    # The replay appends "; first nan in the forward: <op> at <module>" to its message.
-    _, separator, origin = diagnosis.words.partition("; first ")
-    return separator + origin
-
-
 def _format_descriptions(descriptions: Mapping[str, str]) -> str:
     """The description of one sample, or of each sample with its name."""
     if len(descriptions) == 1:
@@ -347,8 +322,3 @@ def _format_descriptions(descriptions: Mapping[str, str]) -> str:
     return "; ".join(
         f"{name}: {description}" if name else description for name, description in list(descriptions.items())[:20]
     )
-
-
-def _shorten(text: str) -> str:
-    first_line = text.strip().splitlines()[0] if text.strip() else text
-    return first_line if len(first_line) <= 120 else f"{first_line[:117]}..."

@@ -30,34 +30,26 @@ def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
     attributes = [_AttributeBackup(module) for module in modules.values()]
     buffers = _BufferBackup(list(modules.values()))
     parameters = {id(p): p for model in models for p in model.parameters()}
-    python_state, numpy_state = random.getstate(), _get_numpy_state()
-    hooks = _remove_accumulation_hooks(list(parameters.values()))
+    python_state = random.getstate()
+    # A script that has not imported NumPy draws no numbers with it, so do not import it here.
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    hooks: list[tuple[Any, Any]] = []
+    for parameter in parameters.values():
+        if saved_hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hooks.append((parameter, saved_hooks))
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        for parameter, saved_hooks in hooks:
-            parameter._post_accumulate_grad_hooks = saved_hooks
+        for hooked_parameter, saved_hooks in hooks:
+            hooked_parameter._post_accumulate_grad_hooks = saved_hooks
         random.setstate(python_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         for saved in attributes:
             saved.restore()
         buffers.restore()
-
-
-def _remove_accumulation_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, Any]]:
-    saved = []
-    for parameter in parameters:
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks:
-            saved.append((parameter, hooks))
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    return saved
-
-
-def _get_numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
 
 
 class _AttributeBackup:

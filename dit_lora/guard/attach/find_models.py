@@ -37,14 +37,18 @@ def find_trained_models(
             owning_models.append(model)
         elif model is required:
             raise DitLoraError(
-                f"Guard: the optimizer holds no parameter of the {_get_class_name(model)}; give the model and the "
-                "optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
+                f"Guard: the optimizer holds no parameter of the {get_original_class(model).__name__}; give the model "
+                "and the optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
             )
         # A parameter shared by several models belongs to the first of them.
         remaining = {key: p for key, p in remaining.items() if key not in model_ids}
-    named_models = {
-        f"{name}.": model for name, model in zip(_make_unique_names(owning_models), owning_models, strict=True)
-    }
+    names: list[str] = []
+    for model in owning_models:
+        name = get_original_class(model).__name__
+        # The second model of a class and later ones get a number.
+        count = sum(earlier.split("_")[0] == name for earlier in names)
+        names.append(f"{name}_{count + 1}" if count else name)
+    named_models = {f"{name}.": model for name, model in zip(names, owning_models, strict=True)}
     if remaining:
         holder = nn.Module()
         for number, parameter in enumerate(remaining.values()):
@@ -81,27 +85,3 @@ def find_optimizer_parameters(
         # GAN loops freeze parameters for a while; those trained before still count.
         if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained_ids)
     }
-
-
-def find_trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
-    """All parameters that require a gradient, by name. For DeepSpeed, whose optimizer holds copies."""
-    return {
-        prefix + name: parameter
-        for prefix, model in models.items()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def _get_class_name(model: nn.Module) -> str:
-    return get_original_class(model).__name__
-
-
-def _make_unique_names(models: Sequence[nn.Module]) -> list[str]:
-    """Class names, with a number from the second model of a class on."""
-    names: list[str] = []
-    for model in models:
-        name = _get_class_name(model)
-        count = sum(earlier.split("_")[0] == name for earlier in names)
-        names.append(f"{name}_{count + 1}" if count else name)
-    return names

@@ -69,45 +69,6 @@ def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
     return max(peaks, key=lambda peak: (peak != peak, peak))
 
 
-class _PeakFinder:
-    """Largest magnitude among tensors that come from the same parameters at each step."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._is_plain = all(
-            type(get_local_tensor(p.detach())) is torch.Tensor
-            and not isinstance(p, DTensor)
-            and p.layout is torch.strided
-            for p in parameters
-        )
-        self._on_cpu = all(p.device.type == "cpu" for p in parameters)
-
-    @property
-    def is_plain_on_cpu(self) -> bool:
-        return self._is_plain and self._on_cpu
-
-    def find(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor] = ()) -> float:
-        if not tensors and not large_tensors:
-            return 0.0
-        if self._is_plain:
-            try:
-                return self._find_fast(tensors, large_tensors)
-            except (RuntimeError, NotImplementedError):  # sparse gradients, or several devices
-                pass
-        return _compute_peak([*tensors, *large_tensors])
-
-    def _find_fast(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
-        if not self._on_cpu:
-            # One call for all tensors, and a single read from the device.
-            norms = torch._foreach_norm([*tensors, *large_tensors], float("inf"))
-            return float(torch.stack(norms).max())
-        peaks: list[float] = []
-        if tensors:
-            joined = torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[attr-defined]
-            peaks.append(float(joined.abs().max()) if joined.numel() else 0.0)
-        peaks += [float(torch.linalg.vector_norm(tensor, float("inf"))) for tensor in large_tensors]
-        return max(peaks, key=lambda peak: (peak != peak, peak))
-
-
 class OptimizerChecks:
     """Checks of the gradients and weights that one optimizer trains.
 
@@ -126,31 +87,40 @@ class OptimizerChecks:
         self.parameters = [(name, p) for name, p in parameters if name not in skipped]
         checked_parameters = [p for _, p in self.parameters]
         trained = {id(p) for _, p in parameters}
-        groups = getattr(optimizer, "param_groups", ())
+        param_groups = getattr(optimizer, "param_groups", ())
         # Parameters that the optimizer holds and that require no gradient so far.
-        self._frozen = [p for group in groups for p in group["params"] if id(p) not in trained]
+        self._frozen = [p for group in param_groups for p in group["params"] if id(p) not in trained]
         self._group_index = 0
-        small = [p for p in checked_parameters if p.numel() <= _MAX_SMALL_ELEMENTS]
-        self._groups = _groups_to_join(small)
+        # Gradients with the same number of dimensions and trailing shape can be concatenated.
+        groups: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
+        for p in checked_parameters:
+            if p.numel() <= _MAX_SMALL_ELEMENTS:
+                groups.setdefault((p.ndim, p.shape[1:]), []).append(p)
+        self._groups = list(groups.values())
         self._small = [p for group in self._groups for p in group]
         # Copying a large tensor costs more than a call, so these are not joined.
         self._large = [p for p in checked_parameters if p.numel() > _MAX_SMALL_ELEMENTS]
-        self._peaks = _PeakFinder(checked_parameters)
-        dtypes = {p.dtype for p in checked_parameters}
-        # Tensors can be concatenated if they are plain, on the CPU and of one dtype.
-        self._can_join = (
-            self._peaks.is_plain_on_cpu
-            and len(dtypes) == 1
-            and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
+        self._is_plain = all(
+            type(get_local_tensor(p.detach())) is torch.Tensor
+            and not isinstance(p, DTensor)
+            and p.layout is torch.strided
+            for p in checked_parameters
         )
-        self._has_second_moments = _squares_gradients(optimizer)
+        self._on_cpu = all(p.device.type == "cpu" for p in checked_parameters)
+        dtypes = {p.dtype for p in checked_parameters}
+        has_one_dtype = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
+        # Tensors can be concatenated if they are plain, on the CPU and of one dtype.
+        self._can_join = self._is_plain and self._on_cpu and has_one_dtype
+        # Optimizers that divide by the root of a second moment have an `eps`. Accelerate wraps the optimizer.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._has_second_moments = "eps" in getattr(inner, "defaults", {})
         self._lacks_gradients = False
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
         self._address_groups: list[tuple[list[nn.Parameter], list[int]]] = []
         """Groups of weights with their addresses; the first weight is in every group. Empty before the first check."""
         self.bad_before_clipping: list[str] = []
-        """Parameters whose gradient was not finite before clipping spread it."""
+        """Parameters whose gradient was not finite before clipping spread it, until the loop clears its gradients."""
 
     @property
     def has_unfrozen_parameter(self) -> bool:
@@ -174,7 +144,7 @@ class OptimizerChecks:
             return False
         large = [grad for p in self._large if (grad := p.grad) is not None]
         if large:
-            norms += self._peaks.find([], large)
+            norms += self._find_peak([], large)
         # The sum of norms bounds the largest magnitude. NaN fails both comparisons.
         return 0 < norms < SQUARE_LIMIT
 
@@ -195,23 +165,37 @@ class OptimizerChecks:
         small = [grad for p in self._small if (grad := p.grad) is not None]
         large = [grad for p in self._large if (grad := p.grad) is not None]
         with torch.no_grad():
-            return self._peaks.find(small, large)
+            return self._find_peak(small, large)
+
+    def _find_peak(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
+        """Largest magnitude among gradients or weights of the parameters."""
+        if not tensors and not large_tensors:
+            return 0.0
+        if self._is_plain:
+            try:
+                return self._find_peak_fast(tensors, large_tensors)
+            except (RuntimeError, NotImplementedError):  # sparse gradients, or several devices
+                pass
+        return _compute_peak([*tensors, *large_tensors])
+
+    def _find_peak_fast(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
+        if not self._on_cpu:
+            # One call for all tensors, and a single read from the device.
+            norms = torch._foreach_norm([*tensors, *large_tensors], float("inf"))
+            return float(torch.stack(norms).max())
+        peaks: list[float] = []
+        if tensors:
+            joined = torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[attr-defined]
+            peaks.append(float(joined.abs().max()) if joined.numel() else 0.0)
+        peaks += [float(torch.linalg.vector_norm(tensor, float("inf"))) for tensor in large_tensors]
+        return max(peaks, key=lambda peak: (peak != peak, peak))
 
     def is_bad_gradient(self, peak: float) -> bool:
-        """True for NaN and Inf, and for finite gradients whose square overflows in an optimizer with second
-        moments.
-        """
+        """True for NaN, Inf, and finite gradients whose square overflows in an optimizer with second moments."""
         if not isfinite(peak):
             return True
-        return peak > SQUARE_LIMIT and self._has_second_moments and not self._is_float64()
-
-    def record_bad_gradients(self) -> None:
-        """Record which gradients are bad, before clipping spreads one NaN to all of them."""
-        self.bad_before_clipping = self.find_bad_gradients()
-
-    def clear_bad_gradients(self) -> None:
-        """Drop recorded bad gradients, after the loop has cleared or recomputed its gradients."""
-        self.bad_before_clipping = []
+        has_large_square = peak > SQUARE_LIMIT and self._has_second_moments
+        return has_large_square and not all(p.dtype is torch.float64 for _, p in self.parameters)
 
     def find_bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is bad. Slow; used for failed steps."""
@@ -220,19 +204,25 @@ class OptimizerChecks:
         ]
 
     def has_finite_weights(self) -> bool:
-        """True if every trained weight is finite."""
         if not self._can_join:
             with torch.no_grad():
-                return isfinite(self._peaks.find([*self._small, *self._large]))
+                return isfinite(self._find_peak([*self._small, *self._large], []))
         if not self._has_current_views():
-            self._view_weights()
+            # A flat view shares the weight's memory, so views have to be made only once.
+            joined = [p for p in self._small if p.is_contiguous()]
+            unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
+            self._views = [p.detach().view(-1) for p in joined]
+            self._unjoined = [p.detach() for p in unjoined]
+            weights = joined + unjoined
+            groups = [[*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]] for number in range(_NUM_ADDRESS_GROUPS)]
+            self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
         if self._views:
             flat = torch.cat(self._views)
             # A norm takes half the time of a maximum. Squares overflow before weights do, hence the second check.
             norm = float(torch.linalg.vector_norm(flat))
             if not isfinite(norm) and not isfinite(float(flat.abs().max())):
                 return False
-        return not self._unjoined or isfinite(self._peaks.find([], self._unjoined))
+        return not self._unjoined or isfinite(self._find_peak([], self._unjoined))
 
     def _has_current_views(self) -> bool:
         """False if a weight has been moved to other memory with `.data`.
@@ -245,34 +235,3 @@ class OptimizerChecks:
         # A weight that has moved leaves its view on the old memory.
         parameters, addresses = self._address_groups[self._group_index]
         return list(map(_get_address, parameters)) == addresses
-
-    def _view_weights(self) -> None:
-        # A flat view shares the weight's memory, so views have to be made only once.
-        joined = [p for p in self._small if p.is_contiguous()]
-        unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
-        self._views = [p.detach().view(-1) for p in joined]
-        self._unjoined = [p.detach() for p in unjoined]
-        weights = joined + unjoined
-        groups = [[*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]] for number in range(_NUM_ADDRESS_GROUPS)]
-        self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
-
-    def find_bad_weights(self) -> list[str]:
-        return [name for name, p in self.parameters if not is_finite_tensor(p)]
-
-    def _is_float64(self) -> bool:
-        return all(p.dtype is torch.float64 for _, p in self.parameters)
-
-
-def _groups_to_join(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by number of dimensions and trailing shape, so that each group can be concatenated."""
-    groups: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.ndim, parameter.shape[1:]), []).append(parameter)
-    return list(groups.values())
-
-
-def _squares_gradients(optimizer: Any) -> bool:
-    """True for optimizers that divide by the root of a second moment, which have an `eps`."""
-    # Accelerate's wrapper has the optimizer under this name.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return "eps" in getattr(inner, "defaults", {})

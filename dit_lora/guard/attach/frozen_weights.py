@@ -67,9 +67,7 @@ class LoopFrozenRecord(FrozenRecord):
         self._digests_after_first, self.is_calibrated = None, True
 
     def has_damage(self) -> bool:
-        """True if a tensor changed although no code wrote to it and no step failed. Other changes are excluded from
-        now on.
-        """
+        """True if a tensor changed although no code wrote to it. Other changes are excluded from now on."""
         # Bits that differ from the start, apart from tensors that the loop is known to change.
         altered = set(super()._find_changed()) - self._changed_by_loop
         damaged = self._find_damaged(altered)

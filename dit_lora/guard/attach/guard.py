@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,12 @@ from torch import nn
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_optimizer
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
-from dit_lora.guard.attach.guard_json import GuardFile, describe_models, describe_optimizers
+from dit_lora.guard.attach.guard_json import GuardFile, describe_models
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
@@ -34,8 +35,7 @@ from dit_lora.guard.attach.step_hooks import StepHooks
 from dit_lora.guard.attach.training_state import LoopState, MovingAverage
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnosis_context import DiagnosisContext
-from dit_lora.guard.finite_gate import ACCELERATED, NonFiniteError
-from dit_lora.patching import is_instance_of
+from dit_lora.guard.finite_gate import NonFiniteError
 
 if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
@@ -109,7 +109,6 @@ class Guard:
             host, self._watched, config, folder, guard_id=self._file.id, write=self._recovery.write_event
         )
         self._step_hooks = StepHooks(host, self._watched, self._recovery, checks, self._healthy_checks)
-        self._load_hooks: set[int] = set()
         self._has_logged_summary = False
 
     @classmethod
@@ -182,8 +181,7 @@ class Guard:
             model: The model or a list; None for the models that the loss of the first step passes through.
             optimizer: The optimizer or a list.
             scaler: No longer needed: a `torch.amp.GradScaler` is followed automatically. It keeps its own check; a
-                step that
-                it skips because an output is not finite is diagnosed.
+                step that it skips because an output is not finite is diagnosed.
         """
         return cls.create(
             None,
@@ -231,7 +229,13 @@ class Guard:
             checks=validate_check_names(checks),
             discovery=discovery,
         )
-        guard._warn_about_half_weights()
+        dtypes = {p.dtype for p in guard._state.parameters.values()}
+        if torch.float16 in dtypes:  # AdamW's eps of 1e-8 is 0 in fp16, and 0 / 0 is NaN
+            host.log(
+                "guard: trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast them to fp32"
+            )
+        if torch.bfloat16 in dtypes:
+            host.log("guard: trained parameters are bf16: small updates round to nothing; use fp32")
         guard._install_hooks(_to_list(lr_scheduler), ema)
         return guard
 
@@ -258,8 +262,8 @@ class Guard:
         index exceeds a model's embedding table, the sample is named before the error is raised (on a CPU; a GPU ends
         the process).
         """
-        self._watched.log.sample_names = tuple(ids)
-        self._watched.set_generator(generator)
+        log = self._watched.log
+        log.sample_names, log.generator = tuple(ids), generator
         try:
             yield
         except IndexError:
@@ -269,8 +273,7 @@ class Guard:
                 self._recovery.log(format_list("guard: no table of the model has these indices", offenders))
             raise
         finally:
-            self._watched.log.sample_names = ()
-            self._watched.set_generator(None)
+            log.sample_names, log.generator = (), None
 
     def before_save(self, saved: Any = None) -> None:
         """Restore the last good state if trained weights are bad, and report values in `saved` that are not finite.
@@ -281,9 +284,7 @@ class Guard:
         self._step_hooks.before_save(saved, "what is saved")
 
     def before_clipping(self) -> None:
-        """Call this before clipping with a function other than `clip_grad_norm_`, so that the bad gradient is
-        named.
-        """
+        """Call this before clipping with a function other than `clip_grad_norm_`, to have the bad gradient named."""
         self._step_hooks.before_clipping()
 
     def add_schedule(self, schedule: Any) -> None:
@@ -301,9 +302,9 @@ class Guard:
         EVENTS.remove(self._step_hooks)
         self._watched.stop()
         self._interceptions.undo()
-        for optimizer in self._state.optimizers:
+        for watched in self._step_hooks.optimizers:
             # Without this reference the guard can be freed.
-            vars(_unwrap_optimizer(optimizer)).pop(_GUARD_ATTRIBUTE, None)
+            vars(watched.inner).pop(_GUARD_ATTRIBUTE, None)
 
     def require_finite(self) -> None:
         """Check before saving that weights, optimizer state and averages are finite and unaltered. Collective.
@@ -312,19 +313,15 @@ class Guard:
 
         Raises:
             NonFiniteError: On every rank, if there is nothing good to restore, or if memory has altered a frozen
-                weight or a
-                buffer, which snapshots do not hold.
+                weight or a buffer, which snapshots do not hold.
         """
         self._step_hooks.require_finite()
         self._write_counts()
 
     def check_state(self) -> None:
         """Check like `require_finite`, but only log what cannot be restored. Collective."""
-        try_or_warn(
-            lambda: self._step_hooks.require_finite(may_raise=False),
-            "looking at what is trained",
-            reraised=(NonFiniteError,),
-        )
+        check = partial(self._step_hooks.require_finite, may_raise=False)
+        try_or_warn(check, "looking at what is trained", reraised=(NonFiniteError,))
         self._write_counts()
 
     def format_summary(self) -> str | None:
@@ -341,7 +338,7 @@ class Guard:
                 interceptions.intercept_method(accelerator, "backward", hooks.deepspeed_backward)
         for watched in hooks.optimizers:
             interceptions.intercept_method(watched.optimizer, "step", watched.step)
-            interceptions.intercept_method(watched.optimizer, "load_state_dict", watched.after_load)
+            interceptions.intercept_method(watched.optimizer, "load_state_dict", hooks.load_state)
             # A script may drop the guard object, so it has to live as long as the optimizer.
             setattr(watched.inner, _GUARD_ATTRIBUTE, _GuardReference(self))
         self._watched.on_refresh = self._refresh_models
@@ -367,33 +364,21 @@ class Guard:
         self._step_hooks.refresh()
         self._file.update(
             models=describe_models(self._watched.models),
-            optimizers=describe_optimizers(self._state.optimizers),
+            optimizers=[type(unwrap_optimizer(optimizer)).__name__ for optimizer in self._state.optimizers],
             checks=sorted(self._checks),
             settings=asdict(self._config),
         )
 
     def _write_counts(self, **facts: Any) -> None:
-        """Write the number of steps taken and lost so far."""
         budget = self._recovery.budget
         disabled = sorted(self._watched.disabled_names)
         self._file.update(taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts)
-
-    def _warn_about_half_weights(self) -> None:
-        """Warn about fp16 weights, where AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and about bf16 weights."""
-        dtypes = {p.dtype for p in self._state.parameters.values()}
-        if torch.float16 in dtypes:
-            self._host.log(
-                "guard: trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast them to fp32"
-            )
-        if torch.bfloat16 in dtypes:
-            self._host.log("guard: trained parameters are bf16: small updates round to nothing; use fp32")
 
     def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try_or_warn(self._log_summary, "closing the guard")
         return original(*args, **kwargs)
 
     def _log_summary(self) -> None:
-        """Log and write the number of steps that were not taken."""
         self._healthy_checks.close()
         self._write_counts(ended=True)
         line = self.format_summary()
@@ -401,11 +386,6 @@ class Guard:
         if line and not self._has_logged_summary:
             self._has_logged_summary = True
             self._host.log(f"guard: {line}")
-
-
-def _unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer without Accelerate's wrapper."""
-    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
 
 
 def _to_list(value: Any) -> list[Any]:

@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from dit_lora.files import read_inside, write_atomically
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import list_package_versions
 from dit_lora.guard.attach.find_models import Models
-from dit_lora.guard.finite_gate import ACCELERATED
 from dit_lora.numerics.dtensors import get_original_class
 from dit_lora.parsing import parse_json
-from dit_lora.patching import is_instance_of
 
 _LOG = logging.getLogger("dit_lora")
 FILE_NAME = "guard.json"
@@ -94,10 +91,3 @@ def describe_models(models: Models) -> list[dict[str, Any]]:
             }
         )
     return entries
-
-
-def describe_optimizers(optimizers: Sequence[Any]) -> list[str]:
-    unwrapped = (
-        optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer for optimizer in optimizers
-    )
-    return [type(optimizer).__name__ for optimizer in unwrapped]

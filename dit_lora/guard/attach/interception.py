@@ -25,13 +25,10 @@ def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
-    code = function.__code__
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7 and later
+    if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
-    elif hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 class _WeakHandler:
@@ -115,17 +112,14 @@ class _ClassMethodPatch:
             entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)]
             if not entry[1]:
                 del self.handlers[key]
-        if not self.handlers:
-            self._restore()
-
-    def _restore(self) -> None:
         # If other code has patched on top of this patch, leave it: it passes every call on.
-        if vars(self.cls).get(self.name) is self._replacement:
-            if self._is_class_attribute:
-                setattr(self.cls, self.name, self._original)
-            else:
-                delattr(self.cls, self.name)
-            _class_patches.pop((self.cls, self.name), None)
+        if self.handlers or vars(self.cls).get(self.name) is not self._replacement:
+            return
+        if self._is_class_attribute:
+            setattr(self.cls, self.name, self._original)
+        else:
+            delattr(self.cls, self.name)
+        _class_patches.pop((self.cls, self.name), None)
 
 
 _class_patches: dict[tuple[type, str], _ClassMethodPatch] = {}
@@ -155,13 +149,10 @@ class Interceptions:
 
     def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
         """Call `handler(original, self, ...)` instead of a method of every object of the class."""
-        self._replace_attribute(cls, name, handler)
+        self.intercept_function(cls, name, handler)
 
-    def intercept_function(self, module: ModuleType, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` instead of a module's function."""
-        self._replace_attribute(module, name, handler)
-
-    def _replace_attribute(self, holder: Any, name: str, handler: Handler) -> None:
+    def intercept_function(self, holder: ModuleType | type, name: str, handler: Handler) -> None:
+        """Call `handler(original, ...)` instead of a function of a module or a class."""
         is_defined, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
         # Once the handler's owner is gone, calls go to the original.
@@ -187,10 +178,6 @@ class Interceptions:
                 delattr(holder, name)
 
         self._undo_functions.append(restore)
-
-    def add_hook_handle(self, handle: Any) -> None:
-        """Register a torch hook handle to be removed by `undo`."""
-        self._undo_functions.append(handle.remove)
 
     def undo(self) -> None:
         while self._undo_functions:

@@ -97,8 +97,7 @@ class LoopEvents:
         # `Tensor.backward` calls this function too.
         interceptions.intercept_function(torch.autograd, "backward", self._intercept_backward)
         clip = import_module("torch.nn.utils.clip_grad")
-        # Intercept a function inside clip_grad_norm_, since scripts have often imported clip_grad_norm_ itself by
-        # name.
+        # Intercept a function inside clip_grad_norm_: scripts have often imported clip_grad_norm_ itself by name.
         if hasattr(clip, "_get_total_norm"):
             interceptions.intercept_function(clip, "_get_total_norm", self._intercept_norm)
         interceptions.intercept_class_method(torch.amp.GradScaler, "step", self._intercept_scaler_step)
@@ -215,9 +214,12 @@ class LoopEvents:
         return original(file, *arrays, **named)
 
     def _check_saved(self, value: Any, path: object) -> None:
-        if not self._is_saving:  # the guard has already checked what it writes itself
-            name = _file_name(path)
-            self._notify(lambda listener: listener.before_save(value, name), "looking at what is saved")
+        if self._is_saving:  # the guard has already checked what it writes itself
+            return
+        # Open files have a path as their name, unless they are buffers in memory.
+        target = getattr(path, "name", path) if hasattr(path, "write") else path
+        name = str(target) if isinstance(target, (str, os.PathLike)) else ""
+        self._notify(lambda listener: listener.before_save(value, name), "looking at what is saved")
 
     @contextmanager
     def ignore_saves(self) -> Iterator[None]:
@@ -227,13 +229,6 @@ class LoopEvents:
             yield
         finally:
             self._is_saving = was_saving
-
-
-def _file_name(path: object) -> str:
-    """The path of a file or open file; empty for a buffer in memory."""
-    # Open files have a path as their name, unless they are buffers.
-    path = getattr(path, "name", path) if hasattr(path, "write") else path
-    return str(path) if isinstance(path, (str, os.PathLike)) else ""
 
 
 EVENTS = LoopEvents()

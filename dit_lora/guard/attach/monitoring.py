@@ -21,6 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
+from dit_lora.guard.attach.finite_values import format_bad_tensors
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
 from dit_lora.guard.checks import (
@@ -142,8 +143,7 @@ class HealthyStepChecks:
             self._folder.mkdir(parents=True, exist_ok=True)
             append_line(self._folder / STATISTICS_FILE, json.dumps(line))
         if hidden:
-            names = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
-            message = f"the step is finite, but the output of {names} is not: something hides it"
+            message = f"the step is finite, but the output of {format_bad_tensors(hidden)} is not: something hides it"
             self._report(step, "hidden_infinity", message, cause="precision", module=hidden[0])
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class HealthyStepChecks:
                 self._report(step, "preflight", f"{finding.check}: {finding.words}")
         self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
-        self._log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
+        self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
 
     def _disable_backends(self, step: int, wrong_backends: list[str]) -> None:
         """Switch off on all ranks the backends that are wrong on any rank. Collective."""
@@ -227,13 +227,10 @@ class HealthyStepChecks:
             message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
             event = make_kernel_event(step, "preflight", message, name, cause="attention_backend")
             self._write(replace(event, facts={"guard": self._guard_id}))
-            self._log(f"guard: step {step}: {message}")
+            self._host.log(f"guard: step {step}: {message}")
 
     def _report(self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
         """Log and write an observation about a healthy step, on which no action is taken."""
         diagnosis = {"cause": cause, "words": message, **facts}
         self._write(Event(step, kind, diagnosis, facts={"guard": self._guard_id}))
-        self._log(f"guard: step {step}: {message}")
-
-    def _log(self, message: str) -> None:
-        self._host.log(message)
+        self._host.log(f"guard: step {step}: {message}")

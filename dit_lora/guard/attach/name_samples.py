@@ -15,7 +15,7 @@ from dit_lora.guard.attach.calls.call_rows import (
 )
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_item_row
-from dit_lora.guard.attach.samples.tensors import has_rows, map_tensors
+from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 
 _MAX_REPLACED = 64
@@ -28,9 +28,7 @@ class SampleNamer:
     batches: LoadedBatches
 
     def find_name(self, call: CapturedCall, part: SamplePart) -> str | None:
-        """Name of the sample that an argument's part belongs to: set by the loop, or a proven dataset index; else
-        None.
-        """
+        """Name of the sample that a part belongs to: set by the loop, or a proven dataset index; else None."""
         # Names that the loop has set need no proof.
         if call.sample_names and part.row is not None and len(call.sample_names) == part.num_parts:
             return call.sample_names[part.row]
@@ -77,10 +75,17 @@ class SampleNamer:
         only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
         items or the size of the batch.
         """
-        items = self.batches.find_bad_items(self._find_batch_number(call))
-        named = {item.name: item.description for item in items if item.name}
+        parts = (part for parts in iter_parts(call.arguments) for part in parts)
+        numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
+        # The order of batches is used only if no argument lies in the memory of one.
+        number = call.batch_number
+        if numbers:
+            # Arguments of several batches, as in mixing, leave the batch uncertain.
+            number = numbers.pop() if len(numbers) == 1 else None
+        items = self.batches.find_bad_items(number)
+        named = {name: description for name, description in items if name}
         covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
-        return named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
+        return named if named and len(named) == len({name for name, _ in items}) and covers_batch else {}
 
     def find_row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
         """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
@@ -98,18 +103,9 @@ class SampleNamer:
         # The unchanged call has to fail still, or the replacements have shown nothing.
         if _is_healthy(call, model):
             return None
-        return (
-            call.sample_names[fixing_rows[0]]
-            if call.sample_names
-            else self._name_row(call, fixing_rows[0], None, model, cutter)
-        )
-
-    def _find_batch_number(self, call: CapturedCall) -> int | None:
-        """Number of the call's batch: by the memory of its arguments, else by the order of batches."""
-        parts = (part for parts in iter_parts(call.arguments) for part in parts)
-        # Arguments of several batches, as in mixing, leave the batch uncertain.
-        numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
-        return numbers.pop() if len(numbers) == 1 else None if numbers else call.batch_number
+        if call.sample_names:
+            return call.sample_names[fixing_rows[0]]
+        return self._name_row(call, fixing_rows[0], None, model, cutter)
 
     def name_failing_rows(
         self,
@@ -137,24 +133,18 @@ class SampleNamer:
             return (single,)
         if cutter is None or not rows:
             return ()
-        healthy = self._find_healthy_sample(call, control, rows, cutter)
+        healthy_row = next((row for row in range(call.num_samples) if row not in rows), None)
+        healthy: CapturedCall | None = None
+        if healthy_row is not None:
+            healthy = call.select_row(healthy_row, cutter)
+        elif control is not None and (control_cutter := control.make_cutter()) is not None:
+            healthy = control.select_row(0, control_cutter)
         return tuple(self._name_row(call, row, healthy, model, cutter) for row in rows)
-
-    def _find_healthy_sample(
-        self, call: CapturedCall, control: CapturedCall | None, failing: Sequence[int], cutter: RowCutter
-    ) -> CapturedCall | None:
-        for row in range(call.num_samples):
-            if row not in failing:
-                return call.select_row(row, cutter)
-        if control is None or (control_cutter := control.make_cutter()) is None:
-            return None
-        return control.select_row(0, control_cutter)
 
     def _name_row(
         self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: RowCutter
     ) -> str:
-        count = call.num_samples
-        row_tensors = {p: t for p, t in collect_named_tensors(call.arguments).items() if has_rows(t, count)}
+        row_tensors = call.collect_row_tensors()
         if healthy is not None and len(row_tensors) > 1:
             single = call.select_row(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.

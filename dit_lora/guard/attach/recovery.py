@@ -48,6 +48,10 @@ _FROZEN_HINT = (
     "without frozen"
 )
 _COPIES_HINT = "; what the loop has copied from them since, in files too, may have the bad values"
+_OTHER_PROCESS_MESSAGE = (
+    "this process's own calls are finite when they are run again; where processes add up their gradients, another "
+    "one has the cause"
+)
 _SAMPLE_CAUSES = ("data", "labels", "inputs")
 _NON_LOSS_CAUSES = ("kernel", "attention_backend", "rank", *STATE_CAUSES)
 _MAX_DIAGNOSED = 10
@@ -79,17 +83,11 @@ class LoopFailure:
         """True if trained state is damaged, so that skipping this step is not enough."""
         if self.kind in BAD_STATE_KINDS or self.has_nonfinite_weights:
             return True
-        return any(map(_is_about_trained_state, diagnoses))
-
-
-@dataclass(frozen=True)
-class RecoveryDecision:
-    """The decision about a failed step."""
-
-    is_skipped: bool
-    """False if nothing could be restored and the loop continues as without a guard."""
-    has_restored: bool
-    """True if weights were restored."""
+        return any(
+            (diagnosis.cause in STATE_CAUSES or "not_finite" in diagnosis.evidence)
+            and not diagnosis.evidence.get("frozen")
+            for diagnosis in diagnoses
+        )
 
 
 @dataclass
@@ -125,8 +123,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         self._num_logged = 0
         self._has_logged_scale = False
 
-    def recover(self, failure: LoopFailure) -> RecoveryDecision:
-        """Recover from a failed step.
+    def recover(self, failure: LoopFailure) -> bool:
+        """Recover from a failed step. True if weights were restored.
 
         Raises:
             NonFiniteError: On every rank, if the ladder has a `stop` and no other action fits.
@@ -135,19 +133,21 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         with self.host.limit_collectives():
             result = self.resolve(failure)
         self.on_event()
-        return RecoveryDecision(not self.has_given_up, result.restored_step is not None)
+        return result.restored_step is not None
 
     @property
     def collective_forward(self) -> bool:
         return self.watched.collective_forward
 
     def diagnose_step(self, failure: LoopFailure) -> list[RankDiagnosis[CapturedCall]]:
-        results = self._diagnose(failure)
-        if self._is_independent:
-            results = [replace(result, diagnosis=_weaken_if_transient(result.diagnosis)) for result in results]
-        return [
-            replace(result, diagnosis=_add_bad_gradients(result.diagnosis, failure.gradients)) for result in results
-        ]
+        results = []
+        for result in self._diagnose(failure):
+            diagnosis = result.diagnosis
+            # Other processes may have added to the gradients.
+            if self._is_independent and diagnosis.cause == "transient":
+                diagnosis = replace(diagnosis, cause="unknown", words=_OTHER_PROCESS_MESSAGE)
+            results.append(replace(result, diagnosis=_add_bad_gradients(diagnosis, failure.gradients)))
+        return results
 
     def gather_diagnoses(
         self, failure: LoopFailure, results: Sequence[RankDiagnosis[CapturedCall]]
@@ -218,13 +218,23 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.has_given_up = True
             outcome = f"{action.reason}: nothing can be put back, and the loop goes on as it would without a guard"
             return RecoveryResult(replace(action, kind="report"), outcome, facts=facts)
-        undone_steps = self._describe_undone_steps(failure, restored_step)
-        if failure.between_steps and undone_steps:
-            undone_steps += _COPIES_HINT
+        undone_steps = ""
+        if restored_step is not None:
+            # Steps taken since the snapshot. The failed step itself was not taken.
+            num_lost = failure.step - 1 - restored_step
+            interval = f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
+            undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
+            undone_steps = f"weights and optimizer are those of step {restored_step}, {undone_text}{interval}"
+            undone_steps += _COPIES_HINT if failure.between_steps else ""
         outcome = undone_steps if action.kind == "stop" else self._finish_action(failure, action, undone_steps)
         if buffers:
             outcome += f"; not finite and put back: {', '.join(buffers[:5])}"
-        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=self._should_log())
+        # A sample known to be bad needs no new message.
+        self._num_logged += not self._is_known_failure
+        # After the first ten, show those whose number is a power of two.
+        is_shown = self._num_logged <= _MAX_SHOWN or self._num_logged & (self._num_logged - 1) == 0
+        should_log = not self._is_known_failure and is_shown
+        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=should_log)
 
     def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
@@ -242,7 +252,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     ) -> NonFiniteError:
         state = "the weights are not to be used"
         if result.restored_step is not None or not failure.has_bad_weights(diagnoses):
-            state = self._save_final_weights(failure, result.restored_step, result.description)
+            step = failure.step - 1 if result.restored_step is None else result.restored_step
+            state = result.description or "the weights are those of the step before"
+            if not self.host.uses_deepspeed:  # its engine holds them
+                folder = self.folder if self.folder is not None else self.host.folder
+                weights = {name: p.detach() for name, p in self.state.parameters.items()}
+                location = save_trained(weights, folder, step, is_main=self.host.rank == 0)
+                state += f"; {location}" if location else ""
         if failure.kind == ALTERED_FROZEN:
             state += f"; {_FROZEN_HINT}"
         self.on_event()
@@ -254,7 +270,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         self.host.log(message)
 
     def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
-        named = [v.with_sample_ids(tuple(map(self._format_sample_name, v.sample_ids))) for v in diagnoses]
+        named = []
+        for diagnosis in diagnoses:
+            names = list(diagnosis.sample_ids)
+            # Loops without a DataLoader have no dataset index that could be missing.
+            if self.namer.batches.has_batches:
+                names = [f"{n} (its dataset index is not known)" if is_micro_batch_row(n) else n for n in names]
+            named.append(diagnosis.with_sample_ids(tuple(names)))
         return format_diagnosis_lines(named, is_single_rank=self.host.num_ranks == 1)
 
     # Reports on steps that are taken
@@ -298,8 +320,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
 
     def report_loss(self, failure: LoopFailure) -> None:
         """Report why a loss is not finite though every gradient is. The step is taken."""
-        found_diagnoses = [entry.diagnosis for entry in self._diagnose(failure)]
-        diagnoses = found_diagnoses or [diagnose_missing_call(failure.step, self.host.rank)]
+        diagnoses = [entry.diagnosis for entry in self._diagnose(failure)]
+        diagnoses = diagnoses or [diagnose_missing_call(failure.step, self.host.rank)]
         for diagnosis in diagnoses:
             event = make_event(failure.step, failure.kind, diagnosis, "report", 0.0)
             self.write_event(replace(event, facts={"guard": self.guard_id}))
@@ -321,14 +343,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         _LOG.warning("%s; those of step %d are saved", head, restored_step)
 
     def _report(self, step: int, kind: str, message: str, *, action: str = "report") -> Event:
-        event = Event(
-            step,
-            kind,
-            {"cause": "unknown", "words": message},
-            action,
-            rank=self.host.rank,
-            facts={"guard": self.guard_id},
-        )
+        diagnosis = {"cause": "unknown", "words": message}
+        event = Event(step, kind, diagnosis, action, rank=self.host.rank, facts={"guard": self.guard_id})
         self.write_event(event)
         if action != "stop":
             self.log(f"guard: step {step}: {message}")
@@ -338,10 +354,17 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         step, rank = failure.step, self.host.rank
         # Check the state first: with bad weights every call fails, whatever the samples.
         state = diagnose_state(self.watched, failure.kind, step, rank)
-        if state is not None and not self._is_written_by_loop(state):
+        record = self.watched.frozen_record
+        bad_frozen = state.evidence.get("frozen", []) if state is not None else []
+        # Tensors that the model or the loop itself writes to are not the cause.
+        is_written = record is not None and bool(bad_frozen) and all(map(record.is_changed_by_loop, bad_frozen))
+        if state is not None and not is_written:
             # A loop that writes to weights itself may have spoiled them with a bad sample of this step.
-            inputs = self._diagnose_inputs(failure) if _are_weights_all_nan(state) else []
-            return inputs or [RankDiagnosis(state)]
+            if _are_weights_all_nan(state) and not self.collective_forward:
+                diagnoser = CallDiagnoser(self.watched, self.namer, failure.kind, step)
+                if inputs := diagnoser.find_bad_samples(failure.calls, failure.controls, rank):
+                    return inputs
+            return [RankDiagnosis(state)]
         if failure.kind in (*BAD_STATE_KINDS, ALTERED_FROZEN):
             # Without a finding here, another rank has the bad state.
             return [RankDiagnosis(state)] if state is not None else []
@@ -368,19 +391,11 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return results or [RankDiagnosis(diagnose_missing_call(step, rank))]
         # A bad sample leaves NaN in a buffer that the model writes to. Report the buffer only if no sample is bad.
         sample_results = [entry for entry in results if entry.diagnosis.cause in _SAMPLE_CAUSES]
-        return sample_results or [RankDiagnosis(_mark_as_written_buffer(state))]
-
-    def _diagnose_inputs(self, failure: LoopFailure) -> list[RankDiagnosis[CapturedCall]]:
-        """Samples that were bad in the inputs of this step's models."""
-        if self.collective_forward:
-            return []
-        diagnoser = CallDiagnoser(self.watched, self.namer, failure.kind, failure.step)
-        return diagnoser.find_bad_samples(failure.calls, failure.controls, self.host.rank)
-
-    def _is_written_by_loop(self, diagnosis: Diagnosis) -> bool:
-        """True if all bad frozen values are written by the model or the loop itself."""
-        record, bad_tensors = self.watched.frozen_record, diagnosis.evidence.get("frozen", [])
-        return record is not None and bool(bad_tensors) and all(map(record.is_changed_by_loop, bad_tensors))
+        if sample_results:
+            return sample_results
+        # The buffer is not damaged: it holds a call's bad values.
+        message = state.words.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
+        return [RankDiagnosis(replace(state, cause="unknown", words=message, evidence={}))]
 
     def _may_be_temporary(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
         """True if the next step may be healthy.
@@ -399,20 +414,6 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
         return is_general and allowed and not failure.has_bad_weights(diagnoses)
 
-    def _should_log(self) -> bool:
-        """False for a sample known to be bad, and for most failures once there are many."""
-        if self._is_known_failure:
-            return False
-        self._num_logged += 1
-        count = self._num_logged
-        # After the first ten, show those whose number is a power of two.
-        return count <= _MAX_SHOWN or count & (count - 1) == 0
-
-    def _format_sample_name(self, name: str) -> str:
-        # Loops without a DataLoader have no dataset index that could be missing.
-        is_unknown = is_micro_batch_row(name) and self.namer.batches.has_batches
-        return f"{name} (its dataset index is not known)" if is_unknown else name
-
     def _restore_snapshot(self, gather: Callable[[Sequence[str]], list[str]] | None = None) -> int | None:
         """Restore the newest good snapshot and return its step; None if none fits.
 
@@ -427,16 +428,6 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.host.log(f"guard: {problem}")
             return None
         return step
-
-    def _describe_undone_steps(self, failure: LoopFailure, restored_step: int | None) -> str:
-        """One sentence on the steps that restoring a snapshot has undone."""
-        if restored_step is None:
-            return ""
-        # Steps taken since the snapshot. The failed step itself was not taken.
-        num_lost = failure.step - 1 - restored_step
-        interval = f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
-        undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
-        return f"weights and optimizer are those of step {restored_step}, {undone_text}{interval}"
 
     def _finish_action(self, failure: LoopFailure, action: Action, undone_steps: str) -> str:
         if action.kind == "fallback":
@@ -453,23 +444,6 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return "torch raises an error for it"
         return undone_steps or "the step was not taken"
 
-    def _save_final_weights(self, failure: LoopFailure, restored_step: int | None, undone_steps: str) -> str:
-        """Describe the weights after a stop, and write good ones to disk."""
-        step = failure.step - 1 if restored_step is None else restored_step
-        state = undone_steps or "the weights are those of the step before"
-        if self.host.uses_deepspeed:  # its engine holds them
-            return state
-        folder = self.folder if self.folder is not None else self.host.folder
-        weights = {name: p.detach() for name, p in self.state.parameters.items()}
-        location = save_trained(weights, folder, step, is_main=self.host.rank == 0)
-        return f"{state}; {location}" if location else state
-
-
-def _is_about_trained_state(diagnosis: Diagnosis) -> bool:
-    if diagnosis.evidence.get("frozen"):
-        return False
-    return diagnosis.cause in STATE_CAUSES or "not_finite" in diagnosis.evidence
-
 
 def _are_weights_all_nan(diagnosis: Diagnosis) -> bool:
     """True if several trained weights contain only NaN, as after an update with a NaN gradient."""
@@ -483,12 +457,6 @@ def _are_weights_all_nan(diagnosis: Diagnosis) -> bool:
     return diagnosis.cause == "weights" and len(all_nan) > 1
 
 
-def _mark_as_written_buffer(diagnosis: Diagnosis) -> Diagnosis:
-    """The verdict on a buffer that the model writes to, which is not damaged but holds a call's bad values."""
-    message = diagnosis.words.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
-    return replace(diagnosis, cause="unknown", words=message, evidence={})
-
-
 def _add_bad_gradients(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
     """Add the parameters with bad gradients to a verdict, unless a replay has found the module."""
     if not names or diagnosis.cause in (*_NON_LOSS_CAUSES, *_SAMPLE_CAUSES):
@@ -499,14 +467,3 @@ def _add_bad_gradients(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     message = f"{diagnosis.words}; the gradient of {names[0]}{more} was not finite"
     return replace(diagnosis, words=message, module=names[0].rpartition(".")[0])
-
-
-def _weaken_if_transient(diagnosis: Diagnosis) -> Diagnosis:
-    """Weaken a `transient` verdict, since other processes may have added to the gradients."""
-    if diagnosis.cause != "transient":
-        return diagnosis
-    message = (
-        "this process's own calls are finite when they are run again; where processes add up their gradients, another "
-        "one has the cause"
-    )
-    return replace(diagnosis, cause="unknown", words=message)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +76,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
     if not module and not Path(script).exists():
         raise DitLoraError(f"no such script: {script}")
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
-    threads = threading.enumerate()
+    earlier_threads = threading.enumerate()
     sys.argv = [script, *arguments]
     # As `python` does: the script's folder, or the current one for a module.
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
@@ -84,44 +84,38 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
         if not module and Path(script).is_dir():
             runpy.run_path(script, run_name="__main__")
             return
-        code, scope = _module_code(script) if module else _script_code(script)
+        code, scope = _load_code(script, module=module)
         sys.argv[0] = scope.__file__ or script
         sys.modules["__main__"] = scope
         # runpy would restore `__main__` at once, while threads of the script may still need it.
         exec(code, vars(scope))
-        _wait_for_threads(threads)
+        # As `python` does at exit, wait for the non-daemon threads that the script started.
+        for thread in threading.enumerate():
+            if thread not in earlier_threads and not thread.daemon:
+                thread.join()
     finally:
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
 
 
-def _script_code(script: str) -> tuple[CodeType, ModuleType]:
+def _load_code(script: str, *, module: bool) -> tuple[CodeType, ModuleType]:
+    """The code of a script, or with `module` of a module by its name, and a `__main__` module to run it in."""
     scope = ModuleType("__main__")
-    vars(scope).update(__file__=script, __builtins__=builtins, __spec__=None, __package__=None)
-    with io.open_code(str(Path(script).resolve())) as file:
-        return compile(file.read(), script, "exec"), scope
-
-
-def _module_code(name: str) -> tuple[CodeType, ModuleType]:
-    spec = find_spec(name)
+    if not module:
+        vars(scope).update(__file__=script, __builtins__=builtins, __spec__=None, __package__=None)
+        with io.open_code(str(Path(script).resolve())) as file:
+            return compile(file.read(), script, "exec"), scope
+    spec = find_spec(script)
     if spec is not None and spec.submodule_search_locations is not None:
         # `python -m package` runs the package's `__main__` module.
-        spec = find_spec(f"{name}.__main__")
+        spec = find_spec(f"{script}.__main__")
     code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined]
     if spec is None or code is None:
-        raise DitLoraError(f"no module named {name} that can be run")
-    scope = ModuleType("__main__")
+        raise DitLoraError(f"no module named {script} that can be run")
     vars(scope).update(
         __file__=spec.origin, __builtins__=builtins, __spec__=spec, __package__=spec.parent, __loader__=spec.loader
     )
     return code, scope
-
-
-def _wait_for_threads(earlier: Collection[threading.Thread]) -> None:
-    """Wait for the non-daemon threads that the script started, as python does at exit."""
-    for thread in threading.enumerate():
-        if thread not in earlier and not thread.daemon:
-            thread.join()
 
 
 class SubprocessGuard:
@@ -209,7 +203,10 @@ class ScriptGuard:
                 yield
         finally:
             EVENTS.after_backward.remove(self._start_if_gradients)
-            self._stop_listening()
+            remove_listener(self._check_call)
+            if self._discovery is not None:
+                self._discovery.stop()
+                self._discovery = None
             for guard in self.guards:
                 try_or_warn(guard.detach, "ending the guard")
             self._first_steps.undo()
@@ -219,10 +216,8 @@ class ScriptGuard:
         """Check the trained state once more, and report what was not guarded."""
         for guard in self.guards:
             guard.check_state()
-        for ref, _ in self._unguarded:
-            optimizer = ref()
-            if optimizer is not None:
-                self._log(f"not guarded: {_get_class_name(optimizer)}, for no model that it trains was called")
+        for optimizer in self._list_unguarded():
+            self._log(f"not guarded: {type(optimizer).__name__}, for no model that it trains was called")
         if not self._num_optimizers:
             self._log("nothing was guarded: the script made no torch.optim.Optimizer")
 
@@ -273,24 +268,19 @@ class ScriptGuard:
 
     def _start_if_trained(self, module: nn.Module) -> None:
         module_ids = {id(parameter) for parameter in module.parameters()}
-        unguarded = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
-        if any(id(p) in module_ids for optimizer in unguarded for p in _list_parameters(optimizer)):
+        if any(id(p) in module_ids for optimizer in self._list_unguarded() for p in _list_parameters(optimizer)):
             self._start_guard()
 
     def _start_if_gradients(self) -> None:
         """Start guarding after the first backward: weights may be used by models that do not own them."""
-        unguarded = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
-        if any(p.grad is not None for optimizer in unguarded for p in _list_parameters(optimizer)):
+        if any(p.grad is not None for optimizer in self._list_unguarded() for p in _list_parameters(optimizer)):
             self._start_guard()
 
-    def _stop_listening(self) -> None:
-        remove_listener(self._check_call)
-        if self._discovery is not None:
-            self._discovery.stop()
-            self._discovery = None
+    def _list_unguarded(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
 
     def _start_guard(self) -> None:
-        optimizers = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
+        optimizers = self._list_unguarded()
         self._unguarded.clear()
         remove_listener(self._check_call)
         discovery, self._discovery = self._discovery, None
@@ -306,7 +296,7 @@ class ScriptGuard:
         prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
         schedules = [schedule for schedule in live if schedule.optimizer in optimizers and schedule not in prepared]
-        names = ", ".join(map(_get_class_name, optimizers))
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         try:
             guard = Guard.create(
                 accelerator,
@@ -326,16 +316,8 @@ class ScriptGuard:
         self._log(f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}")
 
 
-class _NoAccelerator:
-    """Placeholder type for when Accelerate is not imported."""
-
-
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _get_class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 def _find_accelerator(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
@@ -343,9 +325,10 @@ def _find_accelerator(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
 
     Accelerate keeps no list of its instances, so this searches all live objects, once.
     """
-    accelerate = sys.modules.get("accelerate")
-    kind: type = getattr(accelerate, "Accelerator", _NoAccelerator)
-    for candidate in gc.get_objects() if accelerate is not None else ():
+    kind: type | None = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if kind is None:
+        return None
+    for candidate in gc.get_objects():
         # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if issubclass(type(candidate), kind):
             # A script may have several accelerators.

@@ -3,8 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from dit_lora.guard.finite_gate import ACCELERATED
-from dit_lora.patching import is_instance_of
+from dit_lora.guard.attach.accelerator_adapter import unwrap_optimizer
 
 
 class StepCounter:
@@ -32,7 +31,8 @@ class StepCounter:
 
         A schedule that advances once after several steps, as at the end of an epoch, is not held.
         """
-        key = id(_unwrap_optimizer(vars(owner).get("optimizer")))
+        # Schedules do not know Accelerate's wrapper.
+        key = id(unwrap_optimizer(vars(owner).get("optimizer")))
         num_steps = self._num_steps[key]
         if not num_steps:
             return None
@@ -40,8 +40,3 @@ class StepCounter:
         steps_since_advance = num_steps - self._steps_at_advance.get(id(owner), 0)
         self._steps_at_advance[id(owner)] = num_steps
         return key in self._skipped_ids and steps_since_advance <= 1
-
-
-def _unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer without Accelerate's wrapper, which schedules do not know."""
-    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer

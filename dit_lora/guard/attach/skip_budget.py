@@ -51,7 +51,6 @@ class SkipBudget:
         return self.num_consecutive_lost >= max(_MIN_STUCK_STEPS, max_skips)
 
     def count_skipped(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
-        """Count a skipped step."""
         named = _list_named_samples(diagnoses)
         # A known bad sample that returns in each epoch is not a new incident.
         if not named or set(named) - self._steps_by_sample.keys():
@@ -73,7 +72,6 @@ class SkipBudget:
         self._steps_by_sample.update(named)
 
     def count_taken(self, step: int) -> None:
-        """Count a taken step."""
         self._last_taken_step = step
         self.num_taken += 1
         self.num_consecutive_lost = 0

@@ -56,12 +56,6 @@ class WatchedOptimizer:
         """Replaces `optimizer.step`."""
         return self._hooks.step(self, original, *args, **kwargs)
 
-    def after_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `optimizer.load_state_dict`."""
-        result = original(*args, **kwargs)
-        self._hooks.after_load()
-        return result
-
 
 class StepHooks:
     """Follows the steps of a loop; also the guard's `LoopListener`."""
@@ -105,6 +99,7 @@ class StepHooks:
         """True if a gradient scaler has skipped the current step, which is then closed already."""
         self._is_snapshot_due = False
         self._was_loaded = False
+        """True if the loop has loaded a checkpoint: earlier snapshots must no longer be restored."""
         self._is_diagnosing = False
         self._recorded_step = 0
         """The step in which frozen weights and buffers were recorded; 0 before the first."""
@@ -156,7 +151,7 @@ class StepHooks:
         if self._passes.begin_backward(tensors):
             self._watched.log.renew_gradients()
             for watched in self.optimizers:
-                watched.checks.clear_bad_gradients()
+                watched.checks.bad_before_clipping = []
 
     def on_backward_error(self, error: RuntimeError) -> None:
         """Report the cause before anomaly mode's error ends the loop."""
@@ -172,7 +167,7 @@ class StepHooks:
         if self._is_diagnosing:
             return
         for watched in self.optimizers:
-            watched.checks.record_bad_gradients()
+            watched.checks.bad_before_clipping = watched.checks.find_bad_gradients()
         if raises and any(watched.checks.bad_before_clipping for watched in self.optimizers):
             self._diagnose_before_error("non_finite_gradient")
 
@@ -181,18 +176,15 @@ class StepHooks:
         self.before_gradient_norm()
         for watched in self.optimizers:
             if not watched.checks.has_healthy_gradients():
-                watched.checks.record_bad_gradients()
-
-    def after_load(self) -> None:
-        """Handle a loaded checkpoint: earlier snapshots must no longer be restored."""
-        self._was_loaded = True
+                watched.checks.bad_before_clipping = watched.checks.find_bad_gradients()
 
     def after_weights_loaded(self, module: nn.Module) -> None:
         parameter_ids = {id(p) for p in self._state.parameters.values()}
         if any(id(p) in parameter_ids for p in module.parameters()):
-            self.after_load()
+            self._was_loaded = True
 
     def load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces `load_state_dict` of an optimizer and Accelerate's `load_state`."""
         result = original(*args, **kwargs)
         self._was_loaded = True
         return result
@@ -274,11 +266,6 @@ class StepHooks:
         self._end_step(is_taken=False)
         return True
 
-    @warn_on_error("judging a step", reraised=(NonFiniteError,))
-    def _check_step(self, watched: WatchedOptimizer) -> str | None:
-        self._begin_step(watched)
-        return self._find_failure_kind(watched)
-
     def _begin_step(self, watched: WatchedOptimizer) -> None:
         """Start a new step of the loop, unless this optimizer's step is part of the current one."""
         key = id(watched.optimizer)
@@ -290,15 +277,18 @@ class StepHooks:
             return
         self._checked_step = self.number
         self._has_failed = False
-        self._passes.begin_step()
+        self._passes.is_idle = self._passes.has_stepped
         self._healthy_checks.before_step()
         self._refresh_models()
         self._healthy_checks.record_gradients(self._state.parameters)
 
-    def _find_failure_kind(self, watched: WatchedOptimizer) -> str | None:
+    @warn_on_error("judging a step", reraised=(NonFiniteError,))
+    def _check_step(self, watched: WatchedOptimizer) -> str | None:
         """The kind of failure that any rank's gradients show; None if they are good. Reads the device once."""
+        self._begin_step(watched)
         bad_gradient, is_zero = False, False
-        if self._checks_gradients and self._has_unscaled_gradients(watched):
+        # A gradient scaler is responsible if gradients are scaled, or if it has found infinity itself.
+        if self._checks_gradients and self._host.scaler is None and vars(watched.inner).get("found_inf") is None:
             checks = watched.checks
             if not checks.has_healthy_gradients():
                 peak = checks.compute_gradient_peak()
@@ -317,12 +307,26 @@ class StepHooks:
         bad_loss = self._passes.has_bad_loss()
         if bad_gradient:
             return "non_finite_loss" if bad_loss else "non_finite_gradient"
-        if bad_loss and not self._scaled_ids and not self._has_failed and "loss" in self._checks:
-            self._report_loss()
+        if (
+            bad_loss
+            and "loss" in self._checks
+            and not self._scaled_ids
+            and not self._has_failed
+            and self._num_reports < _MAX_REPORTS
+            # Ranks diagnose together, but each rank would report its loss separately here.
+            and self._host.num_ranks == 1
+        ):
+            self._num_reports += 1
+            failure = self._make_failure(self.optimizers[0], "non_finite_loss")
+            with self._mark_diagnosing():
+                self._recovery.report_loss(failure)
         if not is_zero:
             self._recovery.reset_zero_gradients()
-        elif "zero_gradient" in self._checks and not bad_loss and not self._has_failed and self._has_output_gradient():
-            self._recovery.report_zero_gradient(self._checked_step)
+        elif "zero_gradient" in self._checks and not bad_loss and not self._has_failed and not self._passes.is_idle:
+            calls = self._watched.log.get_current()
+            # The loss asks for a change if a nonzero gradient reached a model's output.
+            if any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None):
+                self._recovery.report_zero_gradient(self._checked_step)
         if self._is_snapshot_due and self._take_due_snapshot():
             return BAD_WEIGHTS
         if self._healthy_checks.is_enabled:
@@ -343,7 +347,9 @@ class StepHooks:
             self._recover(watched, BAD_WEIGHTS)
             self._end_step(is_taken=False)
         if watched.is_accelerated:
-            self._check_accelerate_scaler(watched)
+            scaler = self._host.scaler
+            if scaler is not None and watched.optimizer.step_was_skipped and scaler.get_scale() < _MIN_SCALE:
+                self._recovery.report_loss_scale(self.number, scaler.get_scale())
         self._step_counter.count(watched.inner, skipped=not is_good)
 
     def _step_with_closure(
@@ -420,19 +426,6 @@ class StepHooks:
         self._end_step(is_taken=False)
         self._step_counter.count(watched.inner, skipped=self.was_skipped)
 
-    def _check_accelerate_scaler(self, watched: WatchedOptimizer) -> None:
-        scaler = self._host.scaler
-        if scaler is None or not watched.optimizer.step_was_skipped:
-            return
-        if scaler.get_scale() < _MIN_SCALE:
-            self._recovery.report_loss_scale(self.number, scaler.get_scale())
-
-    def _has_unscaled_gradients(self, watched: WatchedOptimizer) -> bool:
-        """False if a gradient scaler is responsible: gradients are scaled, or the scaler has found infinity itself."""
-        if self._host.scaler is not None:
-            return False
-        return vars(watched.inner).get("found_inf") is None
-
     # DeepSpeed
 
     def deepspeed_backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -448,11 +441,6 @@ class StepHooks:
         return result
 
     # State
-
-    def _has_output_gradient(self) -> bool:
-        """True if a nonzero gradient reached a model's output since the last step."""
-        calls = [] if self._passes.is_idle else self._watched.log.get_current()
-        return any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None)
 
     def _has_bad_weights(self) -> bool:
         return any(not watched.checks.has_finite_weights() for watched in self.optimizers)
@@ -494,14 +482,6 @@ class StepHooks:
         self._recover(self.optimizers[0], kind, raised_by_torch=True)
         self._end_step(is_taken=False)
 
-    def _report_loss(self) -> None:
-        # Ranks diagnose together, but each rank would report its loss separately here.
-        if self._num_reports < _MAX_REPORTS and self._host.num_ranks == 1:
-            self._num_reports += 1
-            failure = self._make_failure(self.optimizers[0], "non_finite_loss")
-            with self._mark_diagnosing():
-                self._recovery.report_loss(failure)
-
     def _make_failure(self, watched: WatchedOptimizer, kind: str) -> LoopFailure:
         gradients = watched.checks.bad_before_clipping or watched.checks.find_bad_gradients()
         # If all are bad, clipping or a bad loss has spread one NaN to all of them, so none is named.
@@ -523,11 +503,18 @@ class StepHooks:
         if failure.between_steps:
             failure = replace(failure, step=self.number)
         with self._mark_diagnosing():
-            decision = self._recovery.recover(failure)
-        self.was_skipped = decision.is_skipped
-        if decision.has_restored:
+            has_restored = self._recovery.recover(failure)
+        # If nothing could be restored, the loop goes on as without a guard.
+        self.was_skipped = not self._recovery.has_given_up
+        if has_restored:
             self._is_snapshot_due = False
-        self._clear_loose_gradients()
+        # Zero bad gradients outside every optimizer: nothing else clears them, and clipping would spread them.
+        owned = {id(p) for p in self._state.parameters.values()}
+        for model in self._watched.models.values():
+            for parameter in model.parameters():
+                grad = parameter.grad
+                if grad is not None and id(parameter) not in owned and not is_finite_tensor(grad):
+                    grad.zero_()
         self._mark_optimizers()
 
     @contextmanager
@@ -540,17 +527,7 @@ class StepHooks:
         finally:
             self._is_diagnosing = False
 
-    def _clear_loose_gradients(self) -> None:
-        """Zero bad gradients outside every optimizer: nothing else clears them, and clipping would spread them."""
-        owned = {id(p) for p in self._state.parameters.values()}
-        for model in self._watched.models.values():
-            for parameter in model.parameters():
-                grad = parameter.grad
-                if grad is not None and id(parameter) not in owned and not is_finite_tensor(grad):
-                    grad.zero_()
-
     def _end_step(self, *, is_taken: bool) -> None:
-        """End the current step of the loop for one optimizer."""
         syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
         is_first = len(self._stepped_ids) <= 1
         self._watched.log.is_step_over = self._passes.has_stepped = True
@@ -562,17 +539,13 @@ class StepHooks:
                     self._controls[id(call.owner)] = call
             if syncs and is_first:
                 self._recovery.budget.count_taken(self._checked_step)
-                self._calibrate_record()
+                record = self._watched.frozen_record
+                # A record created during a step has not seen all of that step.
+                if record is not None and not record.is_calibrated and self.number > self._recorded_step:
+                    record.calibrate()
                 self._is_snapshot_due |= self._state.is_due(self.number)
         if is_first:
             self.number += int(syncs)
-
-    def _calibrate_record(self) -> None:
-        """Exclude the frozen weights and buffers that this healthy step has changed from later comparisons."""
-        record = self._watched.frozen_record
-        # A record created during a step has not seen all of that step.
-        if record is not None and not record.is_calibrated and self.number > self._recorded_step:
-            record.calibrate()
 
     def _mark_optimizers(self) -> None:
         """Tell Accelerate's schedules whether the step was taken; a scaler does so itself."""

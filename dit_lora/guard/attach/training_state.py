@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,11 +80,12 @@ class LoopState:
             if type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("torch."):
                 continue
             for state in optimizer.state.values():
-                self.infinite_names |= {
-                    key
-                    for key, value in state.items()
-                    if isinstance(value, (torch.Tensor, float)) and _has_only_infinity(value)
-                }
+                numbers = [(key, value) for key, value in state.items() if isinstance(value, (torch.Tensor, float))]
+                for key, value in numbers:
+                    values = to_strided_real(convert_to_tensor(value))
+                    # NaN is never intended.
+                    if bool(values.isinf().any()) and not bool(values.isnan().any()):
+                        self.infinite_names.add(key)
 
     def drop_infinite(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors without those that are infinite in a healthy loop."""
@@ -100,7 +102,13 @@ class LoopState:
         if not self.interval_steps:
             return
         self.snapshots.take(step)
-        self._schedule_states = {id(schedule): _copy_schedule_state(schedule) for schedule in self.schedules}
+        schedule_states: dict[int, dict[str, Any]] = {}
+        for schedule in self.schedules:
+            state = dict(schedule.state_dict())
+            # The state may hold lists that the schedule goes on writing to.
+            copied = try_call(partial(copy.deepcopy, state))
+            schedule_states[id(schedule)] = copied if copied is not None else state
+        self._schedule_states = schedule_states
         self._copy_buffers()
         # EMAModel computes its decay from its step count, which must be restored together with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
@@ -180,15 +188,12 @@ class LoopState:
     def _list_param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _iter_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        for optimizer in self.optimizers:
-            yield from optimizer.state.items()
-
     def _iter_named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         names = {parameter: name for name, parameter in self.parameters.items()}
-        for parameter, state in self._iter_states():
-            # A parameter of no known model is named by its id.
-            yield f"{names.get(parameter, id(parameter))}", state
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                # A parameter of no known model is named by its id.
+                yield f"{names.get(parameter, id(parameter))}", state
         for number, group in enumerate(self._list_param_groups()):
             yield f"group {number}", read_group_numbers(group)
 
@@ -202,32 +207,14 @@ class LoopState:
     def _drop_new_state(self, new_names: Sequence[str]) -> None:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
-            for parameter in list(optimizer.state):
-                owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
-                if any(f"{owner}/{key}" in new_names for key in state):
-                    _make_finite(state)
-                    # Without state, the optimizer starts from scratch with a parameter, as it did at the snapshot.
-                    del optimizer.state[parameter]
-
-
-def _has_only_infinity(value: torch.Tensor | float) -> bool:
-    """True for values with Inf and no NaN."""
-    tensor = to_strided_real(convert_to_tensor(value))
-    return bool(tensor.isinf().any()) and not bool(tensor.isnan().any())
-
-
-def _copy_schedule_state(schedule: Any) -> dict[str, Any]:
-    """A deep copy of a schedule's state, which may hold lists that the schedule goes on writing to."""
-    state = dict(schedule.state_dict())
-    copied: dict[str, Any] | None = try_call(lambda: copy.deepcopy(state))
-    return copied if copied is not None else state
-
-
-def _make_finite(state: Mapping[str, Any]) -> None:
-    """Replace NaN and Inf by zeros: a checkpoint being assembled may contain the state that is dropped.
-
-    Finite tensors stay unchanged, since parameters may share them, such as a quantization code table.
-    """
-    for value in state.values():
-        if isinstance(value, torch.Tensor) and not is_finite(value):
-            value.nan_to_num_(0.0, 0.0, 0.0)
+            for parameter, state in list(optimizer.state.items()):
+                owner = names.get(parameter, id(parameter))
+                if not any(f"{owner}/{key}" in new_names for key in state):
+                    continue
+                # A checkpoint being assembled may contain the dropped state, so replace NaN and Inf by zeros. Finite
+                # tensors stay unchanged, since parameters may share them, such as a quantization code table.
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and not is_finite(value):
+                        value.nan_to_num_(0.0, 0.0, 0.0)
+                # Without state, the optimizer starts from scratch with a parameter, as it did at the snapshot.
+                del optimizer.state[parameter]

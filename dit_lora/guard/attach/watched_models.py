@@ -13,13 +13,7 @@ from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.calls.gather_calls import RankCalls, gather_rank_calls
 from dit_lora.guard.attach.containment import try_call
-from dit_lora.guard.attach.find_models import (
-    Models,
-    find_called_parts,
-    find_optimizer_parameters,
-    find_trainable_parameters,
-    find_trained_models,
-)
+from dit_lora.guard.attach.find_models import Models, find_called_parts, find_optimizer_parameters, find_trained_models
 from dit_lora.guard.attach.finite_values import find_infinite_names
 from dit_lora.guard.attach.frozen_weights import LoopFrozenRecord
 from dit_lora.guard.attach.interception import Interceptions
@@ -33,14 +27,6 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 T = TypeVar("T")
 _MAX_SEARCHES = 20
 """Number of steps in which models are searched for. Weights of no called model are then treated as loose."""
-
-
-def _try_experiment(experiment: Callable[[], T]) -> T | None:
-    return try_call(experiment, reraised=(InconsistentReplayError, torch.OutOfMemoryError))
-
-
-def _run_experiment(experiment: Callable[[], T]) -> T | None:
-    return experiment()
 
 
 class WatchedModels:
@@ -65,6 +51,8 @@ class WatchedModels:
     ) -> None:
         self.log = discovery.log
         """Recent calls of the models."""
+        self.models: Models = {}
+        """The models by the prefix of their parameters' names."""
         self.contexts: dict[int, DiagnosisContext] = {}
         """Diagnosis context of each model, by the model's id."""
         self.prefixes: dict[int, str] = {}
@@ -85,7 +73,6 @@ class WatchedModels:
         self._named_models = list(named_models)
         self._state = state
         self._compares_frozen = compares_frozen
-        self._models: Models = {}
         self._parts: Models = {}
         self._discovered: list[nn.Module] = []
         self._recorders: dict[int, Recorder] = {}
@@ -100,13 +87,8 @@ class WatchedModels:
         self.refresh()
         self._discovery.start()
 
-    @property
-    def models(self) -> Models:
-        """The models by the prefix of their parameters' names."""
-        return self._models
-
     def all_models(self) -> list[nn.Module]:
-        return [*self._models.values(), *self._parts.values()]
+        return [*self.models.values(), *self._parts.values()]
 
     def refresh(self) -> None:
         """Find the parameters that the optimizers train, and the models that they belong to."""
@@ -115,17 +97,17 @@ class WatchedModels:
         # A discovered module inside a named model is a part of that model.
         inner_ids = {id(module) for model in named for module in model.modules()}
         models = [*named, *(model for model in discovered if id(model) not in inner_ids)]
-        if self._host.uses_deepspeed:  # its optimizer holds copies
-            # A DeepSpeed engine trains a single model.
-            self._models = {"": models[0]}
-            self._state.parameters = find_trainable_parameters(self._models)
+        if self._host.uses_deepspeed:
+            # A DeepSpeed engine trains a single model, and its optimizer holds copies of the parameters.
+            self.models = {"": models[0]}
+            self._state.parameters = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         else:
             required = unwrap_model(self._named_models[0]) if self._named_models else None
             optimizers = self._state.optimizers
             self._last_fingerprint = self._compute_fingerprint()
-            self._models = find_trained_models(models, optimizers, called_models=self._discovered, required=required)
-            self._state.parameters = find_optimizer_parameters(self._models, optimizers, self._trained_ids)
-        self._parts = find_called_parts(self._models, discovered)
+            self.models = find_trained_models(models, optimizers, called_models=self._discovered, required=required)
+            self._state.parameters = find_optimizer_parameters(self.models, optimizers, self._trained_ids)
+        self._parts = find_called_parts(self.models, discovered)
         self._interceptions.undo()
         # Keep existing recorders, with their open calls and the gradients that they have seen.
         self._recorders = {
@@ -153,13 +135,14 @@ class WatchedModels:
             self.refresh()
         self._num_searches += 1
         # A model whose weights an optimizer holds may be called only in a later step.
-        if self._has_loose_parameters() and self._num_searches < _MAX_SEARCHES:
+        has_loose = "optimizer." in self.models or any(type(model) is nn.Module for model in self.models.values())
+        if has_loose and self._num_searches < _MAX_SEARCHES:
             self._discovery.start()
         return bool(new)
 
     def rebuild_contexts(self) -> None:
         """Record the current weights, buffers and switches as those that training starts with."""
-        models = self._models
+        models = self.models
         called = models | self._parts
         self.prefixes = {id(model): prefix for prefix, model in called.items()}
         # Join all models in one module with the prefixed parameter names, for checks over all models.
@@ -200,18 +183,8 @@ class WatchedModels:
                 count += len(group["params"])
         return count
 
-    def set_generator(self, generator: torch.Generator | None) -> None:
-        """Record the state of the loop's generator with each call, from now on."""
-        self.log.generator = generator
-
     def find_out_of_range(self) -> list[str]:
         return [line for recorder in self._recorders.values() for line in recorder.find_out_of_range()]
-
-    def find_owners(self) -> list[nn.Module]:
-        """The modules that directly own trained parameters."""
-        trained_ids = {id(parameter) for parameter in self._state.parameters.values()}
-        modules = (module for model in self._models.values() for module in model.modules())
-        return [m for m in modules if any(id(p) in trained_ids for p in m.parameters(recurse=False))]
 
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
@@ -225,7 +198,6 @@ class WatchedModels:
                 recorder.is_paused = False
 
     def stop(self) -> None:
-        """Stop searching for models and recording calls."""
         self._discovery.stop()
         self._interceptions.undo()
 
@@ -237,25 +209,29 @@ class WatchedModels:
             # Optimizer state keeps the prefix in its names; this model's weights are known without it.
             return {**all_peaks, **{n.removeprefix(prefix): peak for n, peak in all_peaks.items()}}
 
+        is_collective = self.collective_forward
+
+        def run_experiment(experiment: Callable[[], T]) -> T | None:
+            # Ranks that run a model together must all continue, or all fail.
+            if is_collective:
+                return experiment()
+            return try_call(experiment, reraised=(InconsistentReplayError, torch.OutOfMemoryError))
+
         return DiagnosisContext(
             model=model,
             optimizer_state=lambda: self._state.drop_infinite(self._state.collect_optimizer_tensors()).items(),
             fallbacks=list_fallbacks(model),
             start_peak=compute_weight_peak(
-                [p for p in model.parameters() if p.requires_grad], all_ranks=self.collective_forward
+                [p for p in model.parameters() if p.requires_grad], all_ranks=is_collective
             ),
-            collective_forward=self.collective_forward,
+            collective_forward=is_collective,
             frozen_record=record,
             infinite_names=infinite_names,
             get_snapshot_peaks=get_peaks,
             disabled_names=self.disabled_names,
             compute_decay_share=self._state.compute_max_decay,
-            # Ranks that run a model together must all continue, or all fail.
-            run_experiment=_run_experiment if self.collective_forward else _try_experiment,
+            run_experiment=run_experiment,
         )
-
-    def _has_loose_parameters(self) -> bool:
-        return "optimizer." in self._models or any(type(model) is nn.Module for model in self._models.values())
 
     def before_call(self) -> None:
         """Record frozen weights and buffers before a model call, until the changes made by healthy calls are known."""

@@ -38,7 +38,14 @@ class BackwardPasses:
         if self.has_stepped:
             self.has_stepped = False
             self.losses.clear()
-        are_new = self._has_new_gradients()
+        parameter = self._tracked_parameter() if self._tracked_parameter is not None else None
+        if parameter is not None:
+            # Loops clear gradients by setting them to None or to zero.
+            are_new = parameter.grad is None or not bool(to_strided_real(parameter.grad).any())
+        elif not self.num_backwards:  # the first backward has no earlier gradients to add to
+            are_new = True
+        else:
+            are_new = self._keeps_gradients and all(p.grad is None for p in self._parameters())
         if are_new:
             self.losses.clear()
         self.num_backwards += 1
@@ -49,10 +56,6 @@ class BackwardPasses:
         if len(self.losses) > _MAX_LOSSES:
             del self.losses[:-_MAX_LOSSES]
         return are_new
-
-    def begin_step(self) -> None:
-        """Record whether any backward ran for the step that begins."""
-        self.is_idle = self.has_stepped
 
     def has_bad_loss(self) -> bool:
         return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
@@ -69,13 +72,3 @@ class BackwardPasses:
     @property
     def is_tracking(self) -> bool:
         return self._tracked_parameter is not None
-
-    def _has_new_gradients(self) -> bool:
-        parameter = self._tracked_parameter() if self._tracked_parameter is not None else None
-        if parameter is not None:
-            # Loops clear gradients by setting them to None or to zero.
-            return parameter.grad is None or not bool(to_strided_real(parameter.grad).any())
-        # The first backward has no earlier gradients to add to.
-        if not self.num_backwards:
-            return True
-        return self._keeps_gradients and all(p.grad is None for p in self._parameters())

@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
-from dit_lora.guard.attach.containment import warn_on_error
+from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.numerics.autocasts import AutocastState, get_enabled_autocasts
 
@@ -36,23 +36,15 @@ class Recorder:
         # Replays and calls inside a call of this model are not the loop's own.
         if self.is_paused or self.is_open or not is_training_call() or has_redirected_forward(self.model):
             return original(*args, **kwargs)
-        call = self._begin(args, kwargs)
+        call = try_or_warn(lambda: self.begin(args, kwargs), "recording a model's call")
         self.is_open = True
         try:
             output = original(*args, **kwargs)
         finally:
             self.is_open = False
         if call is not None:
-            self._end(call, output)
+            try_or_warn(lambda: self.end(call, output), "recording a model's output")
         return output
-
-    @warn_on_error("recording a model's call")
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
-        return self.begin(args, kwargs)
-
-    @warn_on_error("recording a model's output")
-    def _end(self, call: CapturedCall, output: Any) -> None:
-        self.end(call, output)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         """Begin a call, before the model runs."""
@@ -70,6 +62,16 @@ class Recorder:
         detached_args = tuple([detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args])
         detached_kwargs = {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
         has_cuda = any(tensor.is_cuda for tensor, _ in versions)
+        autocasts: AutocastState = ()
+        # Autocast on the CPU, or on the accelerator that the arguments are on.
+        if torch.is_autocast_enabled("cpu") or (has_cuda and torch.is_autocast_enabled("cuda")):
+            autocasts = get_enabled_autocasts(["cpu", "cuda"] if has_cuda else ["cpu"])
+        micro_step = 0
+        if log.calls:
+            # Several models may be called once each for one micro-batch; a second call of a model starts the next.
+            newest = log.calls[-1].micro_step
+            owners = [call.owner for call in log.calls if call.micro_step == newest]
+            micro_step = newest + any(owner is self.model for owner in owners)
         call = CapturedCall(
             detached_args,
             detached_kwargs,
@@ -79,15 +81,17 @@ class Recorder:
             torch.cuda.get_rng_state() if has_cuda else None,
             (log.generator, log.generator.get_state()) if log.generator else None,
             owner=self.model,
-            autocasts=_find_open_autocasts(has_cuda),
-            micro_step=self._find_micro_step() if log.calls else 0,
+            autocasts=autocasts,
+            micro_step=micro_step,
             batch_number=log.get_batch_number(),
             argument_ids=(*map(id, args), *map(id, kwargs.values())),
             tensor_versions=tuple(versions),
         )
         log.begin(call)
-        if call.sample_names and not self._has_warned:
-            self._warn_about_names(call)
+        if call.sample_names and not self._has_warned and len(call.sample_names) != call.num_samples:
+            self._has_warned = True
+            num_ids, num_rows = len(call.sample_names), call.num_samples
+            _LOG.warning("guard.microbatch: %d ids for %d rows; rows are numbered", num_ids, num_rows)
         return call
 
     def end(self, call: CapturedCall, output: Any) -> None:
@@ -111,14 +115,11 @@ class Recorder:
     @property
     def can_get_gradient(self) -> bool:
         """True while a graph of one of the model's outputs lives."""
-        calls = [call for call in self.log.calls if call.owner is self.model]
-        return any(call.can_get_gradient for call in calls)
+        return any(call.can_get_gradient for call in self.log.calls if call.owner is self.model)
 
     def drop_calls(self) -> None:
-        """Drop the model's calls from the log."""
-        calls = self.log.calls
         # Change the list in place: the log holds the same object.
-        calls[:] = [call for call in calls if call.owner is not self.model]
+        self.log.calls[:] = [call for call in self.log.calls if call.owner is not self.model]
 
     def find_out_of_range(self) -> list[str]:
         """Describe the samples of the last call whose token ids exceed every embedding table that they might index."""
@@ -138,19 +139,6 @@ class Recorder:
             for row, values in enumerate(tensor)
             if int(values.max()) >= size
         ]
-
-    def _warn_about_names(self, call: CapturedCall) -> None:
-        count = call.num_samples
-        if len(call.sample_names) != count:
-            self._has_warned = True
-            _LOG.warning("guard.microbatch: %d ids for %d rows; rows are numbered", len(call.sample_names), count)
-
-    def _find_micro_step(self) -> int:
-        calls = self.log.calls
-        # Several models may be called once each for one micro-batch; a second call of a model starts the next.
-        newest = calls[-1].micro_step
-        owners = [call.owner for call in calls if call.micro_step == newest]
-        return newest + any(owner is self.model for owner in owners)
 
 
 class _GradientHook:
@@ -174,13 +162,6 @@ class _GradientHook:
             gradient = earlier + gradient  # a second loss of the same output
         call.output_gradients[self._number] = gradient
         call.generation = generation
-
-
-def _find_open_autocasts(has_cuda: bool) -> AutocastState:
-    """Autocast that is open now, on the CPU or on the accelerator that the arguments are on."""
-    if torch.is_autocast_enabled("cpu") or (has_cuda and torch.is_autocast_enabled("cuda")):
-        return get_enabled_autocasts(["cpu", "cuda"] if has_cuda else ["cpu"])
-    return ()
 
 
 def is_training_call() -> bool:

@@ -21,9 +21,13 @@ _BATCH_FIRST_NAMES = ("input_ids", "inputs_embeds", "hidden_states")
 
 def collect_named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
     """Every tensor argument of a model call, by name: `argument 0`, `argument 1['mask']`, `hidden_states`."""
+    named = _name_arguments(arguments).items()
+    return {path: tensor for name, value in named for path, tensor in iter_tensors(value, name)}
+
+
+def _name_arguments(arguments: Arguments) -> dict[str, Any]:
     args, kwargs = arguments
-    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
-    return {path: tensor for name, value in named.items() for path, tensor in iter_tensors(value, name)}
+    return {f"argument {number}": value for number, value in enumerate(args)} | kwargs
 
 
 def count_samples(arguments: Arguments) -> int:
@@ -64,10 +68,8 @@ class SamplePart:
 def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
     """Yield the parts of each floating-point argument: one per sample if the argument is split by sample."""
     count = count_samples(arguments)
-    args, kwargs = arguments
-    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
-    for name, value in named.items():
-        if is_tensor_list(value) and len(value) == count and not _holds_rows(value, count):
+    for name, value in _name_arguments(arguments).items():
+        if _is_list_of_samples(value, count):
             yield [SamplePart(name, element, row, count) for row, element in enumerate(value)]
             continue
         for path, tensor in iter_tensors(value, name):
@@ -81,9 +83,9 @@ def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
                 yield [SamplePart(path, tensor, None, 1)]
 
 
-def _holds_rows(values: list[torch.Tensor], count: int) -> bool:
-    """True for a list of batches, such as the hidden states of several layers."""
-    return all(has_rows(value, count) for value in values)
+def _is_list_of_samples(value: Any, count: int) -> bool:
+    """True for a list with one tensor per sample; False for batches, such as the hidden states of several layers."""
+    return is_tensor_list(value) and len(value) == count and not all(has_rows(tensor, count) for tensor in value)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class RowCutter:
         def part(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[row : row + 1] if has_rows(tensor, self.count) else tensor
 
-        is_list = is_tensor_list(value) and len(value) == self.count
-        if is_list and not _holds_rows(value, self.count):
+        if _is_list_of_samples(value, self.count):
             return value[row : row + 1]
         return map_tensors(part, value)
 
@@ -123,12 +124,11 @@ class RowCutter:
         args, kwargs = arguments
 
         def exchange(value: Any) -> Any:
-            is_list = is_tensor_list(value) and len(value) == self.count
-            if is_list and not _holds_rows(value, self.count):
+            if _is_list_of_samples(value, self.count):
                 return [value[source] if n == row else element for n, element in enumerate(value)]
-            return map_tensors(exchange_rows, value)
+            return map_tensors(copy_row, value)
 
-        def exchange_rows(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_row(tensor: torch.Tensor) -> torch.Tensor:
             if not has_rows(tensor, self.count):
                 return tensor
             changed = tensor.clone()

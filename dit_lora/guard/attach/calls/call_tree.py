@@ -43,7 +43,14 @@ class CallWriter:
         """Convert a value to a JSON node; `path` names it in messages."""
         kind = type(value)
         if kind in (torch.Tensor, nn.Parameter):
-            return self._tensor_to_node(value, path)
+            # safetensors stores neither sparse nor nested tensors.
+            is_dense = value.layout is torch.strided and not value.is_nested
+            if not is_dense or value.dtype not in _STORABLE_DTYPES:
+                return self._omit_value(path, f"a tensor of {value.dtype if is_dense else value.layout}")
+            # A tensor that occurs several times is stored once, under one number.
+            number = self._numbers.setdefault(id(value), str(len(self._numbers)))
+            self.tensors[number] = value
+            return {"tensor": number}
         if kind is float:
             # JSON has no NaN or infinity.
             return {"value": value} if math.isfinite(value) else {"float": str(value)}
@@ -63,17 +70,6 @@ class CallWriter:
         if self._generator is not None and value is self._generator[0]:
             return {"generator": value.device.type}
         return self._omit_value(path, f"a {kind.__module__}.{kind.__qualname__}")
-
-    def _tensor_to_node(self, tensor: torch.Tensor, path: str) -> Node:
-        # safetensors stores neither sparse nor nested tensors.
-        is_dense = tensor.layout is torch.strided and not tensor.is_nested
-        if not is_dense or tensor.dtype not in _STORABLE_DTYPES:
-            layout = str(tensor.layout) if not is_dense else str(tensor.dtype)
-            return self._omit_value(path, f"a tensor of {layout}")
-        # A tensor that occurs several times is stored once, under one number.
-        number = self._numbers.setdefault(id(tensor), str(len(self._numbers)))
-        self.tensors[number] = tensor
-        return {"tensor": number}
 
     def _omit_value(self, path: str, description: str) -> Node:
         self.omitted_values.append(f"{path}: {description} is neither a tensor nor a plain value")

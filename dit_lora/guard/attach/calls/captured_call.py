@@ -175,7 +175,11 @@ class CapturedCall:
             # (B, ...) -> (B,). A scalar output counts as one sample.
             losses = output_sum.reshape(len(output_sum), -1).sum(1) if output_sum.ndim else output_sum[None]
         # A model that returns a single loss, as Transformers' do, may still have several samples.
-        return LossOutput(losses, self._get_timesteps(max(len(losses), self.num_samples)))
+        count = max(len(losses), self.num_samples)
+        timesteps = self.kwargs.get("timestep")  # Diffusers' name
+        if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
+            return LossOutput(losses, timesteps.detach().flatten())
+        return LossOutput(losses, torch.full((count,), -1))
 
     @contextmanager
     def _restore_generator(self) -> Iterator[None]:
@@ -232,13 +236,6 @@ class CapturedCall:
             uses_autocast=bool(self.autocasts),
             move_to=move_to,
         )
-
-    def _get_timesteps(self, count: int) -> torch.Tensor:
-        """The call's `timestep` (Diffusers' name), (B,); -1 for a model without timesteps."""
-        timesteps = self.kwargs.get("timestep")
-        if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
-            return timesteps.detach().flatten()
-        return torch.full((count,), -1)
 
 
 def find_main_outputs(output: Any) -> list[torch.Tensor]:

@@ -25,12 +25,10 @@ class ModelDiscovery:
         self.is_searching = False
 
     def start(self) -> None:
-        """Start looking for models."""
         self.is_searching = True
         add_listener(self._record_call)
 
     def stop(self) -> None:
-        """Stop looking."""
         self.is_searching = False
         remove_listener(self._record_call)
 

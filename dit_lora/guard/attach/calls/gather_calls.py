@@ -35,7 +35,12 @@ def gather_rank_calls(
     """
     # Models are not sent: each rank has its own, at the same position of this list.
     model_numbers = {id(model): number for number, model in enumerate(models)}
-    bad = _find_bad_micro_batches(calls)
+    bad = {
+        call.micro_step
+        for call in calls
+        for tensor in (*call.outputs, *call.output_gradients)
+        if tensor is not None and not is_finite(tensor)
+    }
     selected = list(calls)
     if any(gather_object([bool(bad)])):
         selected = [call for call in calls if call.micro_step in bad]
@@ -63,15 +68,6 @@ def gather_rank_calls(
             controls_by_model = {id(call.owner): call for call in rank_controls}
             all_rank_calls.append(RankCalls(rank, rank_calls, controls_by_model))
     return all_rank_calls
-
-
-def _find_bad_micro_batches(calls: Sequence[CapturedCall]) -> set[int]:
-    return {
-        call.micro_step
-        for call in calls
-        for tensor in (*call.outputs, *call.output_gradients)
-        if tensor is not None and not is_finite(tensor)
-    }
 
 
 def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:

@@ -45,7 +45,6 @@ def add_listener(listener: Listener) -> None:
 
 
 def remove_listener(listener: Listener) -> None:
-    """Stop notifying the listener."""
     _listeners[:] = [ref for ref in _listeners if ref() not in (None, listener)]
     if not _listeners:
         _set_call(_ORIGINAL_CALL)

@@ -7,6 +7,7 @@ compared with the items by content. A row that does not match exactly one item s
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -59,14 +60,10 @@ class TaggingCollate:
         return TaggedBatch(batch, try_call(lambda: self._match(original_items, batch)), is_ready)
 
     def _match(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
-        if not isinstance(items, list):
+        if not isinstance(items, list) or not self.is_batched or not items:
             return None
         tensors = [tensor for _, tensor in iter_tensors(batch)]
-        if not self.is_batched:
-            return None
-        if not items:
-            return None
-        if len(items) == 1 and (batch is items[0]):
+        if len(items) == 1 and batch is items[0]:
             # The dataset returns ready batches: each row is a part of the single item.
             return tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
         if self.collate_fn is default_collate:
@@ -81,7 +78,11 @@ def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[R
 
     Returns for each tensor the positions of the rows' items, or None if no row matches exactly one item.
     """
-    vectors = [_find_vectors(item) for item in items]
+    vectors: list[list[torch.Tensor]] = []
+    for item in items:
+        item_vectors: list[torch.Tensor] = []
+        _collect_vectors(item, item_vectors, 0)
+        vectors.append(item_vectors[:_MAX_VECTORS])
     # A collate function may pass on an item's tensor itself.
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
     return tuple(
@@ -94,18 +95,14 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
     if tensor.ndim == 0 or tensor.layout is not torch.strided or not len(tensor):
         return None
     rows = tensor.detach().cpu()
-    for number in range(max(map(len, vectors), default=0)):
-        # The vector with this number of each item, as they may have been concatenated.
-        joined = [item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors]
-        matched = _match_joined(rows, joined)
-        if matched is not None:
-            return matched
-    for number in range(max(map(len, vectors), default=0)):
-        # The same vectors, as they may have been padded and stacked.
-        candidates = [item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors]
-        matched = _match_vectors(rows, candidates)
-        if matched is not None:
-            return matched
+    # Each item's vectors with the same number; None for an item that has fewer.
+    columns = list(zip_longest(*vectors))
+    # They may have been concatenated, or padded and stacked.
+    for match in (_match_joined, _match_vectors):
+        for column in columns:
+            matched = match(rows, column)
+            if matched is not None:
+                return matched
     return None
 
 
@@ -173,25 +170,15 @@ def _compute_digest(values: torch.Tensor) -> bytes:
     return bytes(content.numpy()) if "numpy" in sys.modules else bytes(content.tolist())
 
 
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _find_vectors(item: Any) -> list[torch.Tensor]:
-    """The first 16 tensors, arrays and lists of numbers in an item."""
-    vectors: list[torch.Tensor] = []
-    _collect_vectors(item, vectors, 0)
-    return vectors[:_MAX_VECTORS]
-
-
 def _collect_vectors(value: Any, vectors: list[torch.Tensor], depth: int) -> None:
+    """Append the tensors, arrays and lists of numbers in an item to `vectors`."""
     if len(vectors) >= _MAX_VECTORS or depth > 4:
         return
+    numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             vectors.append(value.detach().cpu())
-    elif _is_array(value):
+    elif numpy is not None and isinstance(value, numpy.ndarray):
         # Floats, integers and booleans in the machine's byte order, as torch needs them.
         if value.dtype.kind in "fiub" and value.dtype.isnative:
             vectors.append(torch.from_numpy(value.copy()))

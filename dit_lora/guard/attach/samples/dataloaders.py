@@ -63,17 +63,14 @@ class _ObservedDataset:
         self.files: list[tuple[str, ...]] = []
         # torch looks for this method on the instance and prefers it.
         if getattr(dataset, "__getitems__", None):
-            self.__getitems__ = self._get_items
+            # All items are read in one call, so files cannot be matched with items.
+            self.__getitems__ = dataset.__getitems__
 
     def __getitem__(self, index: Any) -> Any:
         with record_opened_files() as paths:
             item = self._dataset[index]
         self.files.append(tuple(paths))
         return item
-
-    def _get_items(self, indices: Any) -> Any:
-        # All items are read in one call, so files cannot be matched with items.
-        return self._dataset.__getitems__(indices)
 
 
 class DataLoaderFollower:
@@ -168,10 +165,6 @@ class DataLoaderFollower:
 
     @warn_on_error("following a DataLoader")
     def record_batch(self, iterator: Any, batch: TaggedBatch) -> None:
-        """Record a batch that an iterator returns."""
-        self._record_batch(iterator, batch)
-
-    def _record_batch(self, iterator: Any, tagged: TaggedBatch) -> None:
         if iterator not in self._pending_indices:
             return  # the iterator started before this guard
         pending = self._pending_indices[iterator]
@@ -180,16 +173,16 @@ class DataLoaderFollower:
         # A stream has no indices, and without `compact_references` batches come back in any order.
         has_known_order = is_map_dataset and getattr(iterator, "_in_order", True)
         indices: tuple[object, ...] = ()
-        rows = tagged.rows
+        rows = batch.rows
         if has_known_order and isinstance(index, (list, tuple)) and iterator._auto_collation:
             indices = tuple(index)
         elif has_known_order and not iterator._auto_collation and isinstance(index, int):
             # The dataset returned a whole batch as one item: every row belongs to it.
             indices = (index,)
-            tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]
+            tensors = [tensor for _, tensor in iter_tensors(batch.batch)]
             rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
-        is_ready = tagged.is_prebatched or rows is not tagged.rows
-        loaded = self.batches.add(tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready)
+        is_ready = batch.is_prebatched or rows is not batch.rows
+        loaded = self.batches.add(batch.batch, iterator._dataset, indices, rows, batch.files, is_ready)
         # An Accelerate wrapper passes the batch on later, and it is counted then.
         if not self._wrapper_depth:
             self.batches.mark_taken(loaded)

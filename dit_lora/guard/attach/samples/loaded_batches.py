@@ -114,8 +114,11 @@ class LoadedBatch:
         if item is None or not self.item_names or self.item_names[item] is None:
             return None
         # The only item is a whole batch, so its name does not identify a row.
-        if self.is_prebatched and tensor is not None and self._has_batch_dimension(tensor):
-            return f"row {row} of {self.item_names[item]}"
+        if self.is_prebatched and tensor is not None:
+            lengths = [len(t) for ref in self.tensors if (t := ref.tensor()) is not None and t.ndim]
+            # Another tensor has as many rows, so they are samples and not, for example, channels.
+            if len(tensor) > 1 and lengths.count(len(tensor)) > 1:
+                return f"row {row} of {self.item_names[item]}"
         return self.find_item_name(item)
 
     def find_item_name(self, item: int) -> str | None:
@@ -124,25 +127,10 @@ class LoadedBatch:
         files = select_data_files(self.item_files[item]) if item < len(self.item_files) else ()
         return f"{name} ({Path(files[0]).name})" if name and len(files) == 1 else name
 
-    def _has_batch_dimension(self, tensor: torch.Tensor) -> bool:
-        """True if another tensor of the batch has as many rows, so that they are samples and not channels, for
-        example.
-        """
-        tensors = [t for ref in self.tensors if (t := ref.tensor()) is not None and t.ndim]
-        return len(tensor) > 1 and sum(len(candidate) == len(tensor) for candidate in tensors) > 1
-
     def list_bad_files(self) -> list[str]:
         """Names of the batch's tensor files that hold a value which is not finite."""
         files = [path for item_paths in self.item_files for path in select_data_files(item_paths)]
         return [f"file {Path(path).name}" for path in find_bad_files(files)]
-
-
-@dataclass
-class BadItem:
-    """An item of a batch with a value that is not finite, or whose square overflows fp32."""
-
-    name: str
-    description: str
 
 
 @dataclass
@@ -185,7 +173,14 @@ class LoadedBatches:
         if len(names) == 1:
             loaded.objects.append(batch)
         self._batches.append(loaded)
-        self._keep_alive([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"])
+        cpu_tensors = [tensor for _, tensor in named_tensors if tensor.device.type == "cpu"]
+        self._kept_tensors.append((cpu_tensors, sum(tensor.nbytes for tensor in cpu_tensors)))
+        # The newest batch always stays, however large it is.
+        while len(self._kept_tensors) > 1 and (
+            len(self._kept_tensors) > _MAX_KEPT_BATCHES
+            or sum(num_bytes for _, num_bytes in self._kept_tensors) > _MAX_KEPT_BYTES
+        ):
+            self._kept_tensors.popleft()
         return loaded
 
     def mark_taken(self, loaded: LoadedBatch) -> None:
@@ -215,8 +210,11 @@ class LoadedBatches:
         else:
             self.mark_taken(loaded)
 
-    def add_copy(self, loaded: LoadedBatch, copy: Any) -> None:
-        """Record a copy of a batch with the same structure."""
+    def record_copy(self, batch: Any, copy: Any) -> None:
+        """Record a copy of a batch with the same structure, for example on a device."""
+        loaded = self.find_batch(batch)
+        if loaded is None:
+            return
         named_tensors = list(iter_tensors(copy))
         if loaded.objects:
             loaded.objects.append(copy)
@@ -225,14 +223,7 @@ class LoadedBatches:
             rows = tuple(tensor.rows for tensor in loaded.tensors)
             loaded.tensors += _record_tensors(named_tensors, rows)
 
-    def record_copy(self, batch: Any, copy: Any) -> None:
-        """Record a copy of a batch, for example on a device."""
-        loaded = self.find_batch(batch)
-        if loaded is not None:
-            self.add_copy(loaded, copy)
-
     def clear(self) -> None:
-        """Drop all batches."""
         self._batches.clear()
         self._kept_tensors.clear()
 
@@ -249,9 +240,7 @@ class LoadedBatches:
         return None
 
     def announce_batch(self, batch: Any) -> None:
-        """Record the current batch for trainers that announce it; all calls until the next announcement
-        belong to it.
-        """
+        """Record the current batch of a trainer that announces it: calls until the next announcement belong to it."""
         loaded = self.find_batch(batch)
         self._announced_number = loaded.number if loaded is not None else -1
 
@@ -269,11 +258,17 @@ class LoadedBatches:
 
     def find_item_name(self, values: torch.Tensor) -> str | None:
         """Name of the item that these values, one sample's part of a tensor, are proven to be; else None."""
-        name = self._find_by_memory(values)
-        return name if name is not None else self._find_by_content(values)
+        match = self._locate_values(values)
+        if match is not None:
+            batch, loaded, rows = match
+            names = {batch.find_row_name(loaded, row) for row in rows}
+            name = names.pop() if len(names) == 1 else None
+            if name is not None:
+                return name
+        return self._find_by_content(values)
 
-    def find_bad_items(self, number: int | None) -> list[BadItem]:
-        """Items with bad values in the batch with this number."""
+    def find_bad_items(self, number: int | None) -> list[tuple[str, str]]:
+        """Names and descriptions of the bad values in the batch with this number."""
         batches = [b for b in self._batches if number is not None and b.number == number]
         return _collect_bad_items(batches[0]) if batches else []
 
@@ -286,15 +281,6 @@ class LoadedBatches:
         """Names of the bad files of the batch in whose memory these values lie; empty if there is none."""
         match = self._locate_values(values)
         return match[0].list_bad_files() if match is not None else []
-
-    def _find_by_memory(self, values: torch.Tensor) -> str | None:
-        """Name of the item whose rows these values share memory with; None unless exactly one item matches."""
-        match = self._locate_values(values)
-        if match is None:
-            return None
-        batch, loaded, rows = match
-        names = {batch.find_row_name(loaded, row) for row in rows}
-        return names.pop() if len(names) == 1 else None
 
     def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
         """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
@@ -330,16 +316,6 @@ class LoadedBatches:
                 names |= {batch.find_row_name(loaded, n) for n in _find_equal_rows(tensor, row)}
         return names.pop() if len(names) == 1 else None
 
-    def _keep_alive(self, tensors: list[torch.Tensor]) -> None:
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._kept_tensors.append((tensors, size))
-        # The newest batch always stays, however large it is.
-        while len(self._kept_tensors) > 1 and (
-            len(self._kept_tensors) > _MAX_KEPT_BATCHES
-            or sum(num_bytes for _, num_bytes in self._kept_tensors) > _MAX_KEPT_BYTES
-        ):
-            self._kept_tensors.popleft()
-
 
 def _record_tensors(
     named_tensors: Sequence[tuple[str, torch.Tensor]], rows: tuple[Rows | None, ...] | None
@@ -371,19 +347,16 @@ def _find_covered_rows(tensor: torch.Tensor, values: torch.Tensor) -> range | No
 
 def _find_equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
     """Numbers of the rows of a tensor with the same content; NaN equals NaN."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_floating_point() != row.is_floating_point():
         return []
-    values = tensor.detach()
-    if values.is_floating_point() != row.is_floating_point():
-        return []
-    expected = row.detach().to(values.device)
-    values = values.to(expected.dtype)
+    expected = row.detach().to(tensor.device)
+    values = tensor.detach().to(expected.dtype)
     is_equal_element = (values == expected) | ((values != values) & (expected != expected))
     return is_equal_element.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
 
 
-def _collect_bad_items(batch: LoadedBatch) -> list[BadItem]:
-    bad: list[BadItem] = []
+def _collect_bad_items(batch: LoadedBatch) -> list[tuple[str, str]]:
+    bad: list[tuple[str, str]] = []
     for loaded in batch.tensors:
         tensor = loaded.get_unchanged()
         if tensor is None or tensor.ndim == 0 or not tensor.is_floating_point():
@@ -392,22 +365,22 @@ def _collect_bad_items(batch: LoadedBatch) -> list[BadItem]:
             name = batch.find_row_name(loaded, row)
             path = f"batch{loaded.path}" if loaded.path.startswith("[") else loaded.path
             description = describe_values(path or "the batch", tensor[row])
-            bad.append(BadItem(name or "", description))
-    names = list(dict.fromkeys(item.name for item in bad))
+            bad.append((name or "", description))
+    names = list(dict.fromkeys(name for name, _ in bad))
     if not any(map(is_item_row, names)):
         return bad
     files = batch.list_bad_files()
     if len(files) != len(names):
         return bad
     file_by_name = dict(zip(names, files, strict=True))
-    return [BadItem(file_by_name[item.name], item.description) for item in bad]
+    return [(file_by_name[name], description) for name, description in bad]
 
 
 def find_bad_rows(tensor: torch.Tensor) -> list[int]:
     """Numbers of the rows with a value that is not finite or whose square overflows fp32, ascending."""
-    if tensor.ndim == 0 or tensor.layout is not torch.strided or not tensor.numel():
+    if tensor.ndim == 0 or tensor.layout is not torch.strided:
         return []
-    if not tensor.is_floating_point():
+    if not tensor.numel() or not tensor.is_floating_point():
         return []
     # fp64 can hold the squares.
     limit = SQUARE_LIMIT if tensor.dtype is not torch.float64 else float("inf")

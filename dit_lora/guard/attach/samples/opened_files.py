@@ -31,34 +31,25 @@ _num_contexts = 0
 @contextmanager
 def record_opened_files() -> Iterator[list[str]]:
     """Collect the paths of files that this thread opens for reading inside the context, with Python's `open`."""
+    global _num_contexts
     # Contexts may be nested, since a dataset may wrap another one.
     outer = getattr(_local, "paths", None)
     paths: list[str] = []
     _local.paths = paths
-    _install_open()
-    try:
-        yield paths
-    finally:
-        _uninstall_open()
-        _local.paths = outer
-
-
-def _install_open() -> None:
-    global _num_contexts
     with _lock:
         _num_contexts += 1
         # `open` is replaced once for all threads; each thread has its own list of paths.
         if _num_contexts == 1:
             _originals[:] = [builtins.open, io.open]
             builtins.open = io.open = _record_and_open
-
-
-def _uninstall_open() -> None:
-    global _num_contexts
-    with _lock:
-        _num_contexts -= 1
-        if _num_contexts == 0:
-            builtins.open, io.open = _originals
+    try:
+        yield paths
+    finally:
+        with _lock:
+            _num_contexts -= 1
+            if _num_contexts == 0:
+                builtins.open, io.open = _originals
+        _local.paths = outer
 
 
 def record_path(path: Any) -> None:

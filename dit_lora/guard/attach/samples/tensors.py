@@ -4,6 +4,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,11 +21,7 @@ def iter_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
     Searches mappings, sequences, modules' state dicts, dataclasses and plain objects such as a graph batch.
     """
-    visited: set[int] = set()
-    for number, item in enumerate(_walk(value, name, 0, visited)):
-        if number >= _MAX_TENSORS:
-            return
-        yield item
+    return islice(_walk(value, name, 0, set()), _MAX_TENSORS)
 
 
 def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
