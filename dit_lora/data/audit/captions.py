@@ -125,8 +125,7 @@ def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
         f"its caption has {length} and the text encoder reads {limit} tokens at most; "
         f"cut off is {quote_start(cut_text)}"
     )
-    remedy = "shorten it, or put what matters first"
-    return Finding("caption_long", message, "warn", remedy)
+    return Finding("caption_long", message, "warn", "shorten it, or put what matters first")
 
 
 def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[str]) -> dict[str, list[Finding]]:
@@ -138,8 +137,13 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
     shared_texts = {" ".join(caption.split()) for caption in shared_captions}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
-        # One instruction for an edit may apply to many pictures, so samples with references are not counted.
-        repeats = [clip for clip in group if not (clip.references or _is_class_name_of(clip, caption))]
+        repeats = []
+        for clip in group:
+            # A caption may be the name of a folder that contains the clip. The last part of the id is the file's name.
+            class_names = map(format_class_name, clip.id.split("/")[:-1])
+            # One instruction for an edit may apply to many pictures, so samples with references are not counted.
+            if not clip.references and caption not in class_names:
+                repeats.append(clip)
         # Two samples of one file, for example from two sources, count as one clip.
         count = len({clip.media for clip in repeats})
         # Class names and the captions of the recipe may repeat.
@@ -150,12 +154,6 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
             remedy = "say what sets this clip apart"
             by_id[clip.id] = [Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)]
     return by_id
-
-
-def _is_class_name_of(clip: Clip, caption: str) -> bool:
-    """Whether the caption is the name of a folder that contains the clip."""
-    # The last part of the id is the file's name, so it is not a folder.
-    return any(format_class_name(folder) == caption for folder in clip.id.split("/")[:-1])
 
 
 def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
@@ -192,7 +190,6 @@ def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None
 
 
 def _check_characters(caption: str) -> Iterator[Finding]:
-    """Yield findings about control characters, and about captions with few letters or digits."""
     code = "caption_not_text"
     control_chars = list(dict.fromkeys(_CONTROL_CHARS.findall(caption)))
     if control_chars:
@@ -200,13 +197,10 @@ def _check_characters(caption: str) -> Iterator[Finding]:
         message = f"its caption holds control or replacement characters ({names})"
         yield Finding(code, message, "warn", "read the captions' source in its own encoding again")
     visible = sum(not char.isspace() for char in caption)
-    # `str.isalnum` is fast but ignores combining marks, so the exact check runs only for suspicious captions.
-    if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
-        message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
-        yield Finding(code, message, "warn", "describe the clip in words")
-
-
-def _is_mostly_text(caption: str, num_visible: int) -> bool:
-    """Whether letters, digits and combining marks (which many scripts need) make up at least half of the caption."""
-    text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
-    return 2 * text >= num_visible
+    # `str.isalnum` is fast but ignores combining marks, which many scripts need. So suspicious captions are checked
+    # by their Unicode categories: letters, marks and numbers.
+    if 2 * sum(map(str.isalnum, caption)) < visible:
+        num_text_chars = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
+        if 2 * num_text_chars < visible:
+            message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
+            yield Finding(code, message, "warn", "describe the clip in words")

@@ -102,7 +102,6 @@ def _correlate(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
 
 
 def _correlate_shifted(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
-    """Highest correlation over all shifts of up to `_MAX_SHIFT` pixels."""
     height, width = picture_a.shape
     best = 0.0
     for down in range(-_MAX_SHIFT, _MAX_SHIFT + 1):

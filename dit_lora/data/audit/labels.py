@@ -26,16 +26,20 @@ def check_labels(
     Args:
         clips: The samples. Each counts as often as it comes in an epoch.
         class_table: Class names that the model knows, with synonyms separated by commas as in ImageNet's table. None
-        if
-            the data defines the classes.
+            if the data defines the classes.
 
     Returns:
         Findings by sample id, and notes on the whole set. A class out of balance is one finding, on its first
         sample, and part of a note.
     """
     labels = dict.fromkeys(clip.caption for clip in clips)
-    # Without a table, the labels of the data make it.
-    names = {label: label for label in labels} if class_table is None else _map_names(class_table)
+    if class_table is None:
+        # Without a table, the labels of the data make it.
+        names = {label: label for label in labels}
+    else:
+        # ImageNet's entries list synonyms, such as `tench, Tinca tinca`. A whole entry takes precedence over these.
+        names = {part.strip(): entry for entry in class_table for part in entry.split(",")}
+        names |= {entry: entry for entry in class_table}
     unknown = [label for label in labels if label not in names or not label.strip()]
     outside = {
         label: _reject_unknown_label(label, names, len(class_table or ()), should_suggest=rank < _MAX_NEAREST_SEARCHES)
@@ -53,8 +57,7 @@ def check_labels(
     imbalanced = _find_imbalanced_classes(counts)
     for label, message in imbalanced.items():
         remedy = "add samples to the small classes, or thin out or weigh down the large ones"
-        finding = Finding("label_imbalance", message, "warn", remedy)
-        findings.setdefault(first_ids[label], []).append(finding)
+        findings.setdefault(first_ids[label], []).append(Finding("label_imbalance", message, "warn", remedy))
     notes = []
     if imbalanced:
         class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in imbalanced]
@@ -72,17 +75,8 @@ def check_labels(
     return findings, notes
 
 
-def _map_names(class_table: Sequence[str]) -> dict[str, str]:
-    """Map each name and synonym to its entry in the table; a whole entry takes precedence over a synonym."""
-    # ImageNet's entries list synonyms, such as `tench, Tinca tinca`.
-    parts = {part.strip(): entry for entry in class_table for part in entry.split(",")}
-    return parts | {entry: entry for entry in class_table}
-
-
 def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool) -> Finding:
-    """Rejection of a label that is not in the table; with `should_suggest`, the message names the
-    most similar class.
-    """
+    """Rejection of a label that is not in the table; with `should_suggest`, it names the most similar class."""
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.
@@ -96,7 +90,6 @@ def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int
 
 
 def _normalise_name(name: str) -> str:
-    """The name in lower case, with underscores and hyphens as spaces."""
     return " ".join(name.replace("_", " ").replace("-", " ").lower().split())
 
 
@@ -117,6 +110,5 @@ def _median(counts: Mapping[str, float]) -> float:
 
 
 def _shorten_list(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others."""
     more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more

@@ -61,7 +61,6 @@ class PictureMeasures:
         self._level_counts += counts
 
     def _measure_pending(self) -> None:
-        """Measure the pictures that were added since the last call."""
         if not self._pending:
             return
         rgb = np.stack(self._pending)
@@ -112,12 +111,14 @@ class PictureMeasures:
         # True for each picture in which at least 98% of the areas are dark, (N,).
         black = 1 - measured["lit"] >= _MIN_BLACK_SHARE
         still = np.array(self._still_flags)
-        low, high = self._find_level_range()
+        # Share of the pixels at or below each level, (256,); a small share at either end is ignored.
+        reached = np.cumsum(self._level_counts) / self._level_counts.sum()
+        low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
         signature = Signature.from_pictures(grey, measured["colours"], times)
         return {
             "luma_mean": round(float(measured["mean"].mean()), 1),
-            "luma_min": low,
-            "luma_max": high,
+            "luma_min": int(low),
+            "luma_max": int(high),
             "levels": int(max(measured["most"].max(0).astype(int) - measured["least"].min(0))),
             "contrast": round(max(self._contrasts), 2),
             # The change of the first picture is 0 by definition and would lower the mean.
@@ -128,13 +129,6 @@ class PictureMeasures:
             "cuts": [round(float(times[k]), 3) for k in find_cuts(grey, change, still)],
             "hash": signature.text,
         }
-
-    def _find_level_range(self) -> tuple[int, int]:
-        """Darkest and brightest level, ignoring a small share of the pixels at either end."""
-        # Share of the pixels at or below each level, (256,).
-        reached = np.cumsum(self._level_counts) / self._level_counts.sum()
-        low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
-        return int(low), int(high)
 
 
 def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:

@@ -86,10 +86,8 @@ def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]
 
     About 0 for unrelated pictures and 1 for equal ones; None if it cannot be determined.
     """
-    targets, references = (
-        [Outline.from_text(text) for text in target_texts],
-        [Outline.from_text(text) for text in reference_texts],
-    )
+    targets = [Outline.from_text(text) for text in target_texts]
+    references = [Outline.from_text(text) for text in reference_texts]
     if len(targets) > 1 < len(references):
         values = [a.compute_likeness(b) for a, b in zip(targets, references, strict=False)]
         comparable = [value for value in values if value is not None]
@@ -108,7 +106,7 @@ def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     # Thumbnails are never enlarged, so the smaller one may come from a smaller picture: compare at its size.
     if abs(large.width * small.height / (large.height * small.width) - 1) > _ASPECT_TOLERANCE:
         return False
-    small_pixels, large_pixels = (np.asarray(small), np.asarray(large.resize(small.size, Image.Resampling.BOX)))
+    small_pixels, large_pixels = np.asarray(small), np.asarray(large.resize(small.size, Image.Resampling.BOX))
     rows, columns = (length // _CELL * _CELL for length in small_pixels.shape[:2])
     difference = (small_pixels.astype(np.float32) - large_pixels)[:rows, :columns]
     # (rows, columns, 3) to the mean luma difference of each 4 x 4 cell.

@@ -118,9 +118,7 @@ def _probe_missing(
 def _look_up_probe(
     medium: MediaOrMask, media_digests: dict[MediaOrMask, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
-    """The memo's probe of a medium, whose digest is added to `media_digests`; None if it has none or
-    cannot be read.
-    """
+    """The memo's probe of a medium, or None; the medium's digest is added to `media_digests` if it can be read."""
     try:
         # Opening a named pipe would block until somebody writes to it; `exists` is False for it.
         if not get_media(medium).exists():
@@ -149,11 +147,12 @@ def _compare_samples(
     probes: _Probes,
     media_digests: Mapping[MediaOrMask, str],
 ) -> dict[str, list[Finding]]:
-    """Findings, by sample id, from comparing samples with each other."""
     # Rejected files may have no pictures to compare.
     usable_clips = [clip for clip in clips if samples[clip.id].verdict != "reject"]
     # A mask and a first image do not make a sample different, so only the media and the references count.
-    contents = {clip.id: tuple(media_digests[medium] for medium in _list_inputs(clip)) for clip in usable_clips}
+    contents = {
+        clip.id: tuple(media_digests[medium] for medium in (clip.media, *clip.references)) for clip in usable_clips
+    }
     exact = find_exact_duplicates(contents)
     signatures = {
         clip.id: Signature.from_text(probes[clip.media].facts["hash"])
@@ -167,12 +166,7 @@ def _compare_samples(
     return findings
 
 
-def _list_inputs(clip: Clip) -> list[Media]:
-    return [clip.media, *clip.references]
-
-
 def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> AuditedSample:
-    """Add thumbnails to a sample that has a finding, references or a mask."""
     if sample.verdict == "ok" and not clip.references and clip.mask is None:
         return sample
     # Thumbnails are kept only where the report shows them: a large set would fill the memory.
@@ -187,7 +181,6 @@ def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> Audit
 def _audit_clip(
     clip: Clip, probes: _Probes, media_digests: Mapping[MediaOrMask, str], requirements: Requirements | None
 ) -> AuditedSample:
-    """All findings about one clip by itself, its first image, references and mask."""
     findings = collect_findings(clip.media, probes[clip.media], requirements)
     if clip.mask is not None and clip.mask.alpha:
         # The transparency is used as the mask here, so it is not reported as lost.
@@ -207,7 +200,6 @@ def _audit_clip(
 
 
 def _list_media(clip: Clip) -> list[MediaOrMask]:
-    """All files of a clip: its media, first image, references and mask."""
     image, mask = clip.image, clip.mask
     return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
 

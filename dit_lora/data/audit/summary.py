@@ -46,7 +46,12 @@ def merge_audits(
             merged[file] = replace(sample, findings=(*sample.findings, *new))
     for file in merged.keys() & facts.keys():
         merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
-    return [replace(sample, findings=_sort_by_verdict(sample.findings)) for sample in merged.values()]
+    result = []
+    for sample in merged.values():
+        # The sort is stable: findings of the same verdict keep their order.
+        findings = sorted(dict.fromkeys(sample.findings), key=lambda finding: -VERDICTS.index(finding.verdict))
+        result.append(replace(sample, findings=tuple(findings)))
+    return result
 
 
 def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
@@ -117,15 +122,7 @@ def write_fix_list(path: Path, samples: Sequence[AuditedSample]) -> None:
     write_atomically(path, "".join("\t".join(map(_escape_cell, line)) + "\n" for line in lines))
 
 
-def _sort_by_verdict(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The distinct findings, sorted by verdict."""
-    unique = dict.fromkeys(findings)
-    # The sort is stable: findings of the same verdict keep their order.
-    return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
-
-
 def _escape_cell(text: str) -> str:
-    """The text with control characters and backslashes escaped."""
     text = text.replace("\\", "\\\\")
     return _CONTROL_CHARS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 

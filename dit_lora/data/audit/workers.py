@@ -120,9 +120,8 @@ class _Worker:
             if not self._has_started:
                 self.stop()
                 raise DitLoraError(
-                    f"the audit's processes end as they start "
-                    f"({_describe_exit(self._process.exitcode)}); call it below "
-                    "if __name__ == '__main__'"
+                    f"the audit's processes end as they start ({_describe_exit(self._process.exitcode)}); "
+                    "call it below if __name__ == '__main__'"
                 ) from None
             return self.reject_file("corrupt", f"the decoder crashed ({_describe_exit(self._process.exitcode)})")
         self._has_started = True
@@ -149,7 +148,6 @@ class _Worker:
 
 
 def _describe_exit(code: int | None) -> str:
-    """The signal or exit code with which a process ended."""
     # multiprocessing reports a signal as a negative exit code.
     if code is not None and code < 0:
         return signal.Signals(-code).name

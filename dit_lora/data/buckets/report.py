@@ -14,8 +14,6 @@ from dit_lora.data.media.video_header import VideoHeader
 MIN_ADVICE_SHARE = 0.25
 HEAVY_CROP = 0.25
 _MAX_LISTED = 6
-
-
 _SIZES = ("frames", "height", "width")
 
 
@@ -124,11 +122,9 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
         for shape in rare
     ]
     return [
-        f"with their references, samples have {len(counts)} shapes, and a step takes "
-        f"{samples_per_step} samples of one; these "
-        f"do not come in every epoch: {_shorten_list(descriptions)}; give references fewer "
-        "sizes, or lower train.batch_size "
-        "or accumulate"
+        f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of one; "
+        f"these do not come in every epoch: {_shorten_list(descriptions)}; give references fewer sizes, or lower "
+        "train.batch_size or accumulate"
     ]
 
 

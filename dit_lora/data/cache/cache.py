@@ -182,14 +182,14 @@ class TensorCache:
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return (placeholder, f"its cache entry {self._describe_location(key)} cannot be read: {error}")
+            return placeholder, f"its cache entry {self._describe_location(key)} cannot be read: {error}"
         if is_as_written:
             return tensors, None
         # The digest differs. Name bad values if there are some, since they say more than the digest.
         bad = describe_bad_tensors(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self._describe_location(key)}, {bad}"
-        return (tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)")
+        return tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)"
 
     def mark_bad(self, key: str) -> Path:
         """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
@@ -210,7 +210,6 @@ class TensorCache:
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
     def _describe_location(self, key: str) -> str:
-        """Description of an entry's location for messages."""
         entry = self._find_entry(key)
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 

@@ -191,7 +191,6 @@ class _FillState:
         self._report_progress()
 
     def _encode_jobs(self, jobs: Sequence[Job]) -> None:
-        """Encode the jobs, and write the entries as shards."""
         entries: list[EncodedEntry] = []
         try:
             for job in jobs:

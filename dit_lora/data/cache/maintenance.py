@@ -168,7 +168,10 @@ def compute_stats(cache: TensorCache) -> CacheStats:
             else:
                 keys.add(entry.key)
                 # Entries with the same names, dtypes and shapes are counted together.
-                kind = _describe_tensors(entry)
+                kind = ", ".join(
+                    f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
+                    for name, dtype, shape in entry.layout.tensors
+                )
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
     total.unreadable = len(problems)
@@ -232,9 +235,13 @@ class _PruneState:
             # The shard is replaced: its remaining entries are collected for a new one.
             self.source_shards.append(path)
             for entry in kept_entries:
-                copied_entry = self._copy_entry(entry)
-                if copied_entry is not None:
-                    self.pending_entries.append(copied_entry)
+                data, problem = _read_entry(entry)
+                if problem:
+                    self.result.problems.append(problem)
+                    continue
+                # The entry is written unchanged, with the digest that it has.
+                copied = EncodedEntry(entry.key, entry.sample, entry.facts, entry.layout, [data.numpy()], entry.digest)
+                self.pending_entries.append(copied)
             size = sum(entry.layout.nbytes for entry in self.pending_entries)
             if len(self.pending_entries) >= MAX_JOBS_PER_UNIT or size >= MAX_UNIT_BYTES:
                 self._flush()
@@ -264,15 +271,6 @@ class _PruneState:
             self.kept_keys.add(entry.key)
             return True
         return False
-
-    def _copy_entry(self, entry: StoredEntry) -> EncodedEntry | None:
-        """The entry, ready to be written unchanged to another shard; None if it is damaged."""
-        data, problem = _read_entry(entry)
-        if problem:
-            self.result.problems.append(problem)
-            return None
-        parts = [data.numpy()]
-        return EncodedEntry(entry.key, entry.sample, entry.facts, entry.layout, parts, entry.digest)
 
     def _flush(self) -> None:
         """Write the pending entries, and only then remove the shards that held them."""
@@ -334,13 +332,6 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
     if not entry.matches_digest(data):
         return data, make_problem("damaged", "it is not what was written (digest differs)")
     return data, None
-
-
-def _describe_tensors(entry: StoredEntry) -> str:
-    """Description of an entry's tensors: names, dtypes and shapes."""
-    return ", ".join(
-        f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in entry.layout.tensors
-    )
 
 
 def _find_leftovers(cache: TensorCache) -> list[Path]:

@@ -204,17 +204,13 @@ def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
     for entry in entries:
         # The file was just written, so an old mark of the same name no longer applies.
         get_bad_mark_path(path, entry.key).unlink(missing_ok=True)
-    _sync_folder(folder)
-    return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries to the disk; fsync of a file flushes only its contents."""
+    # fsync of a file flushes only its contents, so flush the folder's entries too.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+    return path
 
 
 def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
@@ -279,8 +275,10 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
             line = metadata[key]
             # The line is the digest as 32 hexadecimal digits, a space, and JSON.
             checksum = bytes.fromhex(line[:32])
-            _check_sample_line(line[33:])
+            sample, facts = parse_json(line[33:])
         except (ValueError, LookupError, TypeError):
+            continue
+        if not isinstance(sample, str) or not isinstance(facts, dict):
             continue
         # Offsets in the header count from its end; the file begins with 8 bytes of length.
         start += 8 + length
@@ -288,13 +286,6 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
         entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
     return ShardHeader(entries, (state.st_size, state.st_mtime_ns), is_named)
-
-
-def _check_sample_line(line: str) -> None:
-    """Raise `ValueError` unless a line is JSON of a sample's name and its facts."""
-    sample, facts = parse_json(line)
-    if not isinstance(sample, str) or not isinstance(facts, dict):
-        raise ValueError
 
 
 def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]) -> tuple[int, EntryLayout]:

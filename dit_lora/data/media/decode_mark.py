@@ -14,7 +14,7 @@ from dit_lora.data.media.pictures import DECODE_ERRORS
 from dit_lora.data.media.video_header import decode_first_frame, find_video_stream
 
 
-def get_decode_mark(media: Media) -> str:
+def get_decoding_variant(media: Media) -> str:
     """`srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, "" for all others."""
     try:
         if is_image(media):
