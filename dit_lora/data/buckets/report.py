@@ -122,8 +122,8 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
         for shape in rare
     ]
     return [
-        f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of one; "
-        f"these do not come in every epoch: {_shorten_list(descriptions)}; give references fewer sizes, or lower "
+        f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of "
+        f"one; these do not come in every epoch: {_shorten_list(descriptions)}; give references fewer sizes, or lower "
         "train.batch_size or accumulate"
     ]
 

@@ -55,9 +55,8 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
     min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions)
     if question_budget < min_tokens:
         raise TooLongError(
-            f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
-            f"least {MIN_QUESTION_TOKENS} tokens of each question ({min_tokens}) need "
-            f"{unshortened + min_tokens} tokens; "
+            f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at least {MIN_QUESTION_TOKENS} "
+            f"tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
     lengths = iter(_level_lengths(questions, question_budget))

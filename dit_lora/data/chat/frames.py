@@ -138,8 +138,7 @@ def _to_pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
 
 
 def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
-    """Random crop with `min_share` to 1 of the picture's area and an aspect ratio of 3:4 to 4:3, anywhere in the
-    picture.
+    """Random crop with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
 
     `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest
     crop in the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole

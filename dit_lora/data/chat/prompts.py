@@ -133,7 +133,9 @@ def render_prompt(
         after += _build_turn_spans(style, turn, index, is_open=opened, include_answer=include_answer or not is_last)
     if style.should_strip:
         before, after = _strip_spans(before), _strip_spans(after)
-    pieces = [*tokenize_spans(tokenizer, before), *_build_media_pieces(conversation, media_token_id, num_media_tokens)]
+    pieces = tokenize_spans(tokenizer, before)
+    if conversation.kind != "text":
+        pieces.append(Piece((media_token_id,) * num_media_tokens, "media"))
     pieces += tokenize_spans(tokenizer, after)
     if tokenizer.bos_token_id is not None:
         # One BOS token for the whole prompt, as upstream adds it.
@@ -182,8 +184,7 @@ def _build_turn_spans(
     spans = [Span(style.answer_header, "fixed")]
     if question or style.has_media_in_question:
         before = "" if is_open else style.question[0]
-        question_spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed")]
-        spans = question_spans + spans
+        spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed"), *spans]
     # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
         spans[0] = Span(style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed")
@@ -198,8 +199,3 @@ def _strip_spans(spans: list[Span]) -> list[Span]:
     if spans:
         spans[0] = Span(spans[0].text.lstrip(), spans[0].part)
     return spans
-
-
-def _build_media_pieces(conversation: Conversation, token_id: int, count: int) -> list[Piece]:
-    """The piece of `count` media tokens; none for text."""
-    return [] if conversation.kind == "text" else [Piece((token_id,) * count, "media")]

@@ -79,8 +79,7 @@ def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple
             if isinstance(name, str) and name.strip():
                 yield kind, name
             elif name is not None:
-                message = f"its {key} must be a file's name; got {_shorten_repr(name)}"
-                sample.add_fault("record_type", message)
+                sample.add_fault("record_type", f"its {key} must be a file's name; got {_shorten_repr(name)}")
 
 
 def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
@@ -89,8 +88,7 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
     media = list(dict.fromkeys(media))
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
-        message = f"it names {len(media)} media, {names}; a sample has at most one"
-        sample.add_fault("several_media", message)
+        sample.add_fault("several_media", f"it names {len(media)} media, {names}; a sample has at most one")
     elif media:
         sample.kind, sample.file = media[0]
     else:
@@ -98,8 +96,7 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
             if key not in keys_read and isinstance(value, str) and _MEDIA_SUFFIX_PATTERN.search(value.lower()):
-                message = f"its {key} names a file, {value}, which is read under image or video"
-                sample.add_fault("record_keys", message)
+                sample.add_fault("record_keys", f"its {key} names a file, {value}, which is read under image or video")
 
 
 def _read_qa(qa: object, sample: ChatRecord) -> None:
@@ -122,8 +119,7 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
         texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
-                message = f"{key} of {location} is of type {_type_name(text)}, not text"
-                sample.add_fault("record_type", message)
+                sample.add_fault("record_type", f"{key} of {location} is of type {_type_name(text)}, not text")
         if not missing_keys and all(isinstance(text, str) for text in texts.values()):
             # Keep white space: VideoChat2 tokenises these texts unchanged.
             # The same instructions occur in many records, so intern them.
@@ -156,8 +152,7 @@ class _MessageReader:
         elif system is not None:
             sample.add_fault("record_type", f"its system is of type {_type_name(system)}, not text")
         if not isinstance(self._messages, list):
-            fault = f"its {self._key} are of type {_type_name(self._messages)}, not a list"
-            sample.add_fault("record_type", fault)
+            sample.add_fault("record_type", f"its {self._key} are of type {_type_name(self._messages)}, not a list")
             return
         answered = False
         for number, message in enumerate(self._messages, start=1):
@@ -197,17 +192,14 @@ class _MessageReader:
                 sample.add_fault("roles_order", f"{location} is a question after a question")
             self._question = text
         elif role == "assistant":
-            self._add_answer(text, location, is_incomplete=bool(missing_keys))
+            # An answer ends the turn.
+            if self._question is None:
+                sample.add_fault("roles_order", f"{location} is an answer without a question before it")
+            if is_blank(text) and not missing_keys:
+                sample.add_fault("answer_empty", f"the answer of {location} is empty")
+            self._turns.append(Turn(self._question or "", text))
+            self._question = None
         return role
-
-    def _add_answer(self, text: str, location: str, *, is_incomplete: bool) -> None:
-        """End the current turn with this answer."""
-        if self._question is None:
-            self._sample.add_fault("roles_order", f"{location} is an answer without a question before it")
-        if is_blank(text) and not is_incomplete:
-            self._sample.add_fault("answer_empty", f"the answer of {location} is empty")
-        self._turns.append(Turn(self._question or "", text))
-        self._question = None
 
     def _extract_text(self, content: object, location: str, role: str | None) -> str:
         """Text of a message; in questions, placeholders for media are removed."""
@@ -244,7 +236,6 @@ class _MessageReader:
         return _MEDIA_PLACEHOLDER.sub("", text)
 
     def _add_medium(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
-        """Add an image or video part of a message to the sample."""
         if role != "user":
             self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
         self._placeholder_turns.append(len(self._turns))
@@ -259,24 +250,17 @@ class _MessageReader:
     def _check_placeholders(self) -> None:
         """Check that the placeholders match the media, and that they are all in the first question."""
         # Compare only the media that no part names: they are under the record's own keys.
-        num_unnamed, num_named = (
-            len(self._placeholder_turns) - self._num_inline_media,
-            len(self._media) - self._num_inline_media,
-        )
+        num_unnamed = len(self._placeholder_turns) - self._num_inline_media
+        num_named = len(self._media) - self._num_inline_media
         if num_unnamed > num_named and len(self._media) <= 1:
-            message = (
-                f"its text has {num_unnamed} places for media such as <image> or <video>, and its "
-                f"keys name {num_named}"
-            )
-            self._sample.add_fault("placeholder", message)
+            places = f"{num_unnamed} places for media such as <image> or <video>"
+            self._sample.add_fault("placeholder", f"its text has {places}, and its keys name {num_named}")
         # 0 is the first turn; every other number is a later one.
         if any(self._placeholder_turns):
-            message = "its medium belongs to a later question; only the first may have it"
-            self._sample.add_fault("placeholder", message)
+            self._sample.add_fault("placeholder", "its medium belongs to a later question; only the first may have it")
 
 
 def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
-    """Read `start` and `end`, in seconds."""
     # Both bounds are optional: without them, the sample is about the whole video.
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
@@ -287,17 +271,14 @@ def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
         # bool is a subclass of int, but `true` is not a time.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
-            message = f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}"
-            sample.add_fault("record_type", message)
+            sample.add_fault("record_type", f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}")
             return
     sample.start, sample.end = bounds.get("start"), bounds.get("end")
     if sample.end is not None and (sample.start or 0) >= sample.end:
-        message = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
-        sample.add_fault("time_range", message)
+        sample.add_fault("time_range", f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s")
 
 
 def _check_texts(sample: ChatRecord) -> None:
-    """Check the texts for length, invalid characters, reserved markers and an empty question."""
     text = join_texts(sample.system, sample.turns)
     if len(text) > _MAX_CONVERSATION_CHARS:
         message = f"its text has {len(text):,} characters, and {_MAX_CONVERSATION_CHARS:,} are read at most"

@@ -54,14 +54,17 @@ def render_template(
             earlier turns, or does not write the placeholder exactly once; or the text contains the placeholder
             or its tokens elsewhere.
     """
-    spans = _build_spans(template, conversation, _list_end_tokens(tokenizer), include_answer)
+    eos = tokenizer.eos_token
+    if not isinstance(eos, str):
+        raise DitLoraError("the tokenizer has no eos_token, so a model cannot learn to end an answer")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    spans = _build_spans(template, conversation, (eos, sorted({eos, *special})), include_answer)
     spans = _expand_placeholder(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
     # Do not add a second beginning-of-text token if the template writes one.
     has_bos = isinstance(bos, str) and text.startswith(bos)
-    pieces = tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)
-    rendered = RenderedConversation(tuple(pieces))
+    rendered = RenderedConversation(tuple(tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)))
     _check_stray_media(rendered, tokenizer)
     return rendered
 
@@ -69,7 +72,7 @@ def render_template(
 def _build_spans(
     template: HasChatTemplate, conversation: Conversation, end_tokens: tuple[str, list[str]], include_answer: bool
 ) -> list[Span]:
-    """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
+    """Render a conversation turn by turn. `end_tokens` are the end-of-text token, and all special tokens."""
     system = conversation.system
     messages = [_make_message("system", system)] if system else []
     spans, text_so_far = list[Span](), ""
@@ -186,15 +189,6 @@ def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[
         if placeholder:
             expanded += [Span(media.expansion, "media"), Span(after, span.part)]
     return expanded
-
-
-def _list_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """The end-of-text token, and all special tokens."""
-    eos = tokenizer.eos_token
-    if not isinstance(eos, str):
-        raise DitLoraError("the tokenizer has no eos_token, so a model cannot learn to end an answer")
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return eos, sorted({eos, *special})
 
 
 def _check_stray_media(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -72,10 +72,15 @@ def read_sound(
         raise ClipError(f"{media.name}: {short}")
     # Parts without sound stay silent.
     waveform = np.zeros((sound_format.channels, sound_format.count_samples(frames, fps)), np.float32)
-    # Pieces may begin before or end after the span; `_write_piece` cuts them.
     for seconds, piece in pieces:
         try:
-            _write_piece(waveform, _resample(piece, sound_format), round((seconds - start) * sound_format.rate))
+            samples = _resample(piece, sound_format)
+            position = round((seconds - start) * sound_format.rate)
+            # Pieces may begin before or end after the span: cut off both ends.
+            samples, position = samples[:, max(0, -position) :], max(0, position)
+            length = min(samples.shape[1], waveform.shape[1] - position)
+            if length > 0:
+                waveform[:, position : position + length] = samples[:, :length]
         except (av.error.FFmpegError, ValueError) as error:
             raise ClipError(f"{media.name}: its sound cannot be resampled: {describe_media_error(error)}") from error
     return torch.from_numpy(waveform)
@@ -213,12 +218,3 @@ def _resample(frames: list[av.AudioFrame], sound_format: SoundFormat) -> np.ndar
         samples = samples.mean(axis=0, keepdims=True)
     # Mono to stereo repeats the channel.
     return np.broadcast_to(samples, (sound_format.channels, samples.shape[1])).astype(np.float32)
-
-
-def _write_piece(waveform: np.ndarray, piece: np.ndarray, position: int) -> None:
-    """Write a piece into a waveform at a position, which may be negative."""
-    # Cut off what comes before the waveform.
-    piece, position = piece[:, max(0, -position) :], max(0, position)
-    length = min(piece.shape[1], waveform.shape[1] - position)
-    if length > 0:
-        waveform[:, position : position + length] = piece[:, :length]

@@ -22,7 +22,6 @@ from dit_lora.data.media.video_header import decode_first_frame, find_video_stre
 
 _MAX_THREADS = 4
 """Maximum number of decoder threads: each decodes one frame ahead, which is wasted at the end."""
-
 _MIN_LAST_FRAME_S = 1.0
 """Minimum time after its start for which the last frame is used, in seconds, if times come from the file's length.
 
@@ -152,8 +151,7 @@ def _pick_nearest(
         limit.count_frame()
         if previous is not None:
             interval = seconds - previous_at
-            # A frame is the nearest until half-way to the next one, so it can be yielded once the
-            # next one is known.
+            # A frame is the nearest until half-way to the next one, so it can be yielded once the next one is known.
             times = target_times.count_until(previous_at + interval / 2) - num_served
             if times > 0:
                 yield previous, times
@@ -164,9 +162,8 @@ def _pick_nearest(
         previous, previous_at = frame, seconds
     if previous is not None:
         # The end of the file: the last frame serves the remaining times that it is near enough to.
-        times = (
-            target_times.count_until(previous_at + target_times.compute_last_duration(previous, interval)) - num_served
-        )
+        last_duration = target_times.compute_last_duration(previous, interval)
+        times = target_times.count_until(previous_at + last_duration) - num_served
         if times > 0:
             yield previous, times
 
@@ -196,7 +193,6 @@ def get_first_time(container: av.container.InputContainer, stream: av.VideoStrea
 
 
 def _to_ticks(stream: av.VideoStream, seconds: float) -> int:
-    """A time in units of the stream's time base."""
     if stream.time_base is None:
         raise ValueError("no time base")
     # Rounding must not move the time to just before a key frame at exactly this time.

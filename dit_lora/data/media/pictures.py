@@ -71,7 +71,10 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
     with open_picture(media) as opened:
         # Decode before checking for missing rows, and before the file is closed.
         opened.load()
-        _check_complete(media, opened)
+        with open_bytes(media) as stream:
+            problem = find_missing_rows(stream, opened)
+        if problem:
+            raise ValueError(problem)
         profile = opened.info.get("icc_profile")
         image = ImageOps.exif_transpose(opened)
     # Modes I and I;16 have 16 bits per pixel, which Pillow would clip at 255; 65535 / 255 is 257.
@@ -82,19 +85,10 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
 
 
 def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
-    """The picture with its transparent parts filled with a colour."""
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
     ground = Image.new("RGBA", image.size, colour)
     return Image.alpha_composite(ground, image.convert("RGBA"))
-
-
-def _check_complete(media: Media, image: Image.Image) -> None:
-    """Raise `ValueError` if pixels of the image are missing in its file."""
-    with open_bytes(media) as stream:
-        problem = find_missing_rows(stream, image)
-    if problem:
-        raise ValueError(problem)
 
 
 def read_image_size(media: Media) -> tuple[int, int]:

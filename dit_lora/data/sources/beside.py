@@ -36,9 +36,10 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
         merged = merge_by_code([fault for fault in faults if fault is not None])
         problems += [ClipProblem(clip.id, code, message) for code, message in merged]
         if not merged:
-            files = [folder.get_file(clip) for folder in references]
-            mask = LossMask(masks[0].get_file(clip)) if masks else None
-            clips.append(_add_files(clip, files, mask))
+            # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
+            files = tuple(folder.get_file(clip) for folder in references) or clip.references
+            mask = LossMask(masks[0].get_file(clip)) if masks else clip.mask
+            clips.append(replace(clip, references=files, mask=mask))
     return add_alpha_masks(Scan(clips, problems, scanned.notes), source)
 
 
@@ -60,12 +61,6 @@ def reject_extra_folders(source: SourceConfig) -> None:
             f"reference_folders and mask_folder are for folders of files; {source.path} holds its media itself: name "
             "its columns in reference_columns and mask_column"
         )
-
-
-def _add_files(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
-    """Add references and a mask to a clip."""
-    # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
-    return replace(clip, references=tuple(references) or clip.references, mask=mask or clip.mask)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ def format_class_name(folder: str) -> str:
 
 
 def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> tuple[str, Scan]:
-    """Name and contents of the layout that the folder has."""
     # A table takes precedence over every other layout.
     table = next((root / name for name in TABLE_NAMES if (root / name).is_file()), None)
     if table is not None:
@@ -131,7 +130,6 @@ def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Sca
 
 
 def _read_media_only(listing: Listing, source: SourceConfig) -> Scan:
-    """Read media without captions of their own."""
     gathered = _collect_broken_links(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
@@ -148,7 +146,6 @@ def _collect_broken_links(listing: Listing, caption: str | None = None) -> Sampl
 
 
 def _read_text_files(listing: Listing) -> Scan:
-    """Read media with a .txt file each."""
     gathered, root = _collect_broken_links(listing), listing.root
     kohya = parse_kohya_folders(listing)
     for name in listing.media:

@@ -328,7 +328,6 @@ class _Column:
 
     @classmethod
     def from_dataset(cls, path: str, rows: Any, name: str, is_from_hub: bool) -> "_Column":
-        """The column `file_name` of a dataset."""
         # The Arrow format decodes nothing, while casting a column of lists would copy all of it.
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
@@ -438,17 +437,12 @@ def _read_head(content: Any) -> bytes:
 def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
     """The file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
     media = MediaFile(Path(name))
-    if is_from_hub and not _is_downloaded(name):
-        message = f"{name} is none of the files that were downloaded with it"
-        return _Cell(suffix, media, ("unsafe_path", message))
+    if is_from_hub:
+        from datasets import config
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
+        if all(resolve_below(Path(cache), name) is None for cache in caches):
+            return _Cell(suffix, media, ("unsafe_path", f"{name} is none of the files that were downloaded with it"))
     fault = None if media.exists() else ("missing", f"no such file: {name}")
     return _Cell(suffix, media, fault)
-
-
-def _is_downloaded(name: str) -> bool:
-    """Whether a path is in the caches of the Hub."""
-    from datasets import config
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
-    return any(resolve_below(Path(cache), name) is not None for cache in caches)

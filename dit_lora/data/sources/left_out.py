@@ -73,30 +73,23 @@ def describe_unlisted_media(
 ) -> list[str]:
     """Notes about media that a table names in no column; `extra_folders` are the folders of references and masks."""
     # References and masks in their own folders are not samples, so a table need not list them.
-    unlisted = [
-        name
-        for name in listing.media
-        if name not in listed_names and not _is_below(listing.root / name, extra_folders)
-    ]
+    unlisted = []
+    for name in listing.media:
+        path = listing.root / name
+        if name not in listed_names and not any(path.is_relative_to(folder) for folder in extra_folders):
+            unlisted.append(name)
     if not unlisted:
         return []
     return [
-        f"{_format_file_count(len(unlisted))} left out: {table} does not list "
-        f"them{_format_examples(unlisted)}; add a row for each, "
-        "for example with dit-lora caption"
+        f"{_format_file_count(len(unlisted))} left out: {table} does not list them{_format_examples(unlisted)}; "
+        "add a row for each, for example with dit-lora caption"
     ]
 
 
 def _format_file_count(count: int) -> str:
-    """The number of files, with its verb."""
     return f"{count:,} file is" if count == 1 else f"{count:,} files are"
 
 
 def _format_examples(names: list[str]) -> str:
-    """The first names as examples."""
     more = ", ..." if len(names) > _MAX_LISTED else ""
     return f": {', '.join(names[:_MAX_LISTED])}{more}"
-
-
-def _is_below(path: Path, folders: Set[Path]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)

@@ -51,17 +51,14 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     file_column = _find_column(table, columns, FILE_COLUMNS, "the clip's file")
     needed, caption_column = [file_column], ""
     if source.caption is None:
-        purpose = "the caption (caption_column)"
-        caption_column = _find_column(table, columns, get_caption_columns(source), purpose)
+        caption_column = _find_column(table, columns, get_caption_columns(source), "the caption (caption_column)")
         needed.append(caption_column)
     if source.image_column:
-        purpose = "the first image (image_column)"
-        needed.append(_find_column(table, columns, (source.image_column,), purpose))
+        needed.append(_find_column(table, columns, (source.image_column,), "the first image (image_column)"))
     reference_columns = _find_reference_columns(table, columns, source)
     needed += reference_columns
     if source.mask_column:
-        purpose = "the mask (mask_column)"
-        needed.append(_find_column(table, columns, (source.mask_column,), purpose))
+        needed.append(_find_column(table, columns, (source.mask_column,), "the mask (mask_column)"))
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(needed), start=1):
         name = row.get(file_column)
@@ -174,25 +171,22 @@ class ListedFiles:
         """An additional file of a sample; None if there is none, with a fault if one was named."""
         if cell is None or cell == "":
             return None
-        # A cell of another type than text cannot be a name.
-        path = resolve_below(self._root, cell) if isinstance(cell, str) else None
-        if path is not None and MediaFile(self._root / path).exists():
-            return MediaFile(self._root / path)
-        faults.append(self._make_fault(role, cell, path))
-        return None
-
-    def _make_fault(self, role: str, cell: object, path: str | None) -> Fault:
-        """The fault of an additional file that cannot be used."""
         if not isinstance(cell, str):
-            return f"{role}_missing", f"its {role} is of type {type(cell).__name__}, not a name"
+            faults.append((f"{role}_missing", f"its {role} is of type {type(cell).__name__}, not a name"))
+            return None
+        path = resolve_below(self._root, cell)
         if path is None:
-            return self._make_outside_fault(cell)
-        code = f"{role}_missing" if role in (REFERENCE, MASK) else "missing"
-        return code, f"no such {role}: {self._root / path}"
+            faults.append(self._make_outside_fault(cell))
+            return None
+        media = MediaFile(self._root / path)
+        if not media.exists():
+            code = f"{role}_missing" if role in (REFERENCE, MASK) else "missing"
+            faults.append((code, f"no such {role}: {media.path}"))
+            return None
+        return media
 
     def _make_outside_fault(self, name: str) -> Fault:
-        message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
-        return "unsafe_path", message
+        return "unsafe_path", f"{name} leads out of {self._root}; set data.media to a folder that it is below"
 
 
 def read_text(path: Path) -> str:
@@ -200,8 +194,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}"
-        raise DitLoraError(message) from error
+        raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
 
 
 def _read_jsonl(path: Path, collector: SampleCollector) -> _TableRows:

@@ -184,9 +184,15 @@ def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tar
 
 def _find_member_fault(member: tarfile.TarInfo, size: int, is_duplicate: bool) -> tuple[str, str] | None:
     """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
-    unsafe = _find_unsafe_reason(member)
-    if unsafe is not None:
-        return "unsafe_name", unsafe
+    if member.issym() or member.islnk():
+        return "unsafe_name", f"a link, to {member.linkname}"
+    if not (member.isreg() or member.isdir()):
+        return "unsafe_name", "a device or a pipe"
+    if member.name.startswith("/"):
+        return "unsafe_name", "its name is absolute"
+    # `..` could lead out of the folder into which a tar is unpacked.
+    if ".." in member.name.split("/"):
+        return "unsafe_name", "its name leaves the folder"
     # Two captions or two videos of one name would be ambiguous.
     if is_duplicate:
         return "duplicate_clip", "a member of this name is there twice"
@@ -270,20 +276,7 @@ class _SampleAdder:
             return _choose_caption(parse_json(text), get_caption_columns(self.source))
         # This includes UnicodeDecodeError.
         except ValueError as error:
-            hint = suggest_encoding(error)
-            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{hint}")
-
-
-def _find_unsafe_reason(member: tarfile.TarInfo) -> str | None:
-    """Why a member must not be read or unpacked; None if it is safe."""
-    if member.issym() or member.islnk():
-        return f"a link, to {member.linkname}"
-    if not (member.isreg() or member.isdir()):
-        return "a device or a pipe"
-    if member.name.startswith("/"):
-        return "its name is absolute"
-    # `..` could lead out of the folder into which a tar is unpacked.
-    return "its name leaves the folder" if ".." in member.name.split("/") else None
+            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{suggest_encoding(error)}")
 
 
 def _choose_media(extensions: Sequence[str]) -> list[str]:
@@ -297,7 +290,6 @@ def _choose_media(extensions: Sequence[str]) -> list[str]:
 
 
 def _list_media_extensions(members: Members) -> list[str]:
-    """Extensions of a sample's pictures and videos."""
     return [name for name in members if _get_suffix(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
 
@@ -333,8 +325,7 @@ class _ExtraMembers:
             extensions = by_middle.get(column.lower(), [])
             target_list += extensions
             if not extensions:
-                message = f"it has no {part}: there is no .{column}.png or the like"
-                result.faults.append((f"{part}_missing", message))
+                result.faults.append((f"{part}_missing", f"it has no {part}: there is no .{column}.png or the like"))
             elif len(extensions) > 1:
                 file_list = ", ".join(f".{name}" for name in extensions)
                 result.faults.append((f"{part}_ambiguous", f"it has several of one name: {file_list}"))
