@@ -78,7 +78,11 @@ def read_with_retry(read: Callable[[], T], folder: Path) -> T:
             # First failure inside `wait_for_storage`: start the clock and announce the wait.
             if first_failure_s is None and _max_wait_s:
                 first_failure_s = now
-                _announce_wait(error, folder)
+                # Another worker may have announced the wait already.
+                if not _WAIT_FLAG[0]:
+                    _WAIT_FLAG[0] = 1
+                    location, problem = _describe_location(error, folder)
+                    _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
             # Outside a run, or after the longest wait: give up.
             elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
                 raise UnreadableError(_format_error(error, folder)) from error
@@ -121,15 +125,6 @@ def _format_error(error: OSError, folder: Path) -> str:
         f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that, "
         "make it readable again"
     )
-
-
-def _announce_wait(error: OSError, folder: Path) -> None:
-    """Announce the wait, unless another worker has done so."""
-    if _WAIT_FLAG[0]:
-        return
-    _WAIT_FLAG[0] = 1
-    location, problem = _describe_location(error, folder)
-    _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
 
 
 def _print_line(line: str) -> None:

@@ -84,9 +84,8 @@ def count_caption_tokens(clips: Sequence[Clip], tokenizer: Any | None) -> dict[s
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     """Yield the token ids of each caption, without special tokens and without truncation."""
     for start in range(0, len(captions), _BATCH_SIZE):
-        batch = captions[start : start + _BATCH_SIZE]
         # Tokenizers raise on a lone surrogate, so it is replaced first.
-        texts = [text.encode("utf-8", "replace").decode() for text in batch]
+        texts = [text.encode("utf-8", "replace").decode() for text in captions[start : start + _BATCH_SIZE]]
         yield from tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 

@@ -109,8 +109,7 @@ def count_missing_bytes(stream: BinaryIO, size: int) -> int:
     if size == 0:
         return 0
     # Ends within the file give values of 0 or less.
-    shortfalls = [end - size for end in end_offsets]
-    return max(shortfalls, default=0)
+    return max((end - size for end in end_offsets), default=0)
 
 
 def _iter_box_ends(stream: BinaryIO, size: int) -> Iterator[int]:

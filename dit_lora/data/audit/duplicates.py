@@ -67,8 +67,7 @@ def _match_earlier_files(files: Sequence[str], signatures: Sequence[Signature]) 
         # One moment at a time, so that memory stays at rows x N instead of rows x N x M.
         differing = np.zeros((len(rows), min(start + _CHUNK_ROWS, len(files))), np.int32)
         for moment in range(moments):
-            bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
-            differing += np.bitwise_count(bits)
+            differing += np.bitwise_count(rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment])
         # The hashes rule out most pairs cheaply; colours are compared only for the rest.
         max_bits = max(bits for bits, _ in _DUPLICATE_LIMITS)
         for row, is_candidate in enumerate(differing <= max_bits * moments):

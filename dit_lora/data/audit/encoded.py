@@ -30,10 +30,7 @@ MIN_FACTOR = 2.0
 MIN_SHIFT = 1.0
 """Distance from the median, in standard deviations of the channel, below which a mean is never an outlier."""
 MIN_LOGVAR_DISTANCE = 2 * math.log(MIN_FACTOR**3)
-"""Distance from the median below which a logvar is never an outlier: a factor of 8 in standard deviation.
-
-Many values of a logvar are at the clamp or far from it.
-"""
+"""Distance from the median below which a logvar is never an outlier: a factor of 8 in standard deviation."""
 MIN_SAMPLES = 5
 """Minimum number of samples for a meaningful median and deviation."""
 MAX_CHANNELS = 128

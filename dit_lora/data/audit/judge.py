@@ -227,8 +227,7 @@ def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator
         return
     # One colour: hardly any difference in any channel and in luma.
     if facts["levels"] <= _MAX_CONSTANT_RANGE >= facts["luma_max"] - facts["luma_min"]:
-        message = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
-        yield Finding("constant", message, "reject", "remove it")
+        yield Finding("constant", f"one colour in every pixel (luma {facts['luma_mean']:.0f})", "reject", "remove it")
         return
     if facts["black"]:
         start, length = facts["black"][0]

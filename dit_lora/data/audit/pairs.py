@@ -168,8 +168,7 @@ def _check_reference_size(
     factor = min(shape.height / height, shape.width / width)
     if factor > MAX_UPSCALE:
         message = f"{size}, and is encoded in {shape.width} x {shape.height}: it is enlarged {factor:.2f} times"
-        remedy = "find it in its full size, or lower the size of the samples"
-        yield make_warning("reference_upscaled", message, remedy)
+        yield make_warning("reference_upscaled", message, "find it in its full size, or lower the size of the samples")
 
 
 def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> Iterator[Finding]:

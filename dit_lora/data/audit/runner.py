@@ -110,7 +110,10 @@ def _probe_missing(
             else:
                 known_probes[medium] = probe
 
-    with closing(probe_all(iter_jobs(), workers or _count_cores())) as probes:
+    if not workers:
+        # The cores that this process may use.
+        workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    with closing(probe_all(iter_jobs(), workers)) as probes:
         for number, probe in probes:
             yield media[number], probe
 
@@ -202,10 +205,3 @@ def _audit_clip(
 def _list_media(clip: Clip) -> list[MediaOrMask]:
     image, mask = clip.image, clip.mask
     return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
-
-
-def _count_cores() -> int:
-    """Number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

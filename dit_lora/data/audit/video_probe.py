@@ -62,8 +62,7 @@ def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
         return [("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")], facts, None
     if not frames.times:
         # A stream without frames may end without any error.
-        failures = frames.failures or [("no_frames", "no frame comes out of it")]
-        return failures, facts, None
+        return frames.failures or [("no_frames", "no frame comes out of it")], facts, None
     # Training opens files with `read_container_header`, so a file that it refuses is refused here too.
     try:
         with open_media(media) as container:

@@ -48,8 +48,7 @@ def probe_all(
             if not busy:
                 return
             # Wait for a result, but not beyond the earliest deadline.
-            soonest = min(worker.deadline for worker in busy)
-            timeout = max(0.0, soonest - time.monotonic())
+            timeout = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
             ready = set(wait([worker.pipe for worker in busy], timeout))
             for worker in busy:
                 if worker.pipe in ready:

@@ -198,7 +198,6 @@ def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]
 
 
 def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
-    """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
     max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
     max_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf

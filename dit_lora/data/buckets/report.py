@@ -213,7 +213,6 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
 
 
 def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[str]:
-    """Advice if many clips are so long that less than half of them is ever used."""
     if data.fps is None:
         return []
     available = used = num_long = 0

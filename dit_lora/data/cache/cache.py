@@ -69,8 +69,7 @@ def encode_entry(
     # Contiguous tensors in host memory, whose bytes can be written directly.
     host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(is_in_range(tensor, MAX_ABS) for tensor in host.values()):
-        bad = describe_bad_tensors(host, MAX_ABS)
-        raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
+        raise CacheError(f"{sample}: the encoder's output is not usable: {describe_bad_tensors(host, MAX_ABS)}")
     layout = EntryLayout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
     # View the bytes without a copy.
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
@@ -160,9 +159,8 @@ class TensorCache:
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read an entry's tensors, and verify them on the first read.
 
-        The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept
-        for long, so that it does not keep a whole shard mapped. Writing to the tensors does not change the
-        file.
+        The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept for long,
+        so that it does not keep a whole shard mapped. Writing to the tensors does not change the file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
         together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `get_spec`. If a

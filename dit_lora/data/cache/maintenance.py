@@ -185,9 +185,8 @@ def prune_cache(
 ) -> PruneResult:
     """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
 
-    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at
-    worst duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the
-    cache.
+    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
+    duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the cache.
     """
     if not cache.root.is_dir():
         return PruneResult()
@@ -346,5 +345,4 @@ def _find_leftovers(cache: TensorCache) -> list[Path]:
     # Partial files, locks and failure notes may belong to units in progress.
     if any(is_locked(lock) for lock in locks):
         return sorted(orphans)
-    notes = (root / LOCKS).glob(f"*{FAILED}")
-    return sorted([*orphans, *locks, *notes, *root.glob(f".*{PARTIAL}")])
+    return sorted([*orphans, *locks, *(root / LOCKS).glob(f"*{FAILED}"), *root.glob(f".*{PARTIAL}")])

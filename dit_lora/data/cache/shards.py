@@ -228,8 +228,7 @@ def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
     start = 0
     for entry in entries:
         unshared = {name: value for name, value in entry.facts.items() if name not in shared}
-        line = json.dumps([entry.sample, unshared], sort_keys=True)
-        metadata[entry.key] = f"{entry.digest.hex()} {line}"
+        metadata[entry.key] = f"{entry.digest.hex()} {json.dumps([entry.sample, unshared], sort_keys=True)}"
         for name, dtype, shape in entry.layout.tensors:
             begin, end = entry.layout.bounds[name]
             header[f"{entry.key}/{name}"] = {

@@ -140,9 +140,8 @@ def _to_pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
 def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
     """Random crop with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
 
-    `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest
-    crop in the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole
-    pixels.
+    `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest crop in
+    the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole pixels.
     """
     for _ in range(_MAX_TRIES):
         area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()

@@ -106,10 +106,9 @@ def render_prompt(
 ) -> RenderedConversation:
     """Render a conversation in this format; without `include_answer`, only up to the start of the last answer.
 
-    A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no
-    media turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them
-    as the times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see
-    `spans.tokenize_spans`).
+    A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no media
+    turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them as the
+    times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see `spans.tokenize_spans`).
     """
     style = PROMPT_FORMATS[name]
     preface = _build_preface(style, conversation)
@@ -122,7 +121,11 @@ def render_prompt(
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
-        timing = _format_timestamps(seconds) if timestamps and conversation.kind == "video" else ""
+        timing = ""
+        if seconds and timestamps and conversation.kind == "video":
+            # As in video_utils.py. Python prints 1.0 and not 1, which changes the tokens.
+            listed = ", ".join(str(round(second, 1)) for second in seconds)
+            timing = f" The video contains {len(seconds)} frames sampled at {listed} seconds."
         before.append(Span(style.media[0] + start, "fixed"))
         after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
@@ -162,15 +165,6 @@ def _build_preface(style: PromptFormat, conversation: Conversation) -> str:
         system += " "
     text = system + (instruction + style.instruction_gap if instruction else "")
     return style.system[0] + text + style.system[1] if text else ""
-
-
-def _format_timestamps(seconds: Sequence[float]) -> str:
-    """The sentence about the frames' times as in video_utils.py, with one decimal as Python prints it."""
-    if not seconds:
-        return ""
-    # Python prints 1.0 and not 1, which changes the tokens.
-    listed = ", ".join(str(round(second, 1)) for second in seconds)
-    return f" The video contains {len(seconds)} frames sampled at {listed} seconds."
 
 
 def _build_turn_spans(

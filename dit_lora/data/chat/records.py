@@ -83,7 +83,6 @@ def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple
 
 
 def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
-    """Set the record's only media file; several are a fault."""
     # The same file may be named by a key and again by a part of a message.
     media = list(dict.fromkeys(media))
     if len(media) > 1:

@@ -80,8 +80,7 @@ def _build_spans(
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
         # Media are in the first question only.
-        kind = conversation.kind if index == 0 else "text"
-        messages.append(_make_message("user", question, kind))
+        messages.append(_make_message("user", question, conversation.kind if index == 0 else "text"))
         # At inference the model sees this text before an answer, so the answer is the text after it.
         prompt = _apply_template(template, messages, add_generation_prompt=True)
         # Only the text that this turn adds; earlier text is in `spans` already.
@@ -101,7 +100,6 @@ def _build_spans(
 
 
 def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """Apply the template to messages; raises `DitLoraError` if it refuses them."""
     from jinja2 import TemplateError
 
     try:
@@ -149,8 +147,7 @@ def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *,
     elif is_last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
-    remainder = "" if is_last else reply[stop:]
-    return [Span(reply[:stop], "answer"), Span(remainder, "fixed")]
+    return [Span(reply[:stop], "answer"), Span("" if is_last else reply[stop:], "fixed")]
 
 
 def _make_message(role: str, text: str, kind: str = "text") -> Message:
@@ -172,7 +169,6 @@ def _split_question(prompt: str, question: str) -> list[Span]:
 
 
 def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
-    """The spans with the expansion of the placeholder as a separate span."""
     if media is None:
         return list(spans)
     num_placeholders = sum(span.text.count(media.placeholder) for span in spans)

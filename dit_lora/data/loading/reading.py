@@ -89,7 +89,6 @@ class Reader(Generic[T]):
 
 
 def _make_dead_worker_error(error: Exception) -> UnreadableError:
-    """Error for a worker process that has ended."""
     message = str(error).partition("\n")[0]
     # The connection to the worker broke before torch noticed that it had died.
     if not _DEAD_WORKER_PATTERN.match(message):

@@ -159,7 +159,6 @@ class _SoundReader:
             yield timed
 
     def _decode_frames(self) -> Iterator[_TimedFrame]:
-        """Yield every sound frame with its times."""
         end_s: float | None = None
         with open_media(self.media) as container:
             for frame in iter_sound_frames(container):

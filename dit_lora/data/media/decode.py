@@ -101,8 +101,7 @@ class Instants:
         # Times after the same key frame are decoded together.
         groups = [(target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)]
         for target, times in groups:
-            frames = _decode_from_key_frame(container, stream, origin, target)
-            yield from _pick_nearest(_check_forward(frames), times)
+            yield from _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), times)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ def get_decoding_variant(media: Media) -> str:
                 return "srgb" if has_non_srgb_colours(image) else ""
         with open_media(media) as container:
             frame = decode_first_frame(container, find_video_stream(container))
-            is_changed = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
-            return "display" if is_changed else ""
+            return "display" if Orientation.from_frame(frame).is_mirrored or frame.rotation % 90 else ""
     except (av.error.FFmpegError, *DECODE_ERRORS):
         # Decoding reports what is wrong with the file.
         return ""

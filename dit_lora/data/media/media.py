@@ -90,8 +90,7 @@ class MediaFile:
         return os.path.abspath(self.path)
 
     def get_source(self) -> Path:
-        # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a
-        # protocol.
+        # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a protocol.
         return self.path.absolute()
 
     def get_stamp(self) -> Stamp:

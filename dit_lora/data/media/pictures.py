@@ -43,10 +43,7 @@ _SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 
 
 def open_image(media: Media) -> Image.Image:
-    """Decode a picture to RGB: upright, in sRGB colours, with transparent parts white.
-
-    Raises one of `DECODE_ERRORS`.
-    """
+    """Decode a picture to RGB: upright, in sRGB, with transparent parts white; raises one of `DECODE_ERRORS`."""
     image, profile = _open_upright(media)
     return _fill_transparency(convert_to_srgb(image, profile), "white").convert("RGB")
 
@@ -92,10 +89,7 @@ def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
 
 
 def read_image_size(media: Media) -> tuple[int, int]:
-    """Height and width in pixels of the upright image, as `open_image` returns it, from its header.
-
-    Raises one of `DECODE_ERRORS`.
-    """
+    """Height and width in pixels of the upright image, from its header; raises one of `DECODE_ERRORS`."""
     with open_picture(media) as image:
         with open_bytes(media) as stream:
             # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.

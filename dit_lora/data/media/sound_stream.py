@@ -24,8 +24,7 @@ def iter_sound_frames(container: av.container.InputContainer) -> Iterator[av.Aud
 
 def find_sound_stream(container: av.container.InputContainer) -> av.AudioStream | None:
     """The first sound stream that FFmpeg can decode; None if there is none."""
-    streams = container.streams.audio
-    return next((stream for stream in streams if stream.codec_context is not None), None)
+    return next((stream for stream in container.streams.audio if stream.codec_context is not None), None)
 
 
 def read_sound_end(container: av.container.InputContainer, video: av.VideoStream) -> float | None:

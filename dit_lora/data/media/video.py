@@ -107,10 +107,7 @@ def decode_pictures(
 
 
 def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame, else plus .mp4; returns the path written.
-
-    A picture has no sound.
-    """
+    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame (without sound), else .mp4; returns that path."""
     if len(video) > 1:
         target = path.with_name(f"{path.name}.mp4")
         write_video(target, video, fps or 8.0, sound)

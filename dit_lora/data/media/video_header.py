@@ -99,5 +99,4 @@ def count_visible_frames(stream: av.VideoStream) -> int | None:
     if not stream.frames:
         return None
     # An edit list marks the index entries of hidden frames as discarded.
-    hidden = sum(entry.is_discard for entry in stream.index_entries)
-    return stream.frames - hidden
+    return stream.frames - sum(entry.is_discard for entry in stream.index_entries)

@@ -17,9 +17,8 @@ from dit_lora.errors import DitLoraError
 def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted: bool) -> Scan:
     """Add to clips of a folder their files in `reference_folders` and `mask_folder`, and masks from `alpha_mask`.
 
-    A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for
-    any clip. With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an
-    error too.
+    A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for any clip.
+    With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an error too.
     """
     # A folder inside the root would be read as samples itself.
     root = Path(source.path).expanduser() if is_unlisted else None

@@ -39,6 +39,5 @@ def set_value(line: str, key: str, value: str) -> str:
 
 
 def _skip_space(line: str, position: int) -> int:
-    """Position of the next character that is not white space."""
     match = _WHITESPACE.match(line, position)
     return position if match is None else match.end()

@@ -39,8 +39,7 @@ def suggest_encoding(error: Exception) -> str:
     if not isinstance(error, UnicodeDecodeError):
         return ""
     # UTF-16 files usually begin with a byte order mark.
-    start = error.object[:2]
-    encoding = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
+    encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
     command = f"iconv -f {encoding.replace('Windows-', 'CP')} -t UTF-8 OLD > NEW"
     return f"; it is probably {encoding}: save it as UTF-8, for example with {command}"
 

@@ -98,8 +98,7 @@ class SampleCollector:
         elif caption is None:
             fault = missing_caption_fault
         else:
-            kind = type(caption).__name__
-            fault = ("caption_not_text", f"its caption is of type {kind}, not text")
+            fault = ("caption_not_text", f"its caption is of type {type(caption).__name__}, not text")
         if fault is not None:
             self.add_problem(id, *fault)
         # Store refused clips too, so that a second one with the same id is noticed; `to_scan` leaves them out.
@@ -134,8 +133,7 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
         return references, None
-    message = f"its reference {empty + 1} is empty, and there are others behind it"
-    return references, (f"{REFERENCE}_missing", message)
+    return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and there are others behind it")
 
 
 def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:

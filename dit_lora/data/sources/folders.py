@@ -27,8 +27,7 @@ _LIST_LAYOUTS = (*TABLE_NAMES, _PAIRED)
 def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
     """Read the clips of a folder, in the first layout that matches, in the order of `_read_layout`.
 
-    Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or
-    empty.
+    Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or empty.
     """
     if source.generate is not None:
         if source.reference_columns or source.reference_folders or source.has_masks:
@@ -137,7 +136,6 @@ def _read_media_only(listing: Listing, source: SourceConfig) -> Scan:
 
 
 def _collect_broken_links(listing: Listing, caption: str | None = None) -> SampleCollector:
-    """A `SampleCollector` with the listing's broken links as problems."""
     gathered = SampleCollector(caption)
     for name in listing.media if listing.broken_links else ():
         if name in listing.broken_links:

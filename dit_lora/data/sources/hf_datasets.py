@@ -197,7 +197,6 @@ def _collect_extra_files(
 
 
 def _load_dataset(path: str) -> Any:
-    """Load a dataset from a folder or the Hub, and choose its split."""
     try:
         # Imported here, because the package is optional.
         import datasets
@@ -367,8 +366,7 @@ class _Column:
             suffix = detect_suffix(head_bytes)
             if suffix is None:
                 message = f"its bytes are no video or image of a format known here: {head_bytes[:8]!r} ..."
-                fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
-                return _Cell("", None, fault)
+                return _Cell("", None, ("not_media", message) if size else ("empty_file", "it has no bytes"))
         number = "" if list_index is None else f".{list_index}"
         cell = DatasetCell(
             f"{self.path}:{self.name}/{row:08d}{number}{suffix}",
@@ -412,8 +410,7 @@ def _iter_list_cells(path: str, rows: Any, name: str, is_from_hub: bool) -> Iter
             content = cell["bytes"]
             # The bytes are not copied from their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
-            file = cell["path"].as_py()
-            list_cells.append(column.read_cell(row, size, file, partial(_read_head, content), number))
+            list_cells.append(column.read_cell(row, size, cell["path"].as_py(), partial(_read_head, content), number))
         yield list_cells
 
 
@@ -444,5 +441,4 @@ def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
         caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
         if all(resolve_below(Path(cache), name) is None for cache in caches):
             return _Cell(suffix, media, ("unsafe_path", f"{name} is none of the files that were downloaded with it"))
-    fault = None if media.exists() else ("missing", f"no such file: {name}")
-    return _Cell(suffix, media, fault)
+    return _Cell(suffix, media, None if media.exists() else ("missing", f"no such file: {name}"))

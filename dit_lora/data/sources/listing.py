@@ -60,7 +60,7 @@ class Listing:
             return False
 
     def _walk_files(self, folder: str, prefix: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
-        """Yield the relative paths of all files below a folder; `parent_paths` are the real paths of it and its parents."""
+        """Yield the relative paths of all files below a folder; `parent_paths`: real paths of it and its parents."""
         if len(parent_paths) > MAX_FOLDER_DEPTH:
             raise DitLoraError(
                 f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} folders within one another; "

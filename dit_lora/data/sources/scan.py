@@ -58,14 +58,12 @@ def find_class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
     if uncaptioned:
         remaining = data.model_copy(update={"sources": uncaptioned}) if data.sources else data
         # With `data.rejects: skip`, faulty samples are left out instead of stopping the run.
-        skips = data.rejects == "skip"
-        clips = scan_sources(remaining, cache).clips if skips else read_clips(remaining, cache)
+        clips = scan_sources(remaining, cache).clips if data.rejects == "skip" else read_clips(remaining, cache)
         names |= {clip.caption for clip in clips}
     return sorted(names)
 
 
 def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
-    """Read one source with the reader for its kind."""
     root = Path(source.path).expanduser()
     is_dataset = is_saved_dataset(root) or get_dataset_hub_name(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
@@ -93,8 +91,7 @@ def read_all_sources(
             location = f"data.sources[{number}]" if data.sources else "data.path"
             faults.append(f"{location}: {error}")
     if faults:
-        message = format_list("these sources cannot be read", faults)
-        raise DitLoraError(faults[0] if len(faults) == 1 else message)
+        raise DitLoraError(faults[0] if len(faults) == 1 else format_list("these sources cannot be read", faults))
     if not data.sources:
         return results[0]
     # A weight is relative to the other sources, so it is applied once all of them are read.

@@ -213,8 +213,7 @@ def _read_jsonl(path: Path, collector: SampleCollector) -> _TableRows:
         else:
             collector.add_problem(f"{path.name} line {number}", "unreadable", fault)
     # Rows may have different keys; a column is any key of any row.
-    columns = dict.fromkeys(key for record in records for key in record)
-    return list(columns), lambda wanted: records
+    return list(dict.fromkeys(key for record in records for key in record)), lambda wanted: records
 
 
 def _read_csv(path: Path, collector: SampleCollector) -> _TableRows:

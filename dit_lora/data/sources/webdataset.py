@@ -133,7 +133,6 @@ def _load_or_build_index(path: Path, stream: BinaryIO, memo_folder: Path | None)
 
 
 def _build_index(stream: BinaryIO, size: int) -> _TarIndex:
-    """Read the index of a tar from the headers of its members."""
     index, rejected_keys = _TarIndex(), set()
     if stream.read(8).startswith(_PACKED_MAGIC):
         message = "a compressed tar cannot be read in place; decompress it, for example with gunzip"
@@ -273,7 +272,15 @@ class _SampleAdder:
             text = self.stream.read(size).decode("utf-8-sig")
             if captions[0] != "json":
                 return " ".join(text.split()), ("", "")
-            return _choose_caption(parse_json(text), get_caption_columns(self.source))
+            record = parse_json(text)
+            if not isinstance(record, dict):
+                return None, ("caption_not_text", "its .json is not an object")
+            columns = get_caption_columns(self.source)
+            for name in columns:
+                if name in record:
+                    return record[name], ("caption_missing", f"its .json has null for {name}")
+            keys = ", ".join(map(str, record))
+            return None, ("caption_missing", f"its .json has no {' or '.join(columns)}; it has {keys}")
         # This includes UnicodeDecodeError.
         except ValueError as error:
             return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{suggest_encoding(error)}")
@@ -345,14 +352,3 @@ def _get_reference_number(middle: str) -> int:
 def _get_suffix(extension: str) -> str:
     """Suffix of an extension that may have several parts."""
     return f".{extension.rpartition('.')[2]}"
-
-
-def _choose_caption(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:
-    """The caption in a record, or None with the code and message of the fault."""
-    if not isinstance(record, dict):
-        return None, ("caption_not_text", "its .json is not an object")
-    for name in columns:
-        if name in record:
-            return record[name], ("caption_missing", f"its .json has null for {name}")
-    message = f"its .json has no {' or '.join(columns)}; it has {', '.join(map(str, record))}"
-    return None, ("caption_missing", message)
