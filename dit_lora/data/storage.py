@@ -75,17 +75,19 @@ def read_with_retry(read: Callable[[], T], folder: Path) -> T:
             result = read()
         except OSError as error:
             now = time.monotonic()
+            location, problem = _describe_location(error, folder)
             # First failure inside `wait_for_storage`: start the clock and announce the wait.
             if first_failure_s is None and _max_wait_s:
                 first_failure_s = now
                 # Another worker may have announced the wait already.
                 if not _WAIT_FLAG[0]:
                     _WAIT_FLAG[0] = 1
-                    location, problem = _describe_location(error, folder)
                     _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
             # Outside a run, or after the longest wait: give up.
             elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
-                raise UnreadableError(_format_error(error, folder)) from error
+                waited = f"waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that"
+                advice = f"; {waited}, make it readable again" if _max_wait_s else ""
+                raise UnreadableError(f"cannot read {problem}{advice}") from error
             time.sleep(_POLL_S)
             continue
         # Announce the end of the wait, unless another worker has done so.
@@ -115,16 +117,6 @@ def _describe_location(error: OSError, folder: Path) -> tuple[str, str]:
     if not isinstance(error.filename, str):
         return str(folder), reason
     return str(Path(error.filename).parent), f"{error.filename}: {reason}"
-
-
-def _format_error(error: OSError, folder: Path) -> str:
-    location, problem = _describe_location(error, folder)
-    if not _max_wait_s:
-        return f"cannot read {problem}"
-    return (
-        f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that, "
-        "make it readable again"
-    )
 
 
 def _print_line(line: str) -> None:

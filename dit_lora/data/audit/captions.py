@@ -94,11 +94,11 @@ def _find_truncated_captions(
 ) -> dict[str, list[Finding]]:
     """Findings by caption that quote the text which the encoder would cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
+    findings: dict[str, list[Finding]] = {}
     if tokenizer is None:
         # Without a tokenizer, count words: each word is at least one token, so a caption above the limit is certainly
         # too long.
         limit = max_tokens or MAX_ENCODER_TOKENS
-        findings: dict[str, list[Finding]] = {}
         for caption in captions:
             caption_words = caption.split()
             if len(caption_words) > limit:
@@ -111,19 +111,15 @@ def _find_truncated_captions(
     long = [caption for caption in captions if lengths[caption] > max_tokens]
     # `ids` have no special tokens, so their share of the limit is subtracted.
     num_text_tokens = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
-    return {
-        caption: [
-            _report_truncation(f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:]))
-        ]
-        for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True)
-    }
+    for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True):
+        cut_text = tokenizer.decode(ids[num_text_tokens:])
+        findings[caption] = [_report_truncation(f"{lengths[caption]:,} tokens", max_tokens, cut_text)]
+    return findings
 
 
 def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
-    message = (
-        f"its caption has {length} and the text encoder reads {limit} tokens at most; "
-        f"cut off is {quote_start(cut_text)}"
-    )
+    quote = quote_start(cut_text)
+    message = f"its caption has {length} and the text encoder reads {limit} tokens at most; cut off is {quote}"
     return Finding("caption_long", message, "warn", "shorten it, or put what matters first")
 
 
@@ -156,13 +152,11 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
 
 
 def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
-    """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any.
-
-    It matches only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new
-    lines, and a CLIP tokenizer pads with `!`; these are ordinary text.
-    """
+    """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any."""
     if tokenizer is None:
         return None
+    # Only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new lines, and a CLIP
+    # tokenizer pads with `!`; these are ordinary text.
     tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
     # The longest come first: an alternation takes the first match, which could be a prefix of a longer token.
     marked = [

@@ -78,10 +78,7 @@ def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
 
 
 def _extract_detail(pictures: np.ndarray) -> np.ndarray:
-    """Pictures without structures larger than 7 pixels, float (N, H, W).
-
-    Large structures, such as a bright sky over dark ground, correlate between any two scenes.
-    """
+    """Pictures without structures larger than 7 pixels, float (N, H, W); these correlate between any two scenes."""
     # Odd reflection continues a gradient beyond the edge, so that subtracting the mean removes it there too.
     padded = np.pad(pictures.astype(np.float32), ((0, 0), (3, 3), (3, 3)), mode="reflect", reflect_type="odd")
     # (N, H, W, 7, 7) to the mean of each pixel's 7 x 7 neighbourhood, (N, H, W).

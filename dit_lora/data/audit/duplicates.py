@@ -45,7 +45,6 @@ def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Findi
         groups.setdefault(len(signature.hashes), []).append(file)
     findings = {}
     for files in groups.values():
-        # Only later files get a finding, so one clip of each group of duplicates remains.
         for file, before in _match_earlier_files(files, [signatures[file] for file in files]).items():
             remedy = "remove the worse of the two"
             findings[file] = Finding("near_duplicate_clip", f"it looks like {before}", "warn", remedy)

@@ -37,15 +37,12 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
     # Decoding a large image takes long, so report progress before measuring it.
     heartbeat()
     # BOX averages each area, so that the measures describe all pixels.
-    pictures, small = (PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX))
+    pictures, small = PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX)
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image is one frame at 0 s that lasts 0 s.
-    facts |= {
-        "frames": 1,
-        **pictures.compute_facts([0.0, 0.0]),
-        "outlines": [Outline.from_picture(np.asarray(small)).text],
-    }
+    facts |= {"frames": 1, **pictures.compute_facts([0.0, 0.0])}
+    facts["outlines"] = [Outline.from_picture(np.asarray(small)).text]
     picture.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
     return [], facts, encode_jpeg([np.asarray(picture)])
 

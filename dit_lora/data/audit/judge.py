@@ -210,10 +210,8 @@ def _check_timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield make_warning("variable_frame_rate", message, "encode it anew")
     elif facts["irregular"] > _MAX_IRREGULAR_SHARE:
         low, high = facts["shortest_interval"], facts["longest_interval"]
-        message = (
-            f"{facts['irregular']:.0%} of its frames last longer or shorter than is usual in it: "
-            f"from {1000 * low:.0f} to {1000 * high:.0f} ms"
-        )
+        share, interval = f"{facts['irregular']:.0%}", f"{1000 * low:.0f} to {1000 * high:.0f} ms"
+        message = f"{share} of its frames last longer or shorter than is usual in it: from {interval}"
         remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
         yield make_warning("variable_frame_rate", message, remedy)
 
@@ -225,7 +223,6 @@ def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator
     if facts["black_share"] == 1 and facts["luma_max"] <= _MAX_BLACK_LEVEL:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
-    # One colour: hardly any difference in any channel and in luma.
     if facts["levels"] <= _MAX_CONSTANT_RANGE >= facts["luma_max"] - facts["luma_min"]:
         yield Finding("constant", f"one colour in every pixel (luma {facts['luma_mean']:.0f})", "reject", "remove it")
         return
@@ -284,7 +281,6 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
         if placement.code != "too_short":
             yield make_warning(placement.code, f"it is left out: {placement.words}", "add a bucket of its shape")
         return
-    # The clip has a bucket, but may still be enlarged or cropped, which costs quality.
     size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"
     if placement.upscale > MAX_UPSCALE:
         message = f"{size}: it is enlarged {placement.upscale:.2f} times"
@@ -297,15 +293,10 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
 def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placement | DroppedClip:
     """Bucket of a clip according to its measurements, or the reason why it has none."""
     height, width = display_size(facts)
-    header = VideoHeader(
-        fps=facts.get("fps"),
-        seconds=facts.get("seconds"),
-        frames=facts["frames"],
-        height=round(height),
-        width=round(width),
-        # Only videos have a duration among their facts.
-        is_image="seconds" not in facts,
-    )
+    fps, seconds = facts.get("fps"), facts.get("seconds")
+    # Only videos have a duration among their facts.
+    is_picture = "seconds" not in facts
+    header = VideoHeader(fps, seconds, facts["frames"], round(height), round(width), is_image=is_picture)
     return choose_bucket(header, requirements.shapes, requirements.data)
 
 

@@ -16,7 +16,7 @@ SMALL_SIDE = 48
 """Side of the small pictures, in pixels."""
 
 # Weights of red, green and blue (ITU-R BT.601).
-_LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
+LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
 # Number of pictures that are measured at once.
 _BATCH_SIZE = 64
 
@@ -67,7 +67,7 @@ class PictureMeasures:
         self._pending.clear()
         count = len(rgb)
         # (N, 48, 48, 3) to (N, 48, 48).
-        luma = rgb.astype(np.float32) @ _LUMA_WEIGHTS
+        luma = rgb.astype(np.float32) @ LUMA_WEIGHTS
         half, cell = SMALL_SIDE // 2, SMALL_SIDE // GRID_SIDE
         # (N, 48, 48, 3) to mean colours of GRID x GRID areas, (N, GRID, GRID, 3).
         blocks = rgb.reshape(count, GRID_SIDE, cell, GRID_SIDE, cell, 3).mean((2, 4))
@@ -91,15 +91,12 @@ class PictureMeasures:
         self._still_flags += [self._matches_run_start(picture) for picture in rgb.astype(np.int16)]
 
     def _matches_run_start(self, picture: np.ndarray) -> bool:
-        """Whether a picture still shows the picture that began the current run.
-
-        It is not compared with the previous one, because slow motion would then count as standing still.
-        """
+        """Whether a picture still shows the picture that began the current run."""
+        # Not the previous picture, because slow motion would then count as standing still.
         if self._run_start is not None:
             difference = np.abs(picture - self._run_start)
             if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
                 return True
-        # The picture changed, so it begins a new run.
         self._run_start = picture
         return False
 
@@ -108,7 +105,6 @@ class PictureMeasures:
         self._measure_pending()
         measured = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         change, grey = measured["change"], measured["grey"]
-        # True for each picture in which at least 98% of the areas are dark, (N,).
         black = 1 - measured["lit"] >= _MIN_BLACK_SHARE
         still = np.array(self._still_flags)
         # Share of the pixels at or below each level, (256,); a small share at either end is ignored.

@@ -45,13 +45,9 @@ class AuditMemo:
         if not line:
             return None
         record = parse_json(line)
-        thumbnail = record["thumbnail"]
-        return ProbedFile(
-            tuple(Finding(**fault) for fault in record["faults"]),
-            record["facts"],
-            base64.b64decode(thumbnail) if thumbnail else None,
-            record["broke"],
-        )
+        faults = tuple(Finding(**fault) for fault in record["faults"])
+        thumbnail = base64.b64decode(record["thumbnail"]) if record["thumbnail"] else None
+        return ProbedFile(faults, record["facts"], thumbnail, record["broke"])
 
     def store(self, media: Media | LossMask, digest: str, probed_file: ProbedFile) -> None:
         """Store a probe; the memo is saved every `_SAVE_INTERVAL_S` seconds."""

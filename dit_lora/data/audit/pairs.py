@@ -77,15 +77,12 @@ def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[F
     findings: dict[str, list[Finding]] = {}
     count = _find_max_references(samples)
     for number, by_file in _group_likenesses(samples).items():
-        # In a set of subjects placed in other scenes, a dissimilar pair is normal.
         if _compute_similar_share(by_file) < _MOST_ALIKE:
             continue
         for file, value in by_file.items():
             if value < UNLIKE:
-                message = (
-                    f"{_format_reference(number, count)} has nothing in common with it (likeness {value:.2f}), "
-                    "as most others have"
-                )
+                name = _format_reference(number, count)
+                message = f"{name} has nothing in common with it (likeness {value:.2f}), as most others have"
                 remedy = "look whether it belongs to another sample"
                 findings.setdefault(file, []).append(make_warning("reference_unlike", message, remedy))
     return findings

@@ -141,7 +141,19 @@ def _audit_clips(
     by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
     for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
         by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
-    return [_add_thumbnails(clip, by_id[clip.id], probes) for clip in clips]
+    result = []
+    for clip in clips:
+        sample = by_id[clip.id]
+        # Thumbnails are kept only where the report shows them: a large set would fill the memory.
+        if sample.verdict != "ok" or clip.references or clip.mask is not None:
+            sample = replace(
+                sample,
+                thumbnail=probes[clip.media].thumbnail,
+                references=tuple(probes[reference].thumbnail for reference in clip.references),
+                mask=probes[clip.mask].thumbnail if clip.mask else None,
+            )
+        result.append(sample)
+    return result
 
 
 def _compare_samples(
@@ -167,18 +179,6 @@ def _compare_samples(
     for file, finding in {**exact, **find_near_duplicates(signatures)}.items():
         findings.setdefault(file, []).append(finding)
     return findings
-
-
-def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> AuditedSample:
-    if sample.verdict == "ok" and not clip.references and clip.mask is None:
-        return sample
-    # Thumbnails are kept only where the report shows them: a large set would fill the memory.
-    return replace(
-        sample,
-        thumbnail=probes[clip.media].thumbnail,
-        references=tuple(probes[reference].thumbnail for reference in clip.references),
-        mask=probes[clip.mask].thumbnail if clip.mask else None,
-    )
 
 
 def _audit_clip(

@@ -20,7 +20,6 @@ from dit_lora.data.media.video_header import count_visible_frames, read_containe
 
 _MAX_SAMPLES = 8
 """Number of sampled frames at which every other one is dropped and the sampling stride doubles."""
-# Number of frames in a thumbnail.
 _THUMBNAIL_FRAMES = 4
 # Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
 _MAX_THUMBNAIL_HEIGHT = 142

@@ -68,7 +68,6 @@ def list_buckets(
     Raises:
         DitLoraError: No shape is left.
     """
-    # Without buckets, the recipe has exactly one shape.
     if data.buckets is None:
         shapes = {VideoShape.from_data(data)}
     else:
@@ -90,7 +89,6 @@ def list_buckets(
     if len(refused) == len(shapes):
         raise DitLoraError(format_list("no shape of data can be trained (frames x height x width)", lines))
     if refused:
-        # Some shapes remain, so leave out the others with a message.
         say(format_list("buckets that cannot be trained are left out", lines))
     return tuple(sorted(shapes - refused.keys()))
 
@@ -222,7 +220,6 @@ def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: 
     crop, upscale, best = best_by_level[level]
     if allowed:
         return Placement(best, _list_window_starts(header, best.frames, data), crop, upscale, header)
-    # Nothing is allowed: say which limit the best shape exceeds.
     size = f"its picture of {header.width}x{header.height}"
     if crop > max_crop:
         message = f"{best} would lose {crop:.0%} of {size}; data.buckets.max_crop is {max_crop:g}"

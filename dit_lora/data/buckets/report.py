@@ -84,19 +84,12 @@ class BucketReport:
     def format_lines(self) -> list[str]:
         """Lines for a terminal: a table of the buckets in use, the clips that are left out, and the advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
-        table += [
-            (
-                str(row.shape),
-                str(row.clips),
-                str(row.samples),
-                f"{row.share:.1%}",
-                f"{row.mean_crop:.0%} / {row.worst_crop:.0%}",
-                str(row.upscaled),
-            )
-            for row in self.rows
+        for row in self.rows:
             # Unused buckets are mentioned in the advice, and would only lengthen the table.
-            if row.clips
-        ]
+            if row.clips:
+                crop = f"{row.mean_crop:.0%} / {row.worst_crop:.0%}"
+                cells = (str(row.shape), str(row.clips), str(row.samples), f"{row.share:.1%}", crop, str(row.upscaled))
+                table.append(cells)
         # Columns are right-aligned to their widest cell.
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
@@ -203,7 +196,6 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
     cropped_clips = [clip for clip in placed if clip.crop > HEAVY_CROP]
     if cropped_clips and len(cropped_clips) >= MIN_ADVICE_SHARE * total:
         common = Counter(_format_ratio(clip.header) for clip in cropped_clips)
-        # The most frequent aspect ratio among the heavily cropped clips.
         (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
         advice.append(
             f"{_format_share(len(cropped_clips), total)} lose more than {HEAVY_CROP:.0%} of their picture; "

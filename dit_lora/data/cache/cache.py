@@ -229,10 +229,7 @@ class TensorCache:
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
-        """The tensors, and True if they are unchanged since they were written.
-
-        Raises `ShardError` if the entry is damaged, `OSError` if its shard cannot be reached or read.
-        """
+        """The tensors, and whether they are unchanged. Raises `ShardError` (damaged) or `OSError` (unreachable)."""
         # Three ways to look the entry up, each more expensive: another process may have replaced or removed the shard.
         for look in (self._find_entry, self._find_current_entry, self._refresh_and_find_entry):
             entry = look(key)

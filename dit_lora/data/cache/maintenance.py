@@ -167,7 +167,6 @@ def compute_stats(cache: TensorCache) -> CacheStats:
                 total.duplicates += 1
             else:
                 keys.add(entry.key)
-                # Entries with the same names, dtypes and shapes are counted together.
                 kind = ", ".join(
                     f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
                     for name, dtype, shape in entry.layout.tensors
@@ -231,7 +230,6 @@ class _PruneState:
             # If all entries of a shard stay, the shard stays too.
             if kept_entries and len(kept_entries) == len(header.entries):
                 continue
-            # The shard is replaced: its remaining entries are collected for a new one.
             self.source_shards.append(path)
             for entry in kept_entries:
                 data, problem = _read_entry(entry)

@@ -231,11 +231,8 @@ def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
         metadata[entry.key] = f"{entry.digest.hex()} {json.dumps([entry.sample, unshared], sort_keys=True)}"
         for name, dtype, shape in entry.layout.tensors:
             begin, end = entry.layout.bounds[name]
-            header[f"{entry.key}/{name}"] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [start + begin, start + end],
-            }
+            offsets = [start + begin, start + end]
+            header[f"{entry.key}/{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         start += entry.layout.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     # Pad to 8 bytes, as safetensors does.

@@ -68,7 +68,6 @@ class _AnnotationFile:
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
         if not self._conversations.usable:
-            # Nothing can be used: show the first problem as an example.
             problem = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
@@ -103,17 +102,11 @@ class _AnnotationFile:
         if earlier != sample_id:
             self._add_problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
             return
+        # The same system text occurs in many records, so keep only one copy.
+        system = sys.intern(sample.system)
         self._conversations.usable.append(
             Conversation(
-                sample_id,
-                sample.kind,
-                media,
-                sample.turns,
-                sample.is_independent,
-                # The same system text occurs in many records, so keep only one copy.
-                sys.intern(sample.system),
-                sample.start,
-                sample.end,
+                sample_id, sample.kind, media, sample.turns, sample.is_independent, system, sample.start, sample.end
             )
         )
 

@@ -119,7 +119,6 @@ class _ListReader:
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Line and column in the file of a position in the text."""
-        # Line breaks between the start of the text in memory and the position.
         breaks = self._text.count("\n", 0, position)
         if not breaks:
             return self._line, self._column + position

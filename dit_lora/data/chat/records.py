@@ -54,7 +54,6 @@ def parse_record(record: object) -> ChatRecord:
         sample.add_fault("record_type", f"it is of type {_type_name(record)}, not an object")
         return sample
     media = list(_iter_media(record, sample))
-    # The keys decide the format: VideoChat2, or messages with roles.
     if "QA" in record:
         _read_qa(record["QA"], sample)
         sample.is_independent = True
@@ -74,7 +73,6 @@ def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple
     """Yield the media that the record names under its own keys, with their kind."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
-        # A key may hold one name or a list of names.
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and name.strip():
                 yield kind, name
@@ -114,7 +112,6 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
         missing_keys = [key for key in ("q", "a") if turn.get(key) is None]
         if missing_keys:
             sample.add_fault("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
-        # The instruction `i` is optional.
         texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
@@ -208,7 +205,6 @@ class _MessageReader:
             message = f"the content of {location} is of type {_type_name(content)}, neither text nor parts"
             self._sample.add_fault("record_type", message)
             return ""
-        # A message's content may be a list of parts: texts, images and videos.
         texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -230,7 +226,6 @@ class _MessageReader:
         """Remove the placeholders for media from a question, and note their positions."""
         if role != "user":
             return text
-        # One entry per placeholder, with the number of the turn that it is in.
         self._placeholder_turns += [len(self._turns)] * len(_MEDIA_PLACEHOLDER.findall(text))
         return _MEDIA_PLACEHOLDER.sub("", text)
 
@@ -260,7 +255,6 @@ class _MessageReader:
 
 
 def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
-    # Both bounds are optional: without them, the sample is about the whole video.
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
         return
@@ -287,10 +281,8 @@ def _check_texts(sample: ChatRecord) -> None:
         sample.add_fault("caption_not_text", message)
     reserved = _RESERVED_MARKERS.findall(text)
     if reserved:
-        message = (
-            f"its text holds {', '.join(dict.fromkeys(reserved))}, which prompts use for turns and media; "
-            "write it otherwise"
-        )
+        markers = ", ".join(dict.fromkeys(reserved))
+        message = f"its text holds {markers}, which prompts use for turns and media; write it otherwise"
         sample.add_fault("caption_reserved_token", message)
     # Without media, an empty question leaves nothing that the answer could refer to.
     first_turn = sample.turns[0] if sample.turns else None

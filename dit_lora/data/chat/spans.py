@@ -60,11 +60,8 @@ def tokenize_spans(
 
 
 def _find_owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
-    """Index of the span that a token with these characters belongs to.
-
-    Byte-level tokenizers may omit white space from the reported characters: a token without characters belongs
-    to those before it.
-    """
+    """Index of the span that a token with these characters belongs to."""
+    # Byte-level tokenizers may omit white space: a token without characters belongs to those before it.
     # The span of the token's last character, and below that of its first.
     end_span = bisect_right(ends, max(stop - 1, 0))
     start_span = min(bisect_right(ends, start), end_span)

@@ -65,7 +65,14 @@ def render_template(
     # Do not add a second beginning-of-text token if the template writes one.
     has_bos = isinstance(bos, str) and text.startswith(bos)
     rendered = RenderedConversation(tuple(tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)))
-    _check_stray_media(rendered, tokenizer)
+    # The model counts media tokens per media file. Only tokens that were added to the vocabulary are checked: a
+    # timestamp's digits are ordinary text.
+    added = set(tokenizer.added_tokens_decoder)
+    media_ids = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
+    stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media_ids
+    if stray:
+        names = ", ".join(str(tokenizer.added_tokens_decoder[token]) for token in sorted(stray))
+        raise DitLoraError(f"the text holds the media's own tokens: {names}; remove them from it")
     return rendered
 
 
@@ -79,12 +86,18 @@ def _build_spans(
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
-        # Media are in the first question only.
         messages.append(_make_message("user", question, conversation.kind if index == 0 else "text"))
         # At inference the model sees this text before an answer, so the answer is the text after it.
         prompt = _apply_template(template, messages, add_generation_prompt=True)
         # Only the text that this turn adds; earlier text is in `spans` already.
-        spans += _split_question(_remove_prefix(text_so_far, prompt, "an earlier turn"), question)
+        added = _remove_prefix(text_so_far, prompt, "an earlier turn")
+        # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
+        position = added.rfind(question) if question else -1
+        if position < 0:
+            spans.append(Span(added, "fixed"))
+        else:
+            after = position + len(question)
+            spans += [Span(added[:position], "fixed"), Span(question, "question"), Span(added[after:], "fixed")]
         if not index and system.strip() not in prompt:
             raise DitLoraError(
                 "the chat template leaves out the system text; set chat.system and `system` of the samples to "
@@ -114,7 +127,6 @@ def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, a
 def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
     """The part of `text` after `prefix`, which must be a prefix of it."""
     if not text.startswith(prefix):
-        # Position of the first difference.
         start = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
         raise DitLoraError(
             f"the chat template changes {changed_part} once more is said, so training would not see what inference "
@@ -158,16 +170,6 @@ def _make_message(role: str, text: str, kind: str = "text") -> Message:
     return {"role": role, "content": content}
 
 
-def _split_question(prompt: str, question: str) -> list[Span]:
-    """Spans of a prompt, with the question as a separate one."""
-    # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
-    position = prompt.rfind(question) if question else -1
-    if position < 0:
-        return [Span(prompt, "fixed")]
-    after = position + len(question)
-    return [Span(prompt[:position], "fixed"), Span(question, "question"), Span(prompt[after:], "fixed")]
-
-
 def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
     if media is None:
         return list(spans)
@@ -185,14 +187,3 @@ def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[
         if placeholder:
             expanded += [Span(media.expansion, "media"), Span(after, span.part)]
     return expanded
-
-
-def _check_stray_media(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `DitLoraError` if media tokens occur in other text: the model counts them per media file."""
-    # Only tokens that were added to the vocabulary: a timestamp's digits are ordinary text.
-    added = set(tokenizer.added_tokens_decoder)
-    media = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
-    stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media
-    if stray:
-        names = ", ".join(str(tokenizer.added_tokens_decoder[token]) for token in sorted(stray))
-        raise DitLoraError(f"the text holds the media's own tokens: {names}; remove them from it")

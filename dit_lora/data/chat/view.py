@@ -140,6 +140,5 @@ class _TokenDecoder:
 
 def _escape_invisible(text: str) -> str:
     """The text with visible signs for line breaks and other invisible characters."""
-    # Control characters are shown as signs, so that they have no effect on the terminal.
     signs = {"\n": "↵", "\t": "→"}
     return "".join(signs.get(character, character if character.isprintable() else "\ufffd") for character in text)

@@ -138,7 +138,6 @@ class EncodedClips:
     def read(self, entry: Entry, text_key: str, sample_seed: int) -> "Batch":
         """Read one sample as a batch of one; `faults` has a message if something is wrong with it."""
         spec = self.video_specs[entry.shape]
-        # The draw decides whether the clip is mirrored.
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
         is_empty = text_key == self.empty_text_key
         text, text_fault = self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
@@ -195,7 +194,6 @@ class CachedClips(EncodedClips):
         """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
-        # The clip's entry and its mirrored one, each with the shapes of its bucket.
         keys = {
             key: self.video_specs[entry.shape] for entry in bad for key in (entry.video_key, entry.mirror_key) if key
         }

@@ -154,7 +154,6 @@ class Order:
             return np.empty((0, 3), np.int64)
         members = np.flatnonzero(self._bucket_indices == bucket)
         parts, missing = [], length
-        # Go back epoch by epoch until enough draws are collected.
         while missing > 0:
             epoch -= 1
             draws = self._list_draws(epoch, members)
@@ -164,7 +163,6 @@ class Order:
             if not len(draws):
                 until = self._count_draws_before(epoch)[bucket]
                 epoch = bisect_left(range(epoch), until, key=lambda earlier: self._count_draws_before(earlier)[bucket])
-        # The oldest epoch comes first.
         return np.concatenate(parts[::-1])[-length:]
 
     def _list_draws(self, epoch: int, members: np.ndarray) -> np.ndarray:
@@ -201,8 +199,7 @@ class Order:
 class _Copies:
     """How often each sample comes: `num_whole` times in each epoch, and once more in a `extra_share` of the epochs.
 
-    The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that they can be counted
-    by a formula.
+    The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that a formula counts them.
     """
 
     num_whole: np.ndarray

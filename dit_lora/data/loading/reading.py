@@ -52,7 +52,6 @@ class Reader(Generic[T]):
 
         Raises `UnreadableError` if the first micro-batch cannot be read.
         """
-        # Do not read from a stream that has failed.
         if not self._failure:
             try:
                 self._last_batch = self._read()

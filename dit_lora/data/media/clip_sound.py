@@ -168,12 +168,11 @@ class _SoundReader:
                     seconds = end_s
                 else:
                     seconds = frame.time - self._first_picture_s
-                length = frame.samples / frame.sample_rate
                 # Without a gap, use the end of the previous frame: it is more exact than a rounded time stamp.
                 jumps = end_s is None or abs(seconds - end_s) > _MIN_GAP_S
                 if not jumps and end_s is not None:
                     seconds = end_s
-                end_s = seconds + length
+                end_s = seconds + frame.samples / frame.sample_rate
                 yield _TimedFrame(frame, seconds, end_s, jumps)
 
 
@@ -189,7 +188,6 @@ _LAST_READER = _LastReader()
 def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
     """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
     reading, _LAST_READER.reader = _LAST_READER.reader, None
-    # Another file, or an earlier window: begin again.
     if reading is None or not reading.can_continue(media, start, end):
         reading = _SoundReader(media)
     result = reading.read_pieces(start, end)

@@ -23,10 +23,7 @@ from dit_lora.data.media.video_header import decode_first_frame, find_video_stre
 _MAX_THREADS = 4
 """Maximum number of decoder threads: each decodes one frame ahead, which is wasted at the end."""
 _MIN_LAST_FRAME_S = 1.0
-"""Minimum time after its start for which the last frame is used, in seconds, if times come from the file's length.
-
-The stated length may be that of the sound, which may be longer than the pictures.
-"""
+"""Minimum seconds for which the last frame is used: the stated length may be that of the sound, which is longer."""
 
 # PyAV's class is generic only for type checkers.
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"
@@ -131,7 +128,6 @@ def iter_nearest_frames(
         # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if should_seek and target_times.start > 0 and not guessed:
-            # Seek only if there is something to skip.
             chosen = target_times.decode_from_key_frames(container, stream)
         else:
             chosen = _pick_nearest(_iter_timed(container.decode(stream)), target_times)

@@ -74,7 +74,6 @@ def has_late_metadata(stream: BinaryIO) -> bool:
     for kind, _ in _iter_chunks(stream):
         if is_late and kind in _METADATA_CHUNKS:
             return True
-        # Everything behind the first IDAT chunk is late.
         is_late = is_late or kind == b"IDAT"
     return False
 

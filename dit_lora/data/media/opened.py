@@ -23,15 +23,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 
 MAX_PIXELS = 2 * 89_478_485
-"""Maximum number of pixels of a picture or video frame.
-
-Pillow treats a larger image as a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`).
-"""
+"""Maximum pixels of a picture or frame; Pillow refuses larger ones as bombs (twice `Image.MAX_IMAGE_PIXELS`)."""
 MAX_FRAMES = 1_000_000
-"""Maximum number of frames of one video: eleven hours at 25 fps.
-
-A file of a few megabytes can claim more frames than can be decoded in a day.
-"""
+"""Maximum frames of a video, eleven hours at 25 fps; a few megabytes can claim more than a day can decode."""
 
 # Formats whose files are self-contained. FFmpeg's other formats may be texts that name other things to open:
 # playlists (HLS, DASH, concat), session descriptions (SDP), file name patterns, filter graphs, devices.

@@ -19,21 +19,9 @@ from dit_lora.data.media.opened import open_picture
 
 # Exceptions that Pillow's readers raise for damaged files.
 DECODE_ERRORS = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ArithmeticError,
-    AttributeError,
-    MemoryError,
-    # Raised by AVIF's decoder.
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, ArithmeticError, AttributeError),
+    # AVIF's decoder raises `RuntimeError`.
+    *(MemoryError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 
 ORIENTATION_TAG = 0x0112
@@ -99,7 +87,6 @@ def read_image_size(media: Media) -> tuple[int, int]:
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
         is_turned = orientation in _SIDEWAYS_ORIENTATIONS and tags.get(ORIENTATION_TAG) not in _SIDEWAYS_ORIENTATIONS
-        # (height, width) of the upright image.
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 

@@ -45,7 +45,6 @@ def explain_no_sound(is_picture: bool) -> str:
 
 def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why sound that ends `end_s` seconds after the first frame is too short; None if it is long enough."""
-    # Time at which the last frame begins.
     last_frame = start + (frames - 1) / fps
     if end_s >= last_frame - MAX_SHORTFALL_S:
         return None

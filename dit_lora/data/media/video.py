@@ -81,7 +81,6 @@ def decode_pictures(
     def decode(should_seek: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
         for nearest in iter_nearest_frames(media, target_times, should_seek=should_seek):
-            # A frame that is nearest to several times is repeated.
             chosen += [fit(*to_upright_image(nearest.frame, nearest.pixel_aspect))] * nearest.num_times
         return chosen
 

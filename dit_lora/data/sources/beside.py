@@ -29,7 +29,6 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
         folder.check_has_files(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)
     for clip in scanned.clips:
-        # A clip needs exactly one file in every folder.
         faults = [folder.find_fault(clip) for folder in (*references, *masks)]
         # A sample has at most one problem per code, so faults of several folders are joined.
         merged = merge_by_code([fault for fault in faults if fault is not None])
@@ -104,7 +103,7 @@ class _ExtraFolder:
         """The fault of a clip's file in this folder; None if it has none."""
         files = self.files.get(_get_stem(clip), [])
         # A broken link is listed, but does not exist.
-        if not files or not self._get_media_file(files[0]).exists():
+        if not files or not self.get_file(clip).exists():
             return f"{self.role}_missing", f"it has no {self.role} of its name in {self.name}"
         if len(files) > 1:
             names = ", ".join(files)
@@ -113,10 +112,7 @@ class _ExtraFolder:
 
     def get_file(self, clip: Clip) -> MediaFile:
         """A clip's file in this folder."""
-        return self._get_media_file(self.files[_get_stem(clip)][0])
-
-    def _get_media_file(self, file: str) -> MediaFile:
-        return MediaFile(Path(self.name).expanduser() / file)
+        return MediaFile(Path(self.name).expanduser() / self.files[_get_stem(clip)][0])
 
 
 def _get_stem(clip: Clip) -> str:

@@ -10,7 +10,6 @@ MAX_CAPTION_BYTES = 4 * MAX_CAPTION_CHARS
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Printable according to Python, but blank in every font: Hangul fillers, and Braille without a dot.
 _INVISIBLE_CHARS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-# Maximum number of characters of a caption in a message.
 _MAX_QUOTED_CHARS = 80
 
 Fault = tuple[str, str]

@@ -94,7 +94,6 @@ class SampleCollector:
         text = self._source_caption if self._source_caption is not None else _to_text(caption)
         if text is not None:
             fault = find_caption_fault(text)
-        # No caption at all; the reader may have given a more exact reason.
         elif caption is None:
             fault = missing_caption_fault
         else:
@@ -130,7 +129,6 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     references = [reference for reference in cells if reference is not None]
     # Index of the first empty cell; the number of references if there is none.
     empty = next((index for index, reference in enumerate(cells) if reference is None), len(references))
-    # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
         return references, None
     return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and there are others behind it")

@@ -66,7 +66,6 @@ def format_class_name(folder: str) -> str:
 
 
 def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> tuple[str, Scan]:
-    # A table takes precedence over every other layout.
     table = next((root / name for name in TABLE_NAMES if (root / name).is_file()), None)
     if table is not None:
         return table.name, read_table(table, source)
@@ -174,10 +173,7 @@ def _read_text_files(listing: Listing) -> Scan:
 
 
 def _read_class_folders(listing: Listing) -> Scan:
-    """Read the layout of UCF101 and CIFAR, `class/clip.avi`.
-
-    The caption is the class name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
-    """
+    """Read the layout of UCF101 and CIFAR, `class/clip.avi`; the caption is the class name in words."""
     gathered = _collect_broken_links(listing)
     kohya = parse_kohya_folders(listing)
     names = {folder: format_class_name(folder) for folder in listing.folders}

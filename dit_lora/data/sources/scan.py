@@ -85,7 +85,6 @@ def read_all_sources(
     results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
-            # Collect the errors, so that one run reports all unreadable sources.
             results.append(read_source(source))
         except DitLoraError as error:
             location = f"data.sources[{number}]" if data.sources else "data.path"
@@ -124,13 +123,9 @@ def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _compute_source_repeats(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
-    """How many times more often the samples of each source come in an epoch.
-
-    `counts` are the numbers of samples, including a folder's own repeats. With weights, the samples of the
-    rarest source come once.
-    """
+    """How often the samples of each source come in an epoch; `counts` includes a folder's own repeats."""
     shares = [(source.weight or 0.0) / max(1, count) for source, count in zip(sources, counts, strict=True)]
-    # An empty source has no samples, so it cannot be the rarest.
+    # With weights, the samples of the rarest source come once. An empty source cannot be the rarest.
     min_share = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
     if not min_share:
         return [float(source.repeats) for source in sources]

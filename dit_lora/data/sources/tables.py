@@ -55,14 +55,19 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
         needed.append(caption_column)
     if source.image_column:
         needed.append(_find_column(table, columns, (source.image_column,), "the first image (image_column)"))
-    reference_columns = _find_reference_columns(table, columns, source)
+    named_columns = source.reference_columns
+    if named_columns is None:
+        named_columns = (REFERENCES_COLUMN,) if REFERENCES_COLUMN in columns else ()
+    reference_columns: list[str] = []
+    if not source.reference_folders:
+        purpose = "a reference (reference_columns)"
+        reference_columns += [_find_column(table, columns, (name,), purpose) for name in named_columns]
     needed += reference_columns
     if source.mask_column:
         needed.append(_find_column(table, columns, (source.mask_column,), "the mask (mask_column)"))
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(needed), start=1):
         name = row.get(file_column)
-        # A file in any column is used, so it is not reported as left out.
         folder.add_listed_names(row.values())
         if name:
             extra_cells = ExtraCells(
@@ -74,16 +79,6 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
         else:
             gathered.add_problem(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
     return gathered.to_scan(folder.describe_left_out(table.name))
-
-
-def _find_reference_columns(table: Path, columns: Sequence[str], source: SourceConfig) -> tuple[str, ...]:
-    """The columns of references; raises `DitLoraError` if the table lacks one that the source names."""
-    if source.reference_folders:
-        return ()
-    if source.reference_columns is None:
-        return (REFERENCES_COLUMN,) if REFERENCES_COLUMN in columns else ()
-    purpose = "a reference (reference_columns)"
-    return tuple(_find_column(table, columns, (name,), purpose) for name in source.reference_columns)
 
 
 def _list_names(cell: object) -> list[object]:

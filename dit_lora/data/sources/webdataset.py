@@ -228,11 +228,11 @@ class _SampleAdder:
             message = f"it has {len(media)} videos or images, and a sample has one: {extensions}"
             self.collector.add_problem(self.prefix + key, "duplicate_clip", message)
             return False
-        # Name, offset and size of the member.
         member = TarMember(self.path, *members[media[0]])
+        sample_id = self.prefix + member.member
         too_large = find_size_fault(member.size)
         if too_large is not None:
-            self.collector.add_problem(self.prefix + member.member, *too_large)
+            self.collector.add_problem(sample_id, *too_large)
             return False
         caption, fault = self._read_caption(members, captions)
         references = [TarMember(self.path, *members[name]) for name in extra.references]
@@ -242,15 +242,9 @@ class _SampleAdder:
             if too_large is not None:
                 extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
         for code, text in merge_by_code(extra.faults):
-            self.collector.add_problem(self.prefix + member.member, code, text)
-        self.collector.add(
-            self.prefix + member.member,
-            member,
-            caption,
-            references=references,
-            mask=LossMask(masks[0]) if masks else None,
-            missing_caption_fault=fault,
-        )
+            self.collector.add_problem(sample_id, code, text)
+        mask = LossMask(masks[0]) if masks else None
+        self.collector.add(sample_id, member, caption, references=references, mask=mask, missing_caption_fault=fault)
         return True
 
     def _read_caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
@@ -318,13 +312,17 @@ class _ExtraMembers:
         """Files that the source's columns name; by default, references are `reference.png`, `reference_1.jpg` ..."""
         by_middle: dict[str, list[str]] = {}
         for name in _list_media_extensions(members):
-            # `mask.png` and `mask.jpg` both have the middle part `mask`.
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
         result = cls([], [], [])
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
-            # By default, references are sorted by their number and not by their name: 2 comes before 10.
-            columns = sorted(filter(_REFERENCE_PATTERN.fullmatch, by_middle), key=_get_reference_number)
+            # By default, references are sorted by their number and not by their name: 2 comes before 10. A name
+            # without a number comes first.
+            numbers = {}
+            for middle in by_middle:
+                if matched := _REFERENCE_PATTERN.fullmatch(middle):
+                    numbers[middle] = int(matched[1] or -1)
+            columns = sorted(numbers, key=numbers.__getitem__)
         extra_columns = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
             extra_columns.append((MASK, source.mask_column, result.masks))
@@ -341,12 +339,6 @@ class _ExtraMembers:
 
 # `reference.png`, `reference_2.png`, `reference10.png`.
 _REFERENCE_PATTERN = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
-
-
-def _get_reference_number(middle: str) -> int:
-    """Number in a reference's name, by which references are sorted; a name without a number comes first."""
-    matched = _REFERENCE_PATTERN.fullmatch(middle)
-    return int(matched[1] or -1) if matched else -1
 
 
 def _get_suffix(extension: str) -> str:

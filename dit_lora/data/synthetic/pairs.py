@@ -32,7 +32,6 @@ def write_edit_pairs(
     for index in range(pairs):
         kind, side = SHAPES[index % len(SHAPES)], list(SIDES)[index // len(SHAPES) % len(SIDES)]
         colours = torch.randint(0, 128, (2, 3), generator=generator)
-        # A bright shape on a dark background.
         colours[0] += 128
         # One weaker channel, so that the shape is not grey.
         colours[0, index % 3] //= 3
