@@ -168,7 +168,7 @@ def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 
 def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None) -> Iterator[Finding]:
-    """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
+    """Yield a finding if the caption contains special tokens of the tokenizer, or of other text models."""
     matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:

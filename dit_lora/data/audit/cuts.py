@@ -23,7 +23,6 @@ _MIN_SHIFTED_CORRELATION = 0.6
 """Minimum correlation of pictures of one scene at the best shift; measured: 0.68 or more, unrelated up to 0.48."""
 # Animations with few frames per second show each frame up to this many times.
 _MAX_REPEATS = 4
-# Maximum number of frames that a flash lasts.
 _MAX_FLASH_FRAMES = 4
 # Maximum movement of a shaken camera between two frames, in pixels of a 24 x 24 picture.
 _MAX_SHIFT = 8

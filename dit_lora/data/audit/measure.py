@@ -17,7 +17,6 @@ SMALL_SIDE = 48
 
 # Weights of red, green and blue (ITU-R BT.601).
 LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
-# Number of pictures that are measured at once.
 _BATCH_SIZE = 64
 
 # A picture is black if at least 98% of its areas are no brighter than this level; FFmpeg's blackdetect has 10% of
@@ -138,7 +137,6 @@ def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
 
 
 def _find_longest_still(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
-    """Longest stretch of still pictures: start, seconds, share of the clip, and frames."""
     # Each picture that is not a repeat begins a stretch; the end of the clip closes the last one.
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
     starts = np.concatenate([[0], starts])

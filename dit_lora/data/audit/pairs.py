@@ -58,12 +58,11 @@ def compute_pair_facts(clip: Clip, probes: Probes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
-        outlines_by_reference = [probes[reference].facts.get("outlines") for reference in clip.references]
-        values = [
-            compare_outlines(outlines, reference_outlines) if outlines and reference_outlines else None
-            for reference_outlines in outlines_by_reference
-        ]
-        facts["likeness"] = [None if value is None else round(value, 3) for value in values]
+        facts["likeness"] = []
+        for reference in clip.references:
+            reference_outlines = probes[reference].facts.get("outlines")
+            value = compare_outlines(outlines, reference_outlines) if outlines and reference_outlines else None
+            facts["likeness"].append(None if value is None else round(value, 3))
     if clip.mask is not None:
         facts["learned"] = probes[clip.mask].facts.get("learned")
     return facts

@@ -137,7 +137,6 @@ def _look_up_probe(
 def _audit_clips(
     clips: Sequence[Clip], probes: _Probes, media_digests: dict[MediaOrMask, str], requirements: Requirements | None
 ) -> list[AuditedSample]:
-    """Findings of each clip, including those from comparing clips with each other."""
     by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
     for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
         by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
@@ -189,10 +188,8 @@ def _audit_clip(
         # The transparency is used as the mask here, so it is not reported as lost.
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
-        findings += [
-            replace(finding, words=f"its first image: {finding.words}")
-            for finding in collect_findings(clip.image, probes[clip.image], None)
-        ]
+        for finding in collect_findings(clip.image, probes[clip.image], None):
+            findings.append(replace(finding, words=f"its first image: {finding.words}"))
     findings += check_references_and_mask(clip, probes, media_digests, requirements)
     facts = probes[clip.media].facts | compute_pair_facts(clip, probes)
     if clip.media in media_digests:

@@ -93,8 +93,8 @@ def write_json(path: Path, audit: Mapping[str, Any]) -> None:
     """Write the result of `build_audit_json` atomically, one sample per line."""
     # One line per sample keeps the file readable and easy to compare with a line-based diff.
     samples = ",\n".join(json.dumps(sample, allow_nan=False) for sample in audit["samples"])
-    others = {name: json.dumps(value, allow_nan=False) for name, value in audit.items() if name != "samples"}
-    other_parts = "".join(f',\n"{name}": {text}' for name, text in others.items())
+    texts = {name: json.dumps(value, allow_nan=False) for name, value in audit.items() if name != "samples"}
+    other_parts = "".join(f',\n"{name}": {text}' for name, text in texts.items())
     write_atomically(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
 
 

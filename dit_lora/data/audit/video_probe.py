@@ -23,7 +23,6 @@ _MAX_SAMPLES = 8
 _THUMBNAIL_FRAMES = 4
 # Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
 _MAX_THUMBNAIL_HEIGHT = 142
-# Number of errors after which decoding stops.
 _MAX_ERRORS = 20
 # Tolerance as a share of the usual interval; larger than any container's rounding at 24 to 60 fps.
 _INTERVAL_TOLERANCE = 0.25
@@ -213,7 +212,6 @@ class _FrameMeasures:
             self.failures.append(("no_time_stamps", message))
 
     def compute_facts(self) -> dict[str, Any]:
-        """The measures of the decoded frames, by name."""
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         final_interval = float(intervals[-1]) if len(intervals) else 0.0
@@ -249,7 +247,6 @@ class _FrameMeasures:
         return [self._orientation.apply(self._thumbnails[k]) for k in chosen]
 
     def encode_thumbnail(self) -> bytes:
-        """A JPEG of a few frames side by side."""
         pictures = self._select_thumbnails()
         # Pictures can be joined only at equal heights; rounding may differ by a pixel.
         height = min(picture.shape[0] for picture in pictures)

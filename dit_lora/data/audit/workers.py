@@ -23,7 +23,6 @@ STALL_TIMEOUT_S = 60.0
 
 _HEARTBEAT_MESSAGE = None
 """Message that means "still working", sent instead of a result."""
-# Minimum interval between two signs of life, in seconds.
 _HEARTBEAT_INTERVAL_S = 1.0
 
 
@@ -101,7 +100,6 @@ class _Worker:
         self._has_started = False
 
     def submit(self, number: int, media: Media | LossMask, stall_timeout_s: float) -> None:
-        """Send a medium to the process and set its deadline."""
         # Starting a process may take long on a busy machine, so the first file gets more time.
         limit = stall_timeout_s if self._has_started else max(stall_timeout_s, STALL_TIMEOUT_S)
         self.job_number, self.deadline = number, time.monotonic() + limit

@@ -104,7 +104,16 @@ def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: Data
     # The number of frames comes first: it decides how much of the clip is used.
     frames = _choose_num_frames(header, buckets, data.fps)
     if frames is None:
-        return DroppedClip("too_short", _describe_shortage(header, buckets, data.fps))
+        min_frames = min(shape.frames for shape in buckets)
+        if header.is_image:
+            message = f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
+        else:
+            num_available = _count_frames(header, 0.0, min_frames, data.fps, extra_frames=1)
+            message = (
+                f"too short: it gives at most {num_available} frames at {data.fps or 1.0:g} fps, the smallest bucket "
+                f"asks for {min_frames}; lower data.frames, raise data.fps or remove it"
+            )
+        return DroppedClip("too_short", message)
     return _choose_best_shape(header, [shape for shape in buckets if shape.frames == frames], data)
 
 
@@ -174,17 +183,6 @@ def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | N
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
     end = header.seconds + (extra_frames - 0.5) / header.fps
     return RegularTimes(frames, fps or 1.0, start).count_until(end)
-
-
-def _describe_shortage(header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:
-    min_frames = min(shape.frames for shape in buckets)
-    if header.is_image:
-        return f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
-    num_available = _count_frames(header, 0.0, min_frames, fps, extra_frames=1)
-    return (
-        f"too short: it gives at most {num_available} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
-        f"{min_frames}; lower data.frames, raise data.fps or remove it"
-    )
 
 
 def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:

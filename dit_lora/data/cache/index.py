@@ -123,7 +123,7 @@ def _has_entry(header: ShardHeader, key: str) -> bool:
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
-    """Size and modification time in nanoseconds; both are -1 if there is no such file."""
+    """Size and modification time in nanoseconds; both are -1 if the file does not exist."""
     try:
         state = os.stat(path)
     except OSError:

@@ -220,7 +220,6 @@ class _PruneState:
     written_shards: set[Path] = field(default_factory=set)
 
     def run(self, on_progress: OnProgress) -> PruneResult:
-        """Prune shard by shard, then remove the leftover files."""
         headers = dict(_iter_headers(list_shards(self.cache.root), self.result.problems))
         # Count the copies of each key first: an entry is read and verified only if it has other copies.
         self.num_copies.update(entry.key for header in headers.values() for entry in header.entries)

@@ -352,6 +352,6 @@ def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
 
 
 def list_shards(folder: Path) -> Iterator[Path]:
-    """Yield the shards of a folder in the order of their names; none if there is no folder."""
+    """Yield the shards of a folder in the order of their names; none without a folder."""
     if folder.is_dir():
         yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

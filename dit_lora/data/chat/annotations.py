@@ -104,11 +104,10 @@ class _AnnotationFile:
             return
         # The same system text occurs in many records, so keep only one copy.
         system = sys.intern(sample.system)
-        self._conversations.usable.append(
-            Conversation(
-                sample_id, sample.kind, media, sample.turns, sample.is_independent, system, sample.start, sample.end
-            )
+        conversation = Conversation(
+            sample_id, sample.kind, media, sample.turns, sample.is_independent, system, sample.start, sample.end
         )
+        self._conversations.usable.append(conversation)
 
     def _add_problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
         self._conversations.problems.append(ClipProblem(sample_id, code, f"{message} (record {record.number})"))

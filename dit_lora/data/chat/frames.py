@@ -77,7 +77,6 @@ def _split_frames(
     # The small addend keeps rounding errors from turning 30 frames into 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))
-    # A part needs at least one frame.
     used = min(count, frames)
     bounds = [before + index * frames // used for index in range(used + 1)]
     parts = [(bounds[index], bounds[index + 1] - 1) for index in range(used)]

@@ -38,17 +38,11 @@ class PromptFormat:
     shared_marker: str = ""
     """Text that ends an answer and also begins the next turn; it is written only once."""
     has_media_in_question: bool = False
-    """True if the first question is in the same turn as the media.
-
-    An empty question is then a turn as well, and white space around questions and answers is removed.
-    """
+    """True if the first question, even if empty, is in the media's turn; questions and answers are then stripped."""
     has_question_in_instruction: bool = False
     """True if the Q-Former reads the first question after the instruction."""
     has_timestamps: bool = False
-    """True if VideoChat2's training states the times of a video's frames in the prompt.
-
-    This is the value of `add_second_msg` that its data sets receive; the value in its configs is not passed on.
-    """
+    """True if VideoChat2's training states the frames' times: its data sets' `add_second_msg`, not its configs'."""
     should_strip: bool = True
     """True if white space before the media and before the first turn is removed."""
     forbidden_texts: tuple[str, ...] = ()
@@ -111,7 +105,13 @@ def render_prompt(
     times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see `spans.tokenize_spans`).
     """
     style = PROMPT_FORMATS[name]
-    preface = _build_preface(style, conversation)
+    system, instruction = conversation.system, conversation.turns[0].instruction
+    # Upstream asserts that a system text ends with white space.
+    if system and not system[-1].isspace():
+        system += " "
+    preface = system + (instruction + style.instruction_gap if instruction else "")
+    if preface:
+        preface = style.system[0] + preface + style.system[1]
     if conversation.kind == "text" and not (conversation.turns[0].question or style.has_media_in_question):
         # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
@@ -156,21 +156,9 @@ def build_instruction(name: FormatName, conversation: Conversation) -> str:
     return (turn.instruction + question).strip()
 
 
-def _build_preface(style: PromptFormat, conversation: Conversation) -> str:
-    """The system text and the first instruction, with the texts around them."""
-    instruction = conversation.turns[0].instruction
-    system = conversation.system
-    # Upstream asserts that a system text ends with white space.
-    if system and not system[-1].isspace():
-        system += " "
-    text = system + (instruction + style.instruction_gap if instruction else "")
-    return style.system[0] + text + style.system[1] if text else ""
-
-
 def _build_turn_spans(
     style: PromptFormat, turn: Turn, index: int, *, is_open: bool, include_answer: bool
 ) -> list[Span]:
-    """The spans of one turn: question, header and, if `include_answer`, the answer."""
     question, answer = turn.question, turn.answer
     if style.has_media_in_question:
         # In this format, upstream strips both.

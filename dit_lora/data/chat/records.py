@@ -7,7 +7,7 @@ LLaVA's (`conversations`). A record of any format may be text without media.
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,14 @@ def parse_record(record: object) -> ChatRecord:
     if not isinstance(record, Mapping):
         sample.add_fault("record_type", f"it is of type {_type_name(record)}, not an object")
         return sample
-    media = list(_iter_media(record, sample))
+    media: list[tuple[ConversationKind, str]] = []
+    for key, kind in _MEDIA_KEYS.items():
+        value = record.get(key)
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name.strip():
+                media.append((kind, name))
+            elif name is not None:
+                sample.add_fault("record_type", f"its {key} must be a file's name; got {_shorten_repr(name)}")
     if "QA" in record:
         _read_qa(record["QA"], sample)
         sample.is_independent = True
@@ -67,17 +74,6 @@ def parse_record(record: object) -> ChatRecord:
     _read_time_range(record, sample)
     _check_texts(sample)
     return sample
-
-
-def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[ConversationKind, str]]:
-    """Yield the media that the record names under its own keys, with their kind."""
-    for key, kind in _MEDIA_KEYS.items():
-        value = record.get(key)
-        for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str) and name.strip():
-                yield kind, name
-            elif name is not None:
-                sample.add_fault("record_type", f"its {key} must be a file's name; got {_shorten_repr(name)}")
 
 
 def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
@@ -242,13 +238,12 @@ class _MessageReader:
             self._sample.add_fault("record_type", message)
 
     def _check_placeholders(self) -> None:
-        """Check that the placeholders match the media, and that they are all in the first question."""
         # Compare only the media that no part names: they are under the record's own keys.
         num_unnamed = len(self._placeholder_turns) - self._num_inline_media
         num_named = len(self._media) - self._num_inline_media
         if num_unnamed > num_named and len(self._media) <= 1:
-            places = f"{num_unnamed} places for media such as <image> or <video>"
-            self._sample.add_fault("placeholder", f"its text has {places}, and its keys name {num_named}")
+            description = f"{num_unnamed} places for media such as <image> or <video>"
+            self._sample.add_fault("placeholder", f"its text has {description}, and its keys name {num_named}")
         # 0 is the first turn; every other number is a later one.
         if any(self._placeholder_turns):
             self._sample.add_fault("placeholder", "its medium belongs to a later question; only the first may have it")

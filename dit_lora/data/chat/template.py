@@ -125,7 +125,6 @@ def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, a
 
 
 def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
-    """The part of `text` after `prefix`, which must be a prefix of it."""
     if not text.startswith(prefix):
         start = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
         raise DitLoraError(

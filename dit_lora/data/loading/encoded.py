@@ -44,7 +44,6 @@ class Entry:
     def choose_preserve_text_key(self, sample_seed: int) -> str | None:
         """Key of one of the captions without the trigger word, chosen by `sample_seed`; None if there are none."""
         keys = self.preserve_text_keys
-        # The draw spreads the choices evenly over the captions.
         return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None
 
     def choose_video_key(self, sample_seed: int) -> str:

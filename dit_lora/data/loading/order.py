@@ -121,7 +121,6 @@ class Order:
         return np.bincount(buckets, weights=counts, minlength=self.num_buckets).astype(np.int64)
 
     def _get_removed(self) -> "_RemovedDraws":
-        """Draws that the quarantine removes, computed when first needed."""
         if self._removed is None:
             self._removed = _RemovedDraws.from_quarantine(self.ids, self.quarantine)
         return self._removed
@@ -242,7 +241,6 @@ class _RemovedDraws:
 
     @classmethod
     def from_quarantine(cls, ids: Sequence[str], quarantine: Quarantine) -> "_RemovedDraws":
-        """Draws that the records of a quarantine remove."""
         rows, settled = [], 0
         for number, sample in enumerate(ids):
             edges: set[int] = set()

@@ -103,7 +103,6 @@ class _TimedFrame:
     start_s: float
     end_s: float
     has_gap_before: bool
-    """True if there is a gap before it."""
 
 
 class _SoundReader:
@@ -186,7 +185,6 @@ _LAST_READER = _LastReader()
 
 
 def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
-    """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
     reading, _LAST_READER.reader = _LAST_READER.reader, None
     if reading is None or not reading.can_continue(media, start, end):
         reading = _SoundReader(media)

@@ -12,7 +12,6 @@ import av
 import numpy as np
 from PIL import Image
 
-# Number of bytes that are decompressed at a time.
 _CHUNK_BYTES = 2**18
 _PNG_SIGNATURE_BYTES = 8
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
@@ -98,9 +97,7 @@ def _is_jpeg_broken(data: bytes) -> bool:
     decoder.thread_count = 1
     try:
         decoder.decode(av.Packet(data))
-    except av.error.InvalidDataError:
-        return True
-    except av.error.FFmpegError:
-        # This decoder does not support every kind of JPEG; for those, rely on Pillow.
-        return False
+    except av.error.FFmpegError as error:
+        # Other errors tell that this decoder does not support this kind of JPEG; then rely on Pillow.
+        return isinstance(error, av.error.InvalidDataError)
     return False

@@ -33,7 +33,6 @@ _SAFE_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,asf,flv,mpeg,mpegts,mpegvideo,m4v,h264,hevc,ivf,ogg,gif,apng,"
     "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,mp3,wav,flac,aac"
 )
-_NO_PROTOCOL = "none"
 # Pillow also supports formats that start another program, as EPS does with Ghostscript; they are excluded.
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
 
@@ -52,7 +51,7 @@ def open_media(media: Media) -> av.container.InputContainer:
     # Bytes in memory need no protocol at all.
     source = media.get_source()
     options = {
-        "protocol_whitelist": "file" if isinstance(source, Path) else _NO_PROTOCOL,
+        "protocol_whitelist": "file" if isinstance(source, Path) else "none",
         "format_whitelist": _SAFE_FORMATS,
         "max_pixels": str(MAX_PIXELS),
     }

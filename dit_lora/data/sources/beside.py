@@ -100,7 +100,6 @@ class _ExtraFolder:
         )
 
     def find_fault(self, clip: Clip) -> Fault | None:
-        """The fault of a clip's file in this folder; None if it has none."""
         files = self.files.get(_get_stem(clip), [])
         # A broken link is listed, but does not exist.
         if not files or not self.get_file(clip).exists():
@@ -111,7 +110,6 @@ class _ExtraFolder:
         return None
 
     def get_file(self, clip: Clip) -> MediaFile:
-        """A clip's file in this folder."""
         return MediaFile(Path(self.name).expanduser() / self.files[_get_stem(clip)][0])
 
 

@@ -91,7 +91,10 @@ class SampleCollector:
         # A second entry with this id is a problem of the sample; the last one is stored.
         if id in self._clips:
             self.add_problem(id, "duplicate_clip", "listed twice")
-        text = self._source_caption if self._source_caption is not None else _to_text(caption)
+        text = self._source_caption
+        if text is None and isinstance(caption, str | int | float):
+            # Labels may be numbers.
+            text = str(caption).strip()
         if text is not None:
             fault = find_caption_fault(text)
         elif caption is None:
@@ -112,13 +115,6 @@ class SampleCollector:
         """The clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
         return Scan(clips, list(self._problems.values()), tuple(notes))
-
-
-def _to_text(caption: object) -> str | None:
-    """A caption as text, with a number as its digits, since labels may be numbers; None for other types."""
-    if isinstance(caption, str):
-        return caption.strip()
-    return str(caption) if isinstance(caption, int | float) else None
 
 
 def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:

@@ -173,7 +173,7 @@ def _read_text_files(listing: Listing) -> Scan:
 
 
 def _read_class_folders(listing: Listing) -> Scan:
-    """Read the layout of UCF101 and CIFAR, `class/clip.avi`; the caption is the class name in words."""
+    """Read the layout of UCF101 and CIFAR, `class/clip.avi`; the caption is the class name as separate words."""
     gathered = _collect_broken_links(listing)
     kohya = parse_kohya_folders(listing)
     names = {folder: format_class_name(folder) for folder in listing.folders}

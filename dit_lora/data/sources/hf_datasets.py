@@ -97,8 +97,14 @@ class _State(TypedDict):
 
 # Exceptions that datasets and pyarrow raise if features or columns do not match the files.
 _DAMAGE_ERRORS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError),
-    *(RuntimeError, OverflowError, SystemError),
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    SystemError,
 )
 
 
@@ -229,8 +235,6 @@ def _load_dataset(path: str) -> Any:
 
 
 class _Columns(NamedTuple):
-    """Names of the dataset's columns that are used."""
-
     media: str
     image: str | None
     references: tuple[str, ...]

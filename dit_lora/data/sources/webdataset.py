@@ -213,8 +213,13 @@ class _SampleAdder:
     def add(self, key: str, members: Members) -> bool:
         """Add a sample; returns False if the members are not a sample, or it is refused."""
         extra = _ExtraMembers.from_members(members, self.source)
+        ranks: dict[tuple[bool, bool], list[str]] = {}
         # References and masks are pictures too, so they are excluded first.
-        media = _choose_media([name for name in _list_media_extensions(members) if name not in extra.extensions])
+        for name in _list_media_extensions(members):
+            if name not in extra.extensions:
+                # False sorts before True: videos before images, then `jpg` before `depth.jpg`.
+                ranks.setdefault((_get_suffix(name) in IMAGE_SUFFIXES, "." in name), []).append(name)
+        media = ranks[min(ranks)] if ranks else []
         captions = [name for name in _CAPTION_EXTENSIONS if name in members]
         if not media:
             # Members without media and caption are other files, such as a README.
@@ -280,16 +285,6 @@ class _SampleAdder:
             return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{suggest_encoding(error)}")
 
 
-def _choose_media(extensions: Sequence[str]) -> list[str]:
-    """Extensions of the highest-ranking media of a sample: videos before images, `jpg` before `depth.jpg`."""
-    ranks: dict[tuple[bool, bool], list[str]] = {}
-    for extension in extensions:
-        is_image = _get_suffix(extension) in IMAGE_SUFFIXES
-        # False sorts before True: videos first, then extensions of a single part.
-        ranks.setdefault((is_image, "." in extension), []).append(extension)
-    return ranks[min(ranks)] if ranks else []
-
-
 def _list_media_extensions(members: Members) -> list[str]:
     return [name for name in members if _get_suffix(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
@@ -304,7 +299,6 @@ class _ExtraMembers:
 
     @property
     def extensions(self) -> tuple[str, ...]:
-        """Extensions of the references and the masks."""
         return *self.references, *self.masks
 
     @classmethod
