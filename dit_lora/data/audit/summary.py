@@ -59,7 +59,7 @@ def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
     # A set per sample: a code that occurs twice in one sample counts once.
     codes = Counter(code for sample in samples for code in {f.code for f in sample.findings})
     sorted_codes = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
-    by_verdict = {verdict: verdicts[verdict] for verdict in VERDICTS}
+    by_verdict: dict[str, int] = {verdict: verdicts[verdict] for verdict in VERDICTS}
     return {"samples": len(samples), **by_verdict, "codes": dict(sorted_codes)}
 
 
