@@ -122,7 +122,7 @@ def render_prompt(
     else:
         start, end = _MARKERS[conversation.kind]
         timing = ""
-        if seconds and timestamps and conversation.kind == "video":
+        if timestamps and conversation.kind == "video" and seconds:
             # As in video_utils.py. Python prints 1.0 and not 1, which changes the tokens.
             listed = ", ".join(str(round(second, 1)) for second in seconds)
             timing = f" The video contains {len(seconds)} frames sampled at {listed} seconds."
