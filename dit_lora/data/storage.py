@@ -19,8 +19,7 @@ class UnreadableError(DitLoraError):
     """The machine cannot read existing data, or has lost a reading process; no sample is at fault."""
 
     def __init__(self, message: str) -> None:
-        # A DataLoader raises the error again with the worker's traceback as its message, which ends
-        # with the original message.
+        # A DataLoader raises the error again with the worker's traceback, which ends with the original message.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -59,8 +58,7 @@ def is_waiting() -> bool:
 
 
 def read_with_retry(read: Callable[[], T], folder: Path) -> T:
-    """Call `read` until it raises no `OSError`; inside `wait_for_storage`, for up to `MAX_WAIT_S` seconds after the
-    first one.
+    """Call `read` until it raises no `OSError`; inside `wait_for_storage`, for up to `MAX_WAIT_S` after the first one.
 
     The start and the end of the wait are each printed to stderr once.
 
@@ -77,17 +75,27 @@ def read_with_retry(read: Callable[[], T], folder: Path) -> T:
             result = read()
         except OSError as error:
             now = time.monotonic()
+            location, problem = _describe_location(error, folder)
             # First failure inside `wait_for_storage`: start the clock and announce the wait.
             if first_failure_s is None and _max_wait_s:
                 first_failure_s = now
-                _announce_wait(error, folder)
+                # Another worker may have announced the wait already.
+                if not _WAIT_FLAG[0]:
+                    _WAIT_FLAG[0] = 1
+                    _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
             # Outside a run, or after the longest wait: give up.
             elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
-                raise UnreadableError(_format_error(error, folder)) from error
+                waited = f"waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that"
+                advice = f"; {waited}, make it readable again" if _max_wait_s else ""
+                raise UnreadableError(f"cannot read {problem}{advice}") from error
             time.sleep(_POLL_S)
             continue
-        if first_failure_s is not None:
-            _announce_recovery(time.monotonic() - first_failure_s)
+        # Announce the end of the wait, unless another worker has done so.
+        if first_failure_s is not None and _WAIT_FLAG[0]:
+            # The next failure may be announced again.
+            _WAIT_FLAG[0] = 0
+            seconds = time.monotonic() - first_failure_s
+            _print_line(f"the files can be read again after {seconds:.1f} s; nothing is left out")
         return result
 
 
@@ -109,34 +117,6 @@ def _describe_location(error: OSError, folder: Path) -> tuple[str, str]:
     if not isinstance(error.filename, str):
         return str(folder), reason
     return str(Path(error.filename).parent), f"{error.filename}: {reason}"
-
-
-def _format_error(error: OSError, folder: Path) -> str:
-    """Message of the final error."""
-    location, problem = _describe_location(error, folder)
-    if not _max_wait_s:
-        return f"cannot read {problem}"
-    return (
-        f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that, "
-        "make it readable again"
-    )
-
-
-def _announce_wait(error: OSError, folder: Path) -> None:
-    """Announce the wait, unless another worker has done so."""
-    if _WAIT_FLAG[0]:
-        return
-    _WAIT_FLAG[0] = 1
-    location, problem = _describe_location(error, folder)
-    _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
-
-
-def _announce_recovery(seconds: float) -> None:
-    """Announce the end of the wait, unless another worker has done so."""
-    if _WAIT_FLAG[0]:
-        # The next failure may be announced again.
-        _WAIT_FLAG[0] = 0
-        _print_line(f"the files can be read again after {seconds:.1f} s; nothing is left out")
 
 
 def _print_line(line: str) -> None:

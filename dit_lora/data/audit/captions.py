@@ -84,9 +84,8 @@ def count_caption_tokens(clips: Sequence[Clip], tokenizer: Any | None) -> dict[s
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     """Yield the token ids of each caption, without special tokens and without truncation."""
     for start in range(0, len(captions), _BATCH_SIZE):
-        batch = captions[start : start + _BATCH_SIZE]
         # Tokenizers raise on a lone surrogate, so it is replaced first.
-        texts = [text.encode("utf-8", "replace").decode() for text in batch]
+        texts = [text.encode("utf-8", "replace").decode() for text in captions[start : start + _BATCH_SIZE]]
         yield from tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
@@ -95,11 +94,11 @@ def _find_truncated_captions(
 ) -> dict[str, list[Finding]]:
     """Findings by caption that quote the text which the encoder would cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
+    findings: dict[str, list[Finding]] = {}
     if tokenizer is None:
         # Without a tokenizer, count words: each word is at least one token, so a caption above the limit is certainly
         # too long.
         limit = max_tokens or MAX_ENCODER_TOKENS
-        findings: dict[str, list[Finding]] = {}
         for caption in captions:
             caption_words = caption.split()
             if len(caption_words) > limit:
@@ -112,21 +111,16 @@ def _find_truncated_captions(
     long = [caption for caption in captions if lengths[caption] > max_tokens]
     # `ids` have no special tokens, so their share of the limit is subtracted.
     num_text_tokens = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
-    return {
-        caption: [
-            _report_truncation(f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:]))
-        ]
-        for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True)
-    }
+    for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True):
+        cut_text = tokenizer.decode(ids[num_text_tokens:])
+        findings[caption] = [_report_truncation(f"{lengths[caption]:,} tokens", max_tokens, cut_text)]
+    return findings
 
 
 def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
-    message = (
-        f"its caption has {length} and the text encoder reads {limit} tokens at most; "
-        f"cut off is {quote_start(cut_text)}"
-    )
-    remedy = "shorten it, or put what matters first"
-    return Finding("caption_long", message, "warn", remedy)
+    quote = quote_start(cut_text)
+    message = f"its caption has {length} and the text encoder reads {limit} tokens at most; cut off is {quote}"
+    return Finding("caption_long", message, "warn", "shorten it, or put what matters first")
 
 
 def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[str]) -> dict[str, list[Finding]]:
@@ -138,8 +132,13 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
     shared_texts = {" ".join(caption.split()) for caption in shared_captions}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
-        # One instruction for an edit may apply to many pictures, so samples with references are not counted.
-        repeats = [clip for clip in group if not (clip.references or _is_class_name_of(clip, caption))]
+        repeats = []
+        for clip in group:
+            # A caption may be the name of a folder that contains the clip. The last part of the id is the file's name.
+            class_names = map(format_class_name, clip.id.split("/")[:-1])
+            # One instruction for an edit may apply to many pictures, so samples with references are not counted.
+            if not clip.references and caption not in class_names:
+                repeats.append(clip)
         # Two samples of one file, for example from two sources, count as one clip.
         count = len({clip.media for clip in repeats})
         # Class names and the captions of the recipe may repeat.
@@ -152,20 +151,12 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
     return by_id
 
 
-def _is_class_name_of(clip: Clip, caption: str) -> bool:
-    """Whether the caption is the name of a folder that contains the clip."""
-    # The last part of the id is the file's name, so it is not a folder.
-    return any(format_class_name(folder) == caption for folder in clip.id.split("/")[:-1])
-
-
 def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
-    """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any.
-
-    It matches only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new
-    lines, and a CLIP tokenizer pads with `!`; these are ordinary text.
-    """
+    """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any."""
     if tokenizer is None:
         return None
+    # Only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new lines, and a CLIP
+    # tokenizer pads with `!`; these are ordinary text.
     tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
     # The longest come first: an alternation takes the first match, which could be a prefix of a longer token.
     marked = [
@@ -177,7 +168,7 @@ def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 
 def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None) -> Iterator[Finding]:
-    """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
+    """Yield a finding if the caption contains special tokens of the tokenizer, or of other text models."""
     matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:
@@ -192,7 +183,6 @@ def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None
 
 
 def _check_characters(caption: str) -> Iterator[Finding]:
-    """Yield findings about control characters, and about captions with few letters or digits."""
     code = "caption_not_text"
     control_chars = list(dict.fromkeys(_CONTROL_CHARS.findall(caption)))
     if control_chars:
@@ -200,13 +190,10 @@ def _check_characters(caption: str) -> Iterator[Finding]:
         message = f"its caption holds control or replacement characters ({names})"
         yield Finding(code, message, "warn", "read the captions' source in its own encoding again")
     visible = sum(not char.isspace() for char in caption)
-    # `str.isalnum` is fast but ignores combining marks, so the exact check runs only for suspicious captions.
-    if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
-        message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
-        yield Finding(code, message, "warn", "describe the clip in words")
-
-
-def _is_mostly_text(caption: str, num_visible: int) -> bool:
-    """Whether letters, digits and combining marks (which many scripts need) make up at least half of the caption."""
-    text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
-    return 2 * text >= num_visible
+    # `str.isalnum` is fast but ignores combining marks, which many scripts need. So suspicious captions are checked
+    # by their Unicode categories: letters, marks and numbers.
+    if 2 * sum(map(str.isalnum, caption)) < visible:
+        num_text_chars = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
+        if 2 * num_text_chars < visible:
+            message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
+            yield Finding(code, message, "warn", "describe the clip in words")

@@ -49,7 +49,6 @@ def find_foreign_format(head: bytes) -> str | None:
     # A tar's magic is at byte 257 of its first header.
     if head[257:262] == b"ustar":
         return "a tar archive"
-    # Control bytes show that the file is binary, so it may be media.
     if set(head) & _BINARY_BYTES:
         return None
     try:
@@ -93,7 +92,6 @@ def count_missing_bytes(stream: BinaryIO, size: int) -> int:
     """Number of bytes that are missing according to the container's own lengths; 0 if it states none."""
     stream.seek(0)
     head = stream.read(12)
-    # Each container states its lengths in a different way.
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         end_offsets = _iter_avi_ends(stream, size)
     elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
@@ -109,8 +107,7 @@ def count_missing_bytes(stream: BinaryIO, size: int) -> int:
     if size == 0:
         return 0
     # Ends within the file give values of 0 or less.
-    shortfalls = [end - size for end in end_offsets]
-    return max(shortfalls, default=0)
+    return max((end - size for end in end_offsets), default=0)
 
 
 def _iter_box_ends(stream: BinaryIO, size: int) -> Iterator[int]:

@@ -14,10 +14,7 @@ _MIN_NEIGHBOUR_RATIO = 1.5
 # Number of frames on either side from which the usual change is computed.
 _NUM_NEIGHBOURS = 4
 _MIN_CONTRAST_SHARE = 0.2
-"""Minimum mean difference at a cut, as a share of the pictures' standard deviation.
-
-Two unrelated pictures have 1.1.
-"""
+"""Minimum mean difference at a cut, as a share of the pictures' standard deviation; unrelated pictures have 1.1."""
 # Minimum change in grey levels; a smaller one is invisible.
 _MIN_CHANGE = 4.0
 _MIN_CORRELATION = 0.5
@@ -26,7 +23,6 @@ _MIN_SHIFTED_CORRELATION = 0.6
 """Minimum correlation of pictures of one scene at the best shift; measured: 0.68 or more, unrelated up to 0.48."""
 # Animations with few frames per second show each frame up to this many times.
 _MAX_REPEATS = 4
-# Maximum number of frames that a flash lasts.
 _MAX_FLASH_FRAMES = 4
 # Maximum movement of a shaken camera between two frames, in pixels of a 24 x 24 picture.
 _MAX_SHIFT = 8
@@ -81,13 +77,9 @@ def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
 
 
 def _extract_detail(pictures: np.ndarray) -> np.ndarray:
-    """Pictures without structures larger than 7 pixels, float (N, H, W).
-
-    Large structures, such as a bright sky over dark ground, correlate between any two scenes.
-    """
-    around = ((0, 0), (3, 3), (3, 3))
+    """Pictures without structures larger than 7 pixels, float (N, H, W); these correlate between any two scenes."""
     # Odd reflection continues a gradient beyond the edge, so that subtracting the mean removes it there too.
-    padded = np.pad(pictures.astype(np.float32), around, mode="reflect", reflect_type="odd")
+    padded = np.pad(pictures.astype(np.float32), ((0, 0), (3, 3), (3, 3)), mode="reflect", reflect_type="odd")
     # (N, H, W, 7, 7) to the mean of each pixel's 7 x 7 neighbourhood, (N, H, W).
     means = np.lib.stride_tricks.sliding_window_view(padded, (7, 7), axis=(1, 2)).mean((3, 4))
     return pictures - means
@@ -102,7 +94,6 @@ def _correlate(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
 
 
 def _correlate_shifted(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
-    """Highest correlation over all shifts of up to `_MAX_SHIFT` pixels."""
     height, width = picture_a.shape
     best = 0.0
     for down in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
@@ -112,6 +103,5 @@ def _correlate_shifted(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
         for right in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
             columns = slice(max(0, right), width + min(0, right))
             other_columns = slice(max(0, -right), width + min(0, -right))
-            correlation = _correlate(picture_a[rows, columns], picture_b[other_rows, other_columns])
-            best = max(best, correlation)
+            best = max(best, _correlate(picture_a[rows, columns], picture_b[other_rows, other_columns]))
     return best

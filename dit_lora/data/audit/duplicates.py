@@ -45,7 +45,6 @@ def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Findi
         groups.setdefault(len(signature.hashes), []).append(file)
     findings = {}
     for files in groups.values():
-        # Only later files get a finding, so one clip of each group of duplicates remains.
         for file, before in _match_earlier_files(files, [signatures[file] for file in files]).items():
             remedy = "remove the worse of the two"
             findings[file] = Finding("near_duplicate_clip", f"it looks like {before}", "warn", remedy)
@@ -67,8 +66,7 @@ def _match_earlier_files(files: Sequence[str], signatures: Sequence[Signature]) 
         # One moment at a time, so that memory stays at rows x N instead of rows x N x M.
         differing = np.zeros((len(rows), min(start + _CHUNK_ROWS, len(files))), np.int32)
         for moment in range(moments):
-            bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
-            differing += np.bitwise_count(bits)
+            differing += np.bitwise_count(rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment])
         # The hashes rule out most pairs cheaply; colours are compared only for the rest.
         max_bits = max(bits for bits, _ in _DUPLICATE_LIMITS)
         for row, is_candidate in enumerate(differing <= max_bits * moments):

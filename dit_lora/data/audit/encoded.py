@@ -22,18 +22,14 @@ LOGVAR_RANGE = (-30.0, 20.0)
 MIN_OUTLIER_SCORE = 10.0
 """Distance from the median, in robust standard deviations (1.4826 MAD), above which a sample is an outlier.
 
-The statistics of real clips have heavy tails, and each sample has dozens of them: the usual 3.5 would
-report one sample in ten.
+Real clips have heavy tails, and each sample dozens of statistics: the usual 3.5 would report one sample in ten.
 """
 MIN_FACTOR = 2.0
 """Ratio to the median below which a scale is never an outlier, however similar the other samples are."""
 MIN_SHIFT = 1.0
 """Distance from the median, in standard deviations of the channel, below which a mean is never an outlier."""
 MIN_LOGVAR_DISTANCE = 2 * math.log(MIN_FACTOR**3)
-"""Distance from the median below which a logvar is never an outlier: a factor of 8 in standard deviation.
-
-Many values of a logvar are at the clamp or far from it.
-"""
+"""Distance from the median below which a logvar is no outlier: a factor of 8 in std. Many values are at the clamp."""
 MIN_SAMPLES = 5
 """Minimum number of samples for a meaningful median and deviation."""
 MAX_CHANNELS = 128
@@ -60,11 +56,7 @@ class TensorStats:
     """Sums of squared distances from the mean, (C,)."""
     sample_ids: list[str] = field(default_factory=list)
     rows: array = field(default_factory=lambda: array("f"))
-    """The numbers of all samples, concatenated.
-
-    Per sample: the largest magnitude (for a logvar, the largest value), then means and standard deviations,
-    each (C,) or (1,).
-    """
+    """Per sample: the largest magnitude (of a logvar, the largest value), then means and stds, each (C,) or (1,)."""
 
     @property
     def std(self) -> torch.Tensor:
@@ -195,7 +187,6 @@ def check_encoded(samples: Iterable[tuple[str, Tensors]]) -> tuple[dict[str, lis
     stats: dict[str, TensorStats] = {}
     for sample, tensors in samples:
         for name, tensor in tensors.items():
-            # Integer tensors, such as masks, have no meaningful mean or range.
             if not has_values(tensor):
                 continue
             # A bad value would spoil the statistics of the whole set.

@@ -21,6 +21,11 @@ class Finding:
     """Advice on what to do; a command where there is one."""
 
 
+def make_warning(code: str, message: str, remedy: str) -> Finding:
+    """Finding about a sample that can be used, but is worth a look."""
+    return Finding(code, message, "warn", remedy)
+
+
 @dataclass(frozen=True)
 class AuditedSample:
     """One sample with its findings, measurements and thumbnails."""

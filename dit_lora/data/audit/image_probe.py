@@ -37,15 +37,12 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
     # Decoding a large image takes long, so report progress before measuring it.
     heartbeat()
     # BOX averages each area, so that the measures describe all pixels.
-    pictures, small = (PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX))
+    pictures, small = PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX)
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image is one frame at 0 s that lasts 0 s.
-    facts |= {
-        "frames": 1,
-        **pictures.compute_facts([0.0, 0.0]),
-        "outlines": [Outline.from_picture(np.asarray(small)).text],
-    }
+    facts |= {"frames": 1, **pictures.compute_facts([0.0, 0.0])}
+    facts["outlines"] = [Outline.from_picture(np.asarray(small)).text]
     picture.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
     return [], facts, encode_jpeg([np.asarray(picture)])
 
@@ -59,12 +56,23 @@ def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Imag
             # Opened once without decoding, to tell an unreadable header from damaged pixels.
             with open_picture(media):
                 pass
+        except Image.DecompressionBombError:
+            return "corrupt", f"its header promises more than {MAX_PIXELS} pixels, as a bomb does"
+        except UnidentifiedImageError as error:
+            # `open_picture` raises this message for phone pictures, for which the user needs another remedy.
+            if str(error) == HEIC_REASON:
+                return "unreadable", HEIC_REASON
+            return "unreadable", "its header is damaged, or of an image format that is not known here"
         except DECODE_ERRORS as error:
-            return _describe_open_error(error)
+            return "unreadable", f"its header cannot be read: {get_error_message(error)}"
         try:
             return read()
         except DECODE_ERRORS as error:
-            return _describe_decode_error(error)
+            reason = get_error_message(error)
+            # Pillow has no exception class of its own for truncated files, only this word in its messages.
+            if "truncated" in reason.lower():
+                return "truncated", f"the image ends early: {reason}"
+            return "corrupt", f"it cannot be decoded: {reason}"
 
 
 def describe_odd_mode(mode: str, bits: int) -> str | None:
@@ -89,7 +97,7 @@ def _read_header(media: Media) -> dict[str, Any]:
     # The size is that of the upright image, while the mode is the stored one.
     height, width = read_image_size(media)
     with open_picture(media) as image:
-        facts = {
+        return {
             "container": (image.format or "").lower(),
             "height": height,
             "width": width,
@@ -99,7 +107,6 @@ def _read_header(media: Media) -> dict[str, Any]:
             "orientation": image.getexif().get(ORIENTATION_TAG, 1),
             "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info,
         }
-    return facts
 
 
 def _read_bit_depth(media: Media, mode: str) -> int:
@@ -110,24 +117,3 @@ def _read_bit_depth(media: Media, mode: str) -> int:
         head = stream.read(25)
     # Byte 24 of a PNG is the bit depth of its IHDR.
     return head[24] if head.startswith(b"\x89PNG") else 8
-
-
-def _describe_open_error(error: Exception) -> tuple[str, str]:
-    """Code and message for an error while the header was read."""
-    if isinstance(error, Image.DecompressionBombError):
-        return "corrupt", f"its header promises more than {MAX_PIXELS} pixels, as a bomb does"
-    if isinstance(error, UnidentifiedImageError):
-        # `open_picture` raises this message for phone pictures, for which the user needs another remedy.
-        if str(error) == HEIC_REASON:
-            return "unreadable", HEIC_REASON
-        return "unreadable", "its header is damaged, or of an image format that is not known here"
-    return "unreadable", f"its header cannot be read: {get_error_message(error)}"
-
-
-def _describe_decode_error(error: Exception) -> tuple[str, str]:
-    """Code and message for an error while the pixels were decoded."""
-    reason = get_error_message(error)
-    # Pillow has no exception class of its own for truncated files, only this word in its messages.
-    if "truncated" in reason.lower():
-        return "truncated", f"the image ends early: {reason}"
-    return "corrupt", f"it cannot be decoded: {reason}"

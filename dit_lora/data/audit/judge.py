@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.container import is_different_format
-from dit_lora.data.audit.finding import Finding
+from dit_lora.data.audit.finding import Finding, make_warning
 from dit_lora.data.audit.image_probe import describe_odd_mode
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
@@ -84,10 +84,11 @@ def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requir
     # A file that could not be decoded has no measurements of pictures.
     if probed_file.faults or "frames" not in facts:
         return findings
+    height, width = display_size(facts)
     # Below one token nothing else matters: the other checks would only add noise.
-    small = _check_size(facts)
-    if small:
-        return [*findings, small]
+    if min(height, width) < _MIN_SIDE:
+        message = f"{width:g} x {height:g} pixels; no side may be below {_MIN_SIDE}"
+        return [*findings, Finding("too_small", message, "reject", "remove it")]
     if is_image(media):
         findings += _check_image_format(facts)
     else:
@@ -95,7 +96,7 @@ def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requir
     findings += _check_pictures(facts, facts.get("seconds"))
     if requirements is None and not is_image(media) and facts["frames"] == 1:
         message = "it is a video of one frame, in which nothing moves"
-        findings.append(_make_warning("too_short", message, "give it as an image, or remove it"))
+        findings.append(make_warning("too_short", message, "give it as an image, or remove it"))
     if requirements is not None:
         findings += [*_check_length(media, facts, requirements), *_check_shape(facts, requirements)]
         if requirements.data.sound and requirements.data.fps is not None:
@@ -130,54 +131,42 @@ def _check_name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
     # The file could be decoded, although its first bytes are of no format that is listed here.
     if content is None and "frames" in facts:
         message = f"its content is {facts['container'].split(',')[0]}, and its name ends in {end}"
-        yield _make_warning("wrong_extension", message, "rename it, or convert it")
+        yield make_warning("wrong_extension", message, "rename it, or convert it")
     elif content is not None and is_different_format(end, content):
         message = f"its content is {content}, and its name ends in {end}"
-        yield _make_warning("wrong_extension", message, f"rename it to {content}")
-
-
-def _check_size(facts: Mapping[str, Any]) -> Finding | None:
-    """Rejection of a picture that is smaller than one token; None if it is large enough."""
-    height, width = display_size(facts)
-    if min(height, width) >= _MIN_SIDE:
-        return None
-    message = f"{width:g} x {height:g} pixels; no side may be below {_MIN_SIDE}"
-    return Finding("too_small", message, "reject", "remove it")
+        yield make_warning("wrong_extension", message, f"rename it to {content}")
 
 
 def _check_image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings about an image's pixel format, transparency, orientation and number of pictures."""
     oddity = describe_odd_mode(facts["pixel_format"], facts["bits"])
     if oddity:
-        yield _make_warning("odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours")
+        yield make_warning("odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours")
     if facts["alpha"]:
-        yield _make_warning("alpha", "its transparent parts become white", "put it before a background")
+        yield make_warning("alpha", "its transparent parts become white", "put it before a background")
     # 1 is upright; 0 is not defined by EXIF but occurs, and changes nothing.
     if facts["orientation"] not in (0, 1):
         message = f"turned as its EXIF orientation {facts['orientation']} says"
-        yield _make_warning("rotated", message, "check that it is upright")
+        yield make_warning("rotated", message, "check that it is upright")
     if facts["pictures"] > 1:
         message = f"it holds {facts['pictures']} pictures, of which the first is used"
-        yield _make_warning("frame_count", message, "convert it to a video to train on all of them")
+        yield make_warning("frame_count", message, "convert it to a video to train on all of them")
 
 
 def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings about a video's orientation, colours, pixel format, fields, pixel shape and streams."""
     name = facts["pixel_format"]
     changes = ["mirrors it"] if facts["mirrored"] else []
     if facts["rotation"]:
         changes.append(f"turns it by {facts['rotation']} degrees")
     if changes:
-        message = f"a flag {' and '.join(changes)}"
-        yield _make_warning("rotated", message, "check that it is upright")
+        yield make_warning("rotated", f"a flag {' and '.join(changes)}", "check that it is upright")
     if facts["bits"] > 8:
         message = f"{facts['bits']} bits ({name}) are read as 8"
-        yield _make_warning("ten_bit", message, "none, unless its gradients show bands")
+        yield make_warning("ten_bit", message, "none, unless its gradients show bands")
     if facts["hdr"]:
         message = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
-        yield _make_warning("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
+        yield make_warning("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
     if facts["alpha"]:
-        yield _make_warning("alpha", "its transparency is dropped", "put it before a background")
+        yield make_warning("alpha", "its transparency is dropped", "put it before a background")
     oddities = [
         ("a palette", facts["palette"]),
         ("chroma in full resolution", facts["full_chroma"]),
@@ -186,16 +175,16 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     ]
     description = ", ".join(message for message, is_so in oddities if is_so)
     if description:
-        yield _make_warning("odd_pixel_format", f"{name}: {description}", "check its colours")
+        yield make_warning("odd_pixel_format", f"{name}: {description}", "check its colours")
     if facts["interlaced"]:
         message = "two fields a frame: what moves looks like a comb"
-        yield _make_warning("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
+        yield make_warning("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
     if abs(facts["pixel_aspect"] - 1) > _ASPECT_TOLERANCE:
         message = f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
-        yield _make_warning("non_square_pixels", message, "none, if a player shows it in the same shape")
+        yield make_warning("non_square_pixels", message, "none, if a player shows it in the same shape")
     if facts["streams"] > 1:
         message = f"{facts['streams']} video streams, of which the first is used"
-        yield _make_warning("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
+        yield make_warning("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
 
 
 def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -203,7 +192,7 @@ def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     count, header_value = facts["frames"], facts["header_frames"]
     if header_value and abs(header_value - count) > max(1, _COUNT_SLACK * header_value):
         message = f"its header counts {header_value} frames, and {count} come out"
-        yield _make_warning("frame_count", message, "ffmpeg -i IN OUT writes a new header")
+        yield make_warning("frame_count", message, "ffmpeg -i IN OUT writes a new header")
     seconds, header_value = facts["seconds"], facts["header_seconds"]
     # Matroska counts the duration from 0, even if the first frame is shown later.
     deviation = (
@@ -211,23 +200,20 @@ def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     )
     if deviation > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
         message = f"its header says {header_value:.2f} s, and its frames last {seconds:.2f} s"
-        yield _make_warning("duration", message, "ffmpeg -i IN OUT writes a new header")
+        yield make_warning("duration", message, "ffmpeg -i IN OUT writes a new header")
 
 
 def _check_timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the time stamps run backwards or the frame rate varies."""
-    remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
     # Time stamps that run backwards make the frame rate meaningless, so it is not checked then.
     if facts["backwards"]:
         message = f"its time stamps run backwards {facts['backwards']} times"
-        yield _make_warning("variable_frame_rate", message, "encode it anew")
+        yield make_warning("variable_frame_rate", message, "encode it anew")
     elif facts["irregular"] > _MAX_IRREGULAR_SHARE:
         low, high = facts["shortest_interval"], facts["longest_interval"]
-        message = (
-            f"{facts['irregular']:.0%} of its frames last longer or shorter than is usual in it: "
-            f"from {1000 * low:.0f} to {1000 * high:.0f} ms"
-        )
-        yield _make_warning("variable_frame_rate", message, remedy)
+        share, interval = f"{facts['irregular']:.0%}", f"{1000 * low:.0f} to {1000 * high:.0f} ms"
+        message = f"{share} of its frames last longer or shorter than is usual in it: from {interval}"
+        remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
+        yield make_warning("variable_frame_rate", message, remedy)
 
 
 def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
@@ -237,39 +223,36 @@ def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator
     if facts["black_share"] == 1 and facts["luma_max"] <= _MAX_BLACK_LEVEL:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
-    # One colour: hardly any difference in any channel and in luma.
     if facts["levels"] <= _MAX_CONSTANT_RANGE >= facts["luma_max"] - facts["luma_min"]:
-        message = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
-        yield Finding("constant", message, "reject", "remove it")
+        yield Finding("constant", f"one colour in every pixel (luma {facts['luma_mean']:.0f})", "reject", "remove it")
         return
     if facts["black"]:
         start, length = facts["black"][0]
         message = f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
-        yield _make_warning("black_frames", message, "cut them off")
+        yield make_warning("black_frames", message, "cut them off")
     if facts["contrast"] < _MIN_CONTRAST:
         message = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
-        yield _make_warning("near_constant", message, "remove it, unless it is meant")
+        yield make_warning("near_constant", message, "remove it, unless it is meant")
     low, high = facts["luma_min"], facts["luma_max"]
     if max(high - low, facts["levels"]) < _MIN_RANGE:
         message = f"its luma goes from {low} to {high} of 0 to 255, and no colour further"
-        yield _make_warning("low_range", message, "stretch its levels, unless it is meant")
+        yield make_warning("low_range", message, "stretch its levels, unless it is meant")
     yield from _check_motion(facts, seconds, unit)
 
 
 def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Iterator[Finding]:
-    """Yield findings about a picture that stands still for long, and about hard cuts."""
     still = facts["still"]
     # The small tolerance keeps a standstill of exactly one second from being missed through rounding.
     is_long = seconds is not None and still["seconds"] >= _MIN_FROZEN_S - 1e-3
     is_mostly_still = still["share"] >= _MIN_FROZEN_SHARE
     if still["frames"] >= _MIN_FROZEN_FRAMES and (is_long or is_mostly_still):
         message = f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
-        yield _make_warning("frozen", message, "cut it off, or train on it as an image")
+        yield make_warning("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:
         positions = ", ".join(f"{cut:g}" for cut in cuts[:5]) + (" ..." if len(cuts) > 5 else "")
         message = f"it cuts to another shot at {positions} {unit}"
-        yield _make_warning("hard_cut", message, "split it there, and caption each part")
+        yield make_warning("hard_cut", message, "split it there, and caption each part")
 
 
 def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
@@ -283,45 +266,37 @@ def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirem
         num_available = math.floor(end * fps + 1e-6) + 1
     if num_available < requirements.min_frames:
         message = f"{requirements.min_frames} frames at {fps:g} fps are asked for, and it gives {num_available}"
-        remedy = "lower data.frames, raise data.fps or remove it"
-        yield Finding("too_short", message, "reject", remedy)
+        yield Finding("too_short", message, "reject", "lower data.frames, raise data.fps or remove it")
     # At a lower frame rate than requested, some frames are used twice and the motion stutters.
     if not is_image(media) and requirements.min_frames > 1 and facts["fps"] < (1 - _FPS_TOLERANCE) * fps:
         message = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
-        yield _make_warning("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
+        yield make_warning("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
 
 def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
-    """Yield findings about the bucket of the clip: none fits, enlarged, or cropped."""
     height, width = display_size(facts)
     placement = find_bucket(facts, requirements)
     if isinstance(placement, DroppedClip):
         # `_check_length` reports clips that are too short.
         if placement.code != "too_short":
-            yield _make_warning(placement.code, f"it is left out: {placement.words}", "add a bucket of its shape")
+            yield make_warning(placement.code, f"it is left out: {placement.words}", "add a bucket of its shape")
         return
-    # The clip has a bucket, but may still be enlarged or cropped, which costs quality.
     size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"
     if placement.upscale > MAX_UPSCALE:
         message = f"{size}: it is enlarged {placement.upscale:.2f} times"
-        yield _make_warning("upscaled", message, "lower data.height and data.width, or remove it")
+        yield make_warning("upscaled", message, "lower data.height and data.width, or remove it")
     if placement.crop > _MAX_CROP:
         message = f"{size}: {placement.crop:.0%} of the picture is cropped away"
-        yield _make_warning("cropped", message, "add a bucket of its shape, or remove it")
+        yield make_warning("cropped", message, "add a bucket of its shape, or remove it")
 
 
 def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placement | DroppedClip:
     """Bucket of a clip according to its measurements, or the reason why it has none."""
     height, width = display_size(facts)
-    header = VideoHeader(
-        fps=facts.get("fps"),
-        seconds=facts.get("seconds"),
-        frames=facts["frames"],
-        height=round(height),
-        width=round(width),
-        # Only videos have a duration among their facts.
-        is_image="seconds" not in facts,
-    )
+    fps, seconds = facts.get("fps"), facts.get("seconds")
+    # Only videos have a duration among their facts.
+    is_picture = "seconds" not in facts
+    header = VideoHeader(fps, seconds, facts["frames"], round(height), round(width), is_image=is_picture)
     return choose_bucket(header, requirements.shapes, requirements.data)
 
 
@@ -332,7 +307,3 @@ def display_size(facts: Mapping[str, Any]) -> tuple[float, float]:
     if facts.get("rotation", 0) % 180:
         height, width = width, height
     return round(height, 1), round(width, 1)
-
-
-def _make_warning(code: str, message: str, remedy: str) -> Finding:
-    return Finding(code, message, "warn", remedy)

@@ -10,8 +10,7 @@ from dit_lora.data.sources.clips import Clip
 MAX_IMBALANCE = 10
 """Maximum ratio of a class's size to the median class, in either direction.
 
-Up to about this ratio, long-tailed sets can be trained on without special care. Beyond it a small class is mostly
-forgotten, and a large one dominates.
+Beyond about this ratio, training needs special care: a small class is mostly forgotten, and a large one dominates.
 """
 _MAX_LISTED = 20
 # Number of unknown labels for which the nearest name is searched: each search takes milliseconds.
@@ -26,16 +25,20 @@ def check_labels(
     Args:
         clips: The samples. Each counts as often as it comes in an epoch.
         class_table: Class names that the model knows, with synonyms separated by commas as in ImageNet's table. None
-        if
-            the data defines the classes.
+            if the data defines the classes.
 
     Returns:
         Findings by sample id, and notes on the whole set. A class out of balance is one finding, on its first
         sample, and part of a note.
     """
     labels = dict.fromkeys(clip.caption for clip in clips)
-    # Without a table, the labels of the data make it.
-    names = {label: label for label in labels} if class_table is None else _map_names(class_table)
+    if class_table is None:
+        # Without a table, the labels of the data make it.
+        names = {label: label for label in labels}
+    else:
+        # ImageNet's entries list synonyms, such as `tench, Tinca tinca`. A whole entry takes precedence over these.
+        names = {part.strip(): entry for entry in class_table for part in entry.split(",")}
+        names |= {entry: entry for entry in class_table}
     unknown = [label for label in labels if label not in names or not label.strip()]
     outside = {
         label: _reject_unknown_label(label, names, len(class_table or ()), should_suggest=rank < _MAX_NEAREST_SEARCHES)
@@ -47,20 +50,25 @@ def check_labels(
     for clip in clips:
         if clip.caption not in outside:
             name = names[clip.caption]
-            # A sample that comes several times in an epoch counts as often.
             counts[name] = counts.get(name, 0) + clip.times_per_epoch
             first_ids.setdefault(name, clip.id)
-    imbalanced = _find_imbalanced_classes(counts)
-    for label, message in imbalanced.items():
-        remedy = "add samples to the small classes, or thin out or weigh down the large ones"
-        finding = Finding("label_imbalance", message, "warn", remedy)
-        findings.setdefault(first_ids[label], []).append(finding)
+    # The median is robust: one huge class does not make all others look small.
+    median = statistics.median(counts.values()) if counts else 0.0
+    imbalanced = []
+    for label, count in sorted(counts.items(), key=lambda item: item[1]):
+        if MAX_IMBALANCE * count < median or count > MAX_IMBALANCE * median:
+            imbalanced.append(label)
+            side = "less than a tenth" if count < median else "more than ten times"
+            samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"
+            message = f"class {label!r} has {samples}, {side} of the median class's {median:,.5g}"
+            remedy = "add samples to the small classes, or thin out or weigh down the large ones"
+            findings.setdefault(first_ids[label], []).append(Finding("label_imbalance", message, "warn", remedy))
     notes = []
     if imbalanced:
         class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in imbalanced]
         notes.append(
             f"{len(imbalanced):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
-            f"median class's {_median(counts):,.5g} samples: {_shorten_list(class_counts)}."
+            f"median class's {median:,.5g} samples: {_shorten_list(class_counts)}."
         )
     # Classes without samples are not an error: the table may belong to a larger set.
     unused = [label for label in dict.fromkeys(class_table or ()) if label not in counts]
@@ -72,17 +80,8 @@ def check_labels(
     return findings, notes
 
 
-def _map_names(class_table: Sequence[str]) -> dict[str, str]:
-    """Map each name and synonym to its entry in the table; a whole entry takes precedence over a synonym."""
-    # ImageNet's entries list synonyms, such as `tench, Tinca tinca`.
-    parts = {part.strip(): entry for entry in class_table for part in entry.split(",")}
-    return parts | {entry: entry for entry in class_table}
-
-
 def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool) -> Finding:
-    """Rejection of a label that is not in the table; with `should_suggest`, the message names the
-    most similar class.
-    """
+    """Rejection of a label that is not in the table; with `should_suggest`, it names the most similar class."""
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.
@@ -96,27 +95,9 @@ def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int
 
 
 def _normalise_name(name: str) -> str:
-    """The name in lower case, with underscores and hyphens as spaces."""
     return " ".join(name.replace("_", " ").replace("-", " ").lower().split())
 
 
-def _find_imbalanced_classes(counts: Mapping[str, float]) -> dict[str, str]:
-    """Message for each label with far fewer or more samples than the median class, smallest class first."""
-    median, messages = _median(counts), {}
-    for label, count in sorted(counts.items(), key=lambda item: item[1]):
-        # The median is robust: one huge class does not make all others look small.
-        if MAX_IMBALANCE * count < median or count > MAX_IMBALANCE * median:
-            side = "less than a tenth" if count < median else "more than ten times"
-            samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"
-            messages[label] = f"class {label!r} has {samples}, {side} of the median class's {median:,.5g}"
-    return messages
-
-
-def _median(counts: Mapping[str, float]) -> float:
-    return statistics.median(counts.values()) if counts else 0.0
-
-
 def _shorten_list(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others."""
     more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more

@@ -16,8 +16,7 @@ SMALL_SIDE = 48
 """Side of the small pictures, in pixels."""
 
 # Weights of red, green and blue (ITU-R BT.601).
-_LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
-# Number of pictures that are measured at once.
+LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
 _BATCH_SIZE = 64
 
 # A picture is black if at least 98% of its areas are no brighter than this level; FFmpeg's blackdetect has 10% of
@@ -61,14 +60,13 @@ class PictureMeasures:
         self._level_counts += counts
 
     def _measure_pending(self) -> None:
-        """Measure the pictures that were added since the last call."""
         if not self._pending:
             return
         rgb = np.stack(self._pending)
         self._pending.clear()
         count = len(rgb)
         # (N, 48, 48, 3) to (N, 48, 48).
-        luma = rgb.astype(np.float32) @ _LUMA_WEIGHTS
+        luma = rgb.astype(np.float32) @ LUMA_WEIGHTS
         half, cell = SMALL_SIDE // 2, SMALL_SIDE // GRID_SIDE
         # (N, 48, 48, 3) to mean colours of GRID x GRID areas, (N, GRID, GRID, 3).
         blocks = rgb.reshape(count, GRID_SIDE, cell, GRID_SIDE, cell, 3).mean((2, 4))
@@ -92,15 +90,12 @@ class PictureMeasures:
         self._still_flags += [self._matches_run_start(picture) for picture in rgb.astype(np.int16)]
 
     def _matches_run_start(self, picture: np.ndarray) -> bool:
-        """Whether a picture still shows the picture that began the current run.
-
-        It is not compared with the previous one, because slow motion would then count as standing still.
-        """
+        """Whether a picture still shows the picture that began the current run."""
+        # Not the previous picture, because slow motion would then count as standing still.
         if self._run_start is not None:
             difference = np.abs(picture - self._run_start)
             if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
                 return True
-        # The picture changed, so it begins a new run.
         self._run_start = picture
         return False
 
@@ -109,15 +104,16 @@ class PictureMeasures:
         self._measure_pending()
         measured = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         change, grey = measured["change"], measured["grey"]
-        # True for each picture in which at least 98% of the areas are dark, (N,).
         black = 1 - measured["lit"] >= _MIN_BLACK_SHARE
         still = np.array(self._still_flags)
-        low, high = self._find_level_range()
+        # Share of the pixels at or below each level, (256,); a small share at either end is ignored.
+        reached = np.cumsum(self._level_counts) / self._level_counts.sum()
+        low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
         signature = Signature.from_pictures(grey, measured["colours"], times)
         return {
             "luma_mean": round(float(measured["mean"].mean()), 1),
-            "luma_min": low,
-            "luma_max": high,
+            "luma_min": int(low),
+            "luma_max": int(high),
             "levels": int(max(measured["most"].max(0).astype(int) - measured["least"].min(0))),
             "contrast": round(max(self._contrasts), 2),
             # The change of the first picture is 0 by definition and would lower the mean.
@@ -128,13 +124,6 @@ class PictureMeasures:
             "cuts": [round(float(times[k]), 3) for k in find_cuts(grey, change, still)],
             "hash": signature.text,
         }
-
-    def _find_level_range(self) -> tuple[int, int]:
-        """Darkest and brightest level, ignoring a small share of the pixels at either end."""
-        # Share of the pixels at or below each level, (256,).
-        reached = np.cumsum(self._level_counts) / self._level_counts.sum()
-        low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
-        return int(low), int(high)
 
 
 def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
@@ -148,7 +137,6 @@ def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
 
 
 def _find_longest_still(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
-    """Longest stretch of still pictures: start, seconds, share of the clip, and frames."""
     # Each picture that is not a repeat begins a stretch; the end of the clip closes the last one.
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
     starts = np.concatenate([[0], starts])

@@ -3,10 +3,8 @@
 import base64
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import ProbedFile
@@ -31,11 +29,12 @@ class AuditMemo:
         self._has_changes = False
         self._last_saved_s = time.monotonic()
         if path.is_file():
-            # Skip a line that is incomplete (a killed process) or of another version.
+            start = f'{{"key": "{AUDIT_VERSION}/'
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                key = _parse_key(line)
-                if key is not None:
-                    self._lines[key] = line
+                # Skip a line that is incomplete (a killed process) or of another version. Only the key is read here:
+                # most of a large memo is not needed.
+                if line.startswith(start) and line.endswith("}"):
+                    self._lines[line[len('{"key": "') : line.index('"', len(start))]] = line
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -43,7 +42,12 @@ class AuditMemo:
     def get(self, media: Media | LossMask, digest: str) -> ProbedFile | None:
         """The probe of a file with this digest, read as this kind of media; None if it is not in the memo."""
         line = self._lines.get(_make_key(media, digest))
-        return _parse_probe(parse_json(line)) if line else None
+        if not line:
+            return None
+        record = parse_json(line)
+        faults = tuple(Finding(**fault) for fault in record["faults"])
+        thumbnail = base64.b64decode(record["thumbnail"]) if record["thumbnail"] else None
+        return ProbedFile(faults, record["facts"], thumbnail, record["broke"])
 
     def store(self, media: Media | LossMask, digest: str, probed_file: ProbedFile) -> None:
         """Store a probe; the memo is saved every `_SAVE_INTERVAL_S` seconds."""
@@ -70,22 +74,3 @@ def _make_key(media: Media | LossMask, digest: str) -> str:
     else:
         kind = "image" if is_image(media) else "video"
     return f"{AUDIT_VERSION}/{kind}/{digest}"
-
-
-def _parse_key(line: str) -> str | None:
-    """The key at the beginning of a line; None if the line is of another version or incomplete."""
-    # The rest of a line is parsed only when it is asked for, since most of a large memo is not needed.
-    start = f'{{"key": "{AUDIT_VERSION}/'
-    if not (line.startswith(start) and line.endswith("}")):
-        return None
-    return line[len('{"key": "') : line.index('"', len(start))]
-
-
-def _parse_probe(record: Mapping[str, Any]) -> ProbedFile:
-    thumbnail = record["thumbnail"]
-    return ProbedFile(
-        tuple(Finding(**fault) for fault in record["faults"]),
-        record["facts"],
-        base64.b64decode(thumbnail) if thumbnail else None,
-        record["broke"],
-    )

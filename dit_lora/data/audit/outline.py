@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from dit_lora.data.audit.measure import LUMA_WEIGHTS
 from dit_lora.data.media.opened import decode_jpeg
 
 ALIKE, UNLIKE = 0.2, 0.07
@@ -20,8 +21,6 @@ the second: edits of colours or light, drawings, edges, mosaics, an object moved
 """
 
 _SIDE, _CELLS, _ANGLES, _AREAS = 48, 8, 8, 4
-# Weights of red, green and blue (ITU-R BT.601).
-_LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
 # Standard deviation of a picture's levels below which its edges are only noise.
 _MIN_CONTRAST = 3.0
 # Maximum difference, in levels, of two areas of the same colour.
@@ -50,7 +49,7 @@ class Outline:
         levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
         # (48, 48, 3) to the mean of 4 x 4 areas, (4, 4, 3).
         colours = levels.reshape(_AREAS, area, _AREAS, area, 3).mean((1, 3)).round()
-        return cls(_compute_edges(levels @ _LUMA_WEIGHTS), colours.astype(np.uint8))
+        return cls(_compute_edges(levels @ LUMA_WEIGHTS), colours.astype(np.uint8))
 
     @property
     def text(self) -> str:
@@ -86,10 +85,8 @@ def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]
 
     About 0 for unrelated pictures and 1 for equal ones; None if it cannot be determined.
     """
-    targets, references = (
-        [Outline.from_text(text) for text in target_texts],
-        [Outline.from_text(text) for text in reference_texts],
-    )
+    targets = [Outline.from_text(text) for text in target_texts]
+    references = [Outline.from_text(text) for text in reference_texts]
     if len(targets) > 1 < len(references):
         values = [a.compute_likeness(b) for a, b in zip(targets, references, strict=False)]
         comparable = [value for value in values if value is not None]
@@ -108,11 +105,11 @@ def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     # Thumbnails are never enlarged, so the smaller one may come from a smaller picture: compare at its size.
     if abs(large.width * small.height / (large.height * small.width) - 1) > _ASPECT_TOLERANCE:
         return False
-    small_pixels, large_pixels = (np.asarray(small), np.asarray(large.resize(small.size, Image.Resampling.BOX)))
+    small_pixels, large_pixels = np.asarray(small), np.asarray(large.resize(small.size, Image.Resampling.BOX))
     rows, columns = (length // _CELL * _CELL for length in small_pixels.shape[:2])
     difference = (small_pixels.astype(np.float32) - large_pixels)[:rows, :columns]
     # (rows, columns, 3) to the mean luma difference of each 4 x 4 cell.
-    cells = (difference @ _LUMA_WEIGHTS).reshape(rows // _CELL, _CELL, -1, _CELL).mean((1, 3))
+    cells = (difference @ LUMA_WEIGHTS).reshape(rows // _CELL, _CELL, -1, _CELL).mean((1, 3))
     if np.abs(cells).max(initial=0) > _COPIED:
         return False
     # JPEG stores colours at low resolution, so they are compared over large areas.

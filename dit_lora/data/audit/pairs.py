@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dit_lora.data.audit.finding import AuditedSample, Finding
+from dit_lora.data.audit.finding import AuditedSample, Finding, make_warning
 from dit_lora.data.audit.judge import MAX_UPSCALE, Requirements, collect_findings, display_size, find_bucket
 from dit_lora.data.audit.outline import ALIKE, UNLIKE, compare_outlines, is_copy
 from dit_lora.data.audit.probe import ProbedFile
@@ -21,7 +21,6 @@ _IGNORED_CODES = ("near_constant", "low_range")
 _WARNING_CODES = ("black", "constant")
 # Share of similar pairs from which on a dissimilar pair is suspicious, and below which the set is not one of edits.
 _MOST_ALIKE, _FEW_ALIKE = 0.75, 0.25
-
 _MIN_COPY_LIKENESS = 0.98
 
 Probes = Mapping[Media | LossMask, ProbedFile]
@@ -30,21 +29,26 @@ Probes = Mapping[Media | LossMask, ProbedFile]
 def check_references_and_mask(
     clip: Clip, probes: Probes, media_digests: Mapping[Media | LossMask, str], requirements: Requirements | None
 ) -> Iterator[Finding]:
-    """Yield findings about a sample's references and its mask; `media_digests` has the digests of all
-    readable files.
-    """
+    """Yield findings about a sample's references and mask; `media_digests` has the digests of all readable files."""
     target = probes[clip.media]
     for number, reference in enumerate(clip.references, start=1):
         reference_name = _format_reference(number, len(clip.references))
         probed_reference = probes[reference]
-        yield from _check_reference(reference, probed_reference, reference_name)
+        for finding in collect_findings(reference, probed_reference, None):
+            if finding.code in _IGNORED_CODES:
+                continue
+            # The missing file is the reference and not the sample, so it gets a code of its own.
+            code = "reference_missing" if finding.code == "missing" else finding.code
+            message = f"{reference_name} {reference.name}: {finding.words}"
+            verdict = "warn" if code in _WARNING_CODES else finding.verdict
+            yield Finding(code, message, verdict, finding.remedy)
         if not (_has_pictures(target) and _has_pictures(probed_reference)):
             continue
         yield from _check_reference_size(target.facts, probed_reference.facts, requirements, reference_name)
         # Equal bytes are certain; a copy in another format needs the thumbnails.
         if media_digests[clip.media] == media_digests[reference] or _is_copy(target, probed_reference):
             message = f"{reference_name} is the same picture: from it the model learns to change nothing"
-            yield _make_warning("reference_same", message, "remove it, unless it is meant")
+            yield make_warning("reference_same", message, "remove it, unless it is meant")
     if clip.mask is not None:
         yield from _check_mask(clip.mask, probes[clip.mask], target)
 
@@ -54,12 +58,11 @@ def compute_pair_facts(clip: Clip, probes: Probes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
-        outlines_by_reference = [probes[reference].facts.get("outlines") for reference in clip.references]
-        values = [
-            compare_outlines(outlines, reference_outlines) if outlines and reference_outlines else None
-            for reference_outlines in outlines_by_reference
-        ]
-        facts["likeness"] = [None if value is None else round(value, 3) for value in values]
+        facts["likeness"] = []
+        for reference in clip.references:
+            reference_outlines = probes[reference].facts.get("outlines")
+            value = compare_outlines(outlines, reference_outlines) if outlines and reference_outlines else None
+            facts["likeness"].append(None if value is None else round(value, 3))
     if clip.mask is not None:
         facts["learned"] = probes[clip.mask].facts.get("learned")
     return facts
@@ -73,17 +76,14 @@ def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[F
     findings: dict[str, list[Finding]] = {}
     count = _find_max_references(samples)
     for number, by_file in _group_likenesses(samples).items():
-        # In a set of subjects placed in other scenes, a dissimilar pair is normal.
         if _compute_similar_share(by_file) < _MOST_ALIKE:
             continue
         for file, value in by_file.items():
             if value < UNLIKE:
-                message = (
-                    f"{_format_reference(number, count)} has nothing in common with it (likeness {value:.2f}), "
-                    "as most others have"
-                )
+                name = _format_reference(number, count)
+                message = f"{name} has nothing in common with it (likeness {value:.2f}), as most others have"
                 remedy = "look whether it belongs to another sample"
-                findings.setdefault(file, []).append(_make_warning("reference_unlike", message, remedy))
+                findings.setdefault(file, []).append(make_warning("reference_unlike", message, remedy))
     return findings
 
 
@@ -111,7 +111,6 @@ def summarise_pairs(samples: Sequence[AuditedSample]) -> list[str]:
 
 
 def _find_max_references(samples: Sequence[AuditedSample]) -> int:
-    """Largest number of references of any sample."""
     return max((len(sample.facts.get("likeness") or ()) for sample in samples), default=0)
 
 
@@ -143,30 +142,17 @@ def _is_copy(target: ProbedFile, reference: ProbedFile) -> bool:
     return is_near and is_copy(target.thumbnail, reference.thumbnail)
 
 
-def _check_reference(reference: Media, probed_file: ProbedFile, reference_name: str) -> Iterator[Finding]:
-    """Yield the findings that a reference has on its own."""
-    for finding in collect_findings(reference, probed_file, None):
-        if finding.code in _IGNORED_CODES:
-            continue
-        # The missing file is the reference and not the sample, so it gets a code of its own.
-        code = "reference_missing" if finding.code == "missing" else finding.code
-        message = f"{reference_name} {reference.name}: {finding.words}"
-        verdict = "warn" if code in _WARNING_CODES else finding.verdict
-        yield Finding(code, message, verdict, finding.remedy)
-
-
 def _check_reference_size(
     target_facts: Mapping[str, Any],
     reference_facts: Mapping[str, Any],
     requirements: Requirements | None,
     reference_name: str,
 ) -> Iterator[Finding]:
-    """Yield findings about a reference that is much smaller than the sample, or enlarged when encoded."""
-    (height, width), (full_height, full_width) = (display_size(reference_facts), display_size(target_facts))
+    (height, width), (full_height, full_width) = display_size(reference_facts), display_size(target_facts)
     size = f"{reference_name} has {width:g} x {height:g} pixels"
     if height * width < _MIN_AREA_SHARE * full_height * full_width:
         message = f"{size}, and the sample {full_width:g} x {full_height:g}"
-        yield _make_warning("reference_small", message, "find it in its full size")
+        yield make_warning("reference_small", message, "find it in its full size")
     if requirements is None or requirements.reference_shape is None:
         return
     # The size in which a reference is encoded may depend on the shape of the sample.
@@ -178,12 +164,10 @@ def _check_reference_size(
     factor = min(shape.height / height, shape.width / width)
     if factor > MAX_UPSCALE:
         message = f"{size}, and is encoded in {shape.width} x {shape.height}: it is enlarged {factor:.2f} times"
-        remedy = "find it in its full size, or lower the size of the samples"
-        yield _make_warning("reference_upscaled", message, remedy)
+        yield make_warning("reference_upscaled", message, "find it in its full size, or lower the size of the samples")
 
 
 def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> Iterator[Finding]:
-    """Yield findings about a mask: unreadable, black, or of another shape than the picture."""
     for finding in probed_mask.faults:
         code = "mask_missing" if finding.code == "missing" else finding.code
         yield replace(finding, code=code, words=f"its mask {mask.media.name}: {finding.words}")
@@ -200,13 +184,8 @@ def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> 
         height, width = display_size(target.facts)
         mismatch = find_mask_mismatch((facts["height"], facts["width"]), (round(height), round(width)))
         if mismatch:
-            remedy = "save it in the shape of its picture"
-            yield Finding("mask_shape", mismatch, "reject", remedy)
+            yield Finding("mask_shape", mismatch, "reject", "save it in the shape of its picture")
 
 
 def _has_pictures(probed_file: ProbedFile) -> bool:
     return not probed_file.faults and "frames" in probed_file.facts
-
-
-def _make_warning(code: str, message: str, remedy: str) -> Finding:
-    return Finding(code, message, "warn", remedy)

@@ -54,7 +54,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
             head = stream.read(HEAD_BYTES)
-            num_missing, is_terminated = (count_missing_bytes(stream, size), has_end_marker(stream, size))
+            num_missing, is_terminated = count_missing_bytes(stream, size), has_end_marker(stream, size)
     except OSError as error:
         if error.errno in _MISSING_ERRNOS:
             return _make_rejection("missing", *_MISSING_FAULT)
@@ -82,8 +82,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
         message = f"the file ends early: {num_missing} bytes of its {size + num_missing} are missing"
         faults.append(Finding("truncated", message, "reject", REFETCH_REMEDY))
     elif faults and not is_terminated:
-        message = f"the image ends early, after {size} bytes"
-        faults = [Finding("truncated", message, "reject", REFETCH_REMEDY)]
+        faults = [Finding("truncated", f"the image ends early, after {size} bytes", "reject", REFETCH_REMEDY)]
     return ProbedFile(tuple(faults), facts, thumbnail)
 
 

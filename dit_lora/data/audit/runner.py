@@ -110,7 +110,10 @@ def _probe_missing(
             else:
                 known_probes[medium] = probe
 
-    with closing(probe_all(iter_jobs(), workers or _count_cores())) as probes:
+    if not workers:
+        # The cores that this process may use.
+        workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    with closing(probe_all(iter_jobs(), workers)) as probes:
         for number, probe in probes:
             yield media[number], probe
 
@@ -118,9 +121,7 @@ def _probe_missing(
 def _look_up_probe(
     medium: MediaOrMask, media_digests: dict[MediaOrMask, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
-    """The memo's probe of a medium, whose digest is added to `media_digests`; None if it has none or
-    cannot be read.
-    """
+    """The memo's probe of a medium, or None; the medium's digest is added to `media_digests` if it can be read."""
     try:
         # Opening a named pipe would block until somebody writes to it; `exists` is False for it.
         if not get_media(medium).exists():
@@ -136,11 +137,22 @@ def _look_up_probe(
 def _audit_clips(
     clips: Sequence[Clip], probes: _Probes, media_digests: dict[MediaOrMask, str], requirements: Requirements | None
 ) -> list[AuditedSample]:
-    """Findings of each clip, including those from comparing clips with each other."""
     by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
     for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
         by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
-    return [_add_thumbnails(clip, by_id[clip.id], probes) for clip in clips]
+    result = []
+    for clip in clips:
+        sample = by_id[clip.id]
+        # Thumbnails are kept only where the report shows them: a large set would fill the memory.
+        if sample.verdict != "ok" or clip.references or clip.mask is not None:
+            sample = replace(
+                sample,
+                thumbnail=probes[clip.media].thumbnail,
+                references=tuple(probes[reference].thumbnail for reference in clip.references),
+                mask=probes[clip.mask].thumbnail if clip.mask else None,
+            )
+        result.append(sample)
+    return result
 
 
 def _compare_samples(
@@ -149,11 +161,12 @@ def _compare_samples(
     probes: _Probes,
     media_digests: Mapping[MediaOrMask, str],
 ) -> dict[str, list[Finding]]:
-    """Findings, by sample id, from comparing samples with each other."""
     # Rejected files may have no pictures to compare.
     usable_clips = [clip for clip in clips if samples[clip.id].verdict != "reject"]
     # A mask and a first image do not make a sample different, so only the media and the references count.
-    contents = {clip.id: tuple(media_digests[medium] for medium in _list_inputs(clip)) for clip in usable_clips}
+    contents = {
+        clip.id: tuple(media_digests[medium] for medium in (clip.media, *clip.references)) for clip in usable_clips
+    }
     exact = find_exact_duplicates(contents)
     signatures = {
         clip.id: Signature.from_text(probes[clip.media].facts["hash"])
@@ -167,36 +180,16 @@ def _compare_samples(
     return findings
 
 
-def _list_inputs(clip: Clip) -> list[Media]:
-    return [clip.media, *clip.references]
-
-
-def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> AuditedSample:
-    """Add thumbnails to a sample that has a finding, references or a mask."""
-    if sample.verdict == "ok" and not clip.references and clip.mask is None:
-        return sample
-    # Thumbnails are kept only where the report shows them: a large set would fill the memory.
-    return replace(
-        sample,
-        thumbnail=probes[clip.media].thumbnail,
-        references=tuple(probes[reference].thumbnail for reference in clip.references),
-        mask=probes[clip.mask].thumbnail if clip.mask else None,
-    )
-
-
 def _audit_clip(
     clip: Clip, probes: _Probes, media_digests: Mapping[MediaOrMask, str], requirements: Requirements | None
 ) -> AuditedSample:
-    """All findings about one clip by itself, its first image, references and mask."""
     findings = collect_findings(clip.media, probes[clip.media], requirements)
     if clip.mask is not None and clip.mask.alpha:
         # The transparency is used as the mask here, so it is not reported as lost.
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
-        findings += [
-            replace(finding, words=f"its first image: {finding.words}")
-            for finding in collect_findings(clip.image, probes[clip.image], None)
-        ]
+        for finding in collect_findings(clip.image, probes[clip.image], None):
+            findings.append(replace(finding, words=f"its first image: {finding.words}"))
     findings += check_references_and_mask(clip, probes, media_digests, requirements)
     facts = probes[clip.media].facts | compute_pair_facts(clip, probes)
     if clip.media in media_digests:
@@ -207,13 +200,5 @@ def _audit_clip(
 
 
 def _list_media(clip: Clip) -> list[MediaOrMask]:
-    """All files of a clip: its media, first image, references and mask."""
     image, mask = clip.image, clip.mask
     return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
-
-
-def _count_cores() -> int:
-    """Number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

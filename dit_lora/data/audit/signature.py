@@ -17,7 +17,6 @@ _MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _HASH_SIDE = 24
 _NUM_BITS = 64
 
-
 # Rows 0 to 7 of a DCT-II, (8, 24).
 _DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASH_SIDE) + 1) / (2 * _HASH_SIDE))
 

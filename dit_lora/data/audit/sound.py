@@ -22,9 +22,7 @@ _MAX_CLIPPED_SHARE = 1e-3
 
 
 def measure_sound(media: Media, first_frame_s: float, heartbeat: Callable[[], None]) -> dict[str, Any] | None:
-    """Measurements of a video's sound; None if it has none. `first_frame_s` is the time of its first
-    frame in seconds.
-    """
+    """Measurements of a video's sound, or None; `first_frame_s` is the time of its first frame, in seconds."""
     facts: dict[str, Any] = {}
     samples = clipped = 0
     peak = 0.0
@@ -47,19 +45,15 @@ def measure_sound(media: Media, first_frame_s: float, heartbeat: Callable[[], No
                 for converted in to_floats.resample(frame):
                     levels = np.abs(converted.to_ndarray()).max(axis=0)
                     peak, samples = max(peak, float(levels.max())), samples + len(levels)
-                    clipped += _count_clipped(levels)
+                    # Count the samples that begin a run at full level. The padding gives one window for each sample;
+                    # the windows that reach into it are never full.
+                    is_full = np.concatenate([levels >= _FULL, np.zeros(_RUN - 1, bool)])
+                    clipped += int(np.lib.stride_tricks.sliding_window_view(is_full, _RUN).all(axis=1).sum())
     except (av.error.FFmpegError, OSError, ValueError) as error:
         facts["fault"] = get_error_message(error)
     if not facts:
         return None
     return {**facts, "peak": round(peak, 5), "clipped": round(clipped / max(1, samples), 5)}
-
-
-def _count_clipped(levels: np.ndarray) -> int:
-    """Count the samples that begin a run of `_RUN` samples at full level."""
-    # The padding gives one window for each sample; the windows that reach into it are never full.
-    flat = np.concatenate([levels >= _FULL, np.zeros(_RUN - 1, bool)])
-    return int(np.lib.stride_tricks.sliding_window_view(flat, _RUN).all(axis=1).sum())
 
 
 def check_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[Finding]:

@@ -30,7 +30,6 @@ def merge_audits(
     """
     merged: dict[str, AuditedSample] = {}
     for sample in samples:
-        # A sample may be audited in several parts, such as its media and its caption.
         earlier = merged.get(sample.file, AuditedSample(sample.file))
         merged[sample.file] = AuditedSample(
             sample.file,
@@ -46,7 +45,12 @@ def merge_audits(
             merged[file] = replace(sample, findings=(*sample.findings, *new))
     for file in merged.keys() & facts.keys():
         merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
-    return [replace(sample, findings=_sort_by_verdict(sample.findings)) for sample in merged.values()]
+    result = []
+    for sample in merged.values():
+        # The sort is stable: findings of the same verdict keep their order.
+        findings = sorted(dict.fromkeys(sample.findings), key=lambda finding: -VERDICTS.index(finding.verdict))
+        result.append(replace(sample, findings=tuple(findings)))
+    return result
 
 
 def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
@@ -55,11 +59,8 @@ def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
     # A set per sample: a code that occurs twice in one sample counts once.
     codes = Counter(code for sample in samples for code in {f.code for f in sample.findings})
     sorted_codes = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
-    return {
-        "samples": len(samples),
-        **{verdict: verdicts[verdict] for verdict in VERDICTS},
-        "codes": dict(sorted_codes),
-    }
+    by_verdict: dict[str, int] = {verdict: verdicts[verdict] for verdict in VERDICTS}
+    return {"samples": len(samples), **by_verdict, "codes": dict(sorted_codes)}
 
 
 def build_audit_json(
@@ -85,15 +86,15 @@ def build_audit_json(
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     filled = {name: value for name, value in optional.items() if value}
-    result: dict[str, Any] = _to_plain({"samples": samples, "totals": compute_totals(audited_samples), **filled})
-    return result
+    return _to_plain({"samples": samples, "totals": compute_totals(audited_samples), **filled})
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
     """Write the result of `build_audit_json` atomically, one sample per line."""
     # One line per sample keeps the file readable and easy to compare with a line-based diff.
-    samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
-    other_parts = "".join(f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples")
+    samples = ",\n".join(json.dumps(sample, allow_nan=False) for sample in audit["samples"])
+    texts = {name: json.dumps(value, allow_nan=False) for name, value in audit.items() if name != "samples"}
+    other_parts = "".join(f',\n"{name}": {text}' for name, text in texts.items())
     write_atomically(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
 
 
@@ -104,34 +105,16 @@ def write_fix_list(path: Path, samples: Sequence[AuditedSample]) -> None:
     """
     lines = [_COLUMNS]
     for verdict in ("reject", "warn"):
-        lines += [
-            (
-                verdict,
-                sample.file,
-                "; ".join(sample.reasons),
-                "; ".join(dict.fromkeys(f.remedy for f in sample.findings if f.remedy)),
-            )
-            for sample in samples
-            if sample.verdict == verdict
-        ]
+        for sample in samples:
+            if sample.verdict == verdict:
+                remedies = dict.fromkeys(finding.remedy for finding in sample.findings if finding.remedy)
+                lines.append((verdict, sample.file, "; ".join(sample.reasons), "; ".join(remedies)))
     write_atomically(path, "".join("\t".join(map(_escape_cell, line)) + "\n" for line in lines))
 
 
-def _sort_by_verdict(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The distinct findings, sorted by verdict."""
-    unique = dict.fromkeys(findings)
-    # The sort is stable: findings of the same verdict keep their order.
-    return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
-
-
 def _escape_cell(text: str) -> str:
-    """The text with control characters and backslashes escaped."""
     text = text.replace("\\", "\\\\")
     return _CONTROL_CHARS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)
 
 
 def _to_plain(value: Any) -> Any:

@@ -20,11 +20,9 @@ from dit_lora.data.media.video_header import count_visible_frames, read_containe
 
 _MAX_SAMPLES = 8
 """Number of sampled frames at which every other one is dropped and the sampling stride doubles."""
-# Number of frames in a thumbnail.
 _THUMBNAIL_FRAMES = 4
 # Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
 _MAX_THUMBNAIL_HEIGHT = 142
-# Number of errors after which decoding stops.
 _MAX_ERRORS = 20
 # Tolerance as a share of the usual interval; larger than any container's rounding at 24 to 60 fps.
 _INTERVAL_TOLERANCE = 0.25
@@ -59,11 +57,10 @@ def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
             frames = _FrameMeasures(float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1))
             frames.decode(container, stream, heartbeat)
     except _DECODE_ERRORS as error:
-        return ([("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")], facts, None)
+        return [("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")], facts, None
     if not frames.times:
         # A stream without frames may end without any error.
-        failures = frames.failures or [("no_frames", "no frame comes out of it")]
-        return failures, facts, None
+        return frames.failures or [("no_frames", "no frame comes out of it")], facts, None
     # Training opens files with `read_container_header`, so a file that it refuses is refused here too.
     try:
         with open_media(media) as container:
@@ -82,7 +79,6 @@ def _list_video_streams(container: av.container.InputContainer) -> list[av.Video
 
 
 def _read_header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
-    """Facts from the headers of the container and of the stream."""
     seconds: float | None = None
     if stream.duration and stream.time_base:
         seconds = float(stream.duration * stream.time_base)
@@ -160,7 +156,6 @@ class _FrameMeasures:
                 self._errors.append((len(self.times), get_error_message(error)))
 
     def _measure_frame(self, frame: av.VideoFrame) -> None:
-        """Measure one frame."""
         number = len(self.times)
         # Without a time stamp, assume the average rate of the stream.
         self._num_untimed += frame.time is None
@@ -201,7 +196,6 @@ class _FrameMeasures:
         return max(1, round(height * scale)), max(1, round(width * scale))
 
     def _report_errors(self) -> None:
-        """Turn the errors of decoding into failures."""
         if self._damaged_times:
             message = f"{len(self._damaged_times)} damaged frames, the first at {self._damaged_times[0]:.2f} s"
             self.failures.append(("corrupt", message))
@@ -210,8 +204,7 @@ class _FrameMeasures:
             count = len(self.times)
             # An error after the last frame means that the file ends early.
             if frame == count > 0:
-                message = f"decoding ends after {count} frames: {reason}"
-                self.failures.append(("truncated", message))
+                self.failures.append(("truncated", f"decoding ends after {count} frames: {reason}"))
             else:
                 self.failures.append(("corrupt", f"decoding fails after {frame} frames: {reason}"))
         if self._num_untimed:
@@ -219,7 +212,6 @@ class _FrameMeasures:
             self.failures.append(("no_time_stamps", message))
 
     def compute_facts(self) -> dict[str, Any]:
-        """The measures of the decoded frames, by name."""
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         final_interval = float(intervals[-1]) if len(intervals) else 0.0
@@ -255,7 +247,6 @@ class _FrameMeasures:
         return [self._orientation.apply(self._thumbnails[k]) for k in chosen]
 
     def encode_thumbnail(self) -> bytes:
-        """A JPEG of a few frames side by side."""
         pictures = self._select_thumbnails()
         # Pictures can be joined only at equal heights; rounding may differ by a pixel.
         height = min(picture.shape[0] for picture in pictures)
@@ -263,7 +254,6 @@ class _FrameMeasures:
 
 
 def _describe_format(frame: av.VideoFrame) -> dict[str, Any]:
-    """Facts about the pixel format and colours of a frame."""
     pixels = frame.format
     name, primaries = pixels.name, int(frame.color_primaries)
     curve = _HDR_CURVES.get(int(frame.color_trc), "BT.2020" if primaries == _BT2020 else None)

@@ -23,7 +23,6 @@ STALL_TIMEOUT_S = 60.0
 
 _HEARTBEAT_MESSAGE = None
 """Message that means "still working", sent instead of a result."""
-# Minimum interval between two signs of life, in seconds.
 _HEARTBEAT_INTERVAL_S = 1.0
 
 
@@ -48,8 +47,7 @@ def probe_all(
             if not busy:
                 return
             # Wait for a result, but not beyond the earliest deadline.
-            soonest = min(worker.deadline for worker in busy)
-            timeout = max(0.0, soonest - time.monotonic())
+            timeout = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
             ready = set(wait([worker.pipe for worker in busy], timeout))
             for worker in busy:
                 if worker.pipe in ready:
@@ -102,7 +100,6 @@ class _Worker:
         self._has_started = False
 
     def submit(self, number: int, media: Media | LossMask, stall_timeout_s: float) -> None:
-        """Send a medium to the process and set its deadline."""
         # Starting a process may take long on a busy machine, so the first file gets more time.
         limit = stall_timeout_s if self._has_started else max(stall_timeout_s, STALL_TIMEOUT_S)
         self.job_number, self.deadline = number, time.monotonic() + limit
@@ -120,9 +117,8 @@ class _Worker:
             if not self._has_started:
                 self.stop()
                 raise DitLoraError(
-                    f"the audit's processes end as they start "
-                    f"({_describe_exit(self._process.exitcode)}); call it below "
-                    "if __name__ == '__main__'"
+                    f"the audit's processes end as they start ({_describe_exit(self._process.exitcode)}); "
+                    "call it below if __name__ == '__main__'"
                 ) from None
             return self.reject_file("corrupt", f"the decoder crashed ({_describe_exit(self._process.exitcode)})")
         self._has_started = True
@@ -149,7 +145,6 @@ class _Worker:
 
 
 def _describe_exit(code: int | None) -> str:
-    """The signal or exit code with which a process ended."""
     # multiprocessing reports a signal as a negative exit code.
     if code is not None and code < 0:
         return signal.Signals(-code).name

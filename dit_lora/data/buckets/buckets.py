@@ -55,20 +55,19 @@ def list_buckets(
     """The shapes of a recipe, smallest first: those of `data.buckets`, or a single one without buckets.
 
     There is one for each aspect ratio, resolution and number of frames within the budget of data.frames x
-    data.height x data.width. Sides are multiples of `size_multiple`, chosen among all near ones to fit the
+    data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones to fit the
     requested area and ratio; they may exceed the budget by `TOLERANCE`. The recipe's own height and width, in
     either orientation, are used for their aspect ratio.
 
     Args:
         data: The recipe's data section.
-        size_multiple: Step of the model's height and width, in pixels.
+        side_step: Step of the model's height and width, in pixels.
         unsupported_reason: Returns why the model cannot train a shape; None if it can.
         say: Receives a message about the shapes that are left out.
 
     Raises:
         DitLoraError: No shape is left.
     """
-    # Without buckets, the recipe has exactly one shape.
     if data.buckets is None:
         shapes = {VideoShape.from_data(data)}
     else:
@@ -90,7 +89,6 @@ def list_buckets(
     if len(refused) == len(shapes):
         raise DitLoraError(format_list("no shape of data can be trained (frames x height x width)", lines))
     if refused:
-        # Some shapes remain, so leave out the others with a message.
         say(format_list("buckets that cannot be trained are left out", lines))
     return tuple(sorted(shapes - refused.keys()))
 
@@ -106,7 +104,16 @@ def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: Data
     # The number of frames comes first: it decides how much of the clip is used.
     frames = _choose_num_frames(header, buckets, data.fps)
     if frames is None:
-        return DroppedClip("too_short", _describe_shortage(header, buckets, data.fps))
+        min_frames = min(shape.frames for shape in buckets)
+        if header.is_image:
+            message = f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
+        else:
+            num_available = _count_frames(header, 0.0, min_frames, data.fps, extra_frames=1)
+            message = (
+                f"too short: it gives at most {num_available} frames at {data.fps or 1.0:g} fps, the smallest bucket "
+                f"asks for {min_frames}; lower data.frames, raise data.fps or remove it"
+            )
+        return DroppedClip("too_short", message)
     return _choose_best_shape(header, [shape for shape in buckets if shape.frames == frames], data)
 
 
@@ -134,8 +141,7 @@ def _choose_sides(
         return math.hypot(area, math.log(width / height / aspect))
 
     # If the recipe's own height and width are near enough, use exactly these.
-    as_configured = [(data.height, data.width), (data.width, data.height)]
-    for sides in as_configured:
+    for sides in ((data.height, data.width), (data.width, data.height)):
         if compute_error(sides) < TOLERANCE and data.height % side_step == data.width % side_step == 0:
             return sides
     # Exact sides of the requested area and ratio; sides on the grid around them are tried below.
@@ -151,7 +157,6 @@ def _choose_sides(
 
 
 def _list_multiples(side: float, step: int) -> list[int]:
-    """The multiples of `size_multiple` around a side."""
     middle = round(side / step)
     # Two steps to either side: the best pair need not be the nearest in each side.
     return [step * count for count in range(max(1, middle - 2), middle + 3)]
@@ -172,26 +177,12 @@ def _choose_num_frames(header: VideoHeader, buckets: Sequence[VideoShape], fps: 
 
 
 def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | None, extra_frames: float = 0) -> int:
-    """How many of `frames` the clip has from `start` on, if it is `extra_frames` frames longer than
-    its header says.
-    """
+    """How many of `frames` the clip has from `start` on, if it is `extra_frames` longer than its header says."""
     if header.seconds is None or header.fps is None:
         return frames
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
     end = header.seconds + (extra_frames - 0.5) / header.fps
     return RegularTimes(frames, fps or 1.0, start).count_until(end)
-
-
-def _describe_shortage(header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:
-    """Message about a clip with fewer frames than the smallest bucket."""
-    min_frames = min(shape.frames for shape in buckets)
-    if header.is_image:
-        return f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
-    num_available = _count_frames(header, 0.0, min_frames, fps, extra_frames=1)
-    return (
-        f"too short: it gives at most {num_available} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
-        f"{min_frames}; lower data.frames, raise data.fps or remove it"
-    )
 
 
 def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:
@@ -203,7 +194,6 @@ def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]
 
 
 def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
-    """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
     max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
     max_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
@@ -214,7 +204,10 @@ def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: 
     levels: dict[float, list[tuple[float, float, VideoShape]]] = {}
     # If no shape is allowed, continue with all of them, to name the best one in the message.
     for cost in allowed or costs:
-        levels.setdefault(_find_resolution(cost[2], resolutions), []).append(cost)
+        side = math.sqrt(cost[2].height * cost[2].width)
+        # The resolution that the shape was made for: the nearest on a logarithmic scale.
+        nearest = min(resolutions, key=lambda resolution: abs(math.log(side / resolution)))
+        levels.setdefault(nearest, []).append(cost)
     # For each resolution, take the shape that crops least, which is the one nearest to the clip's aspect ratio.
     best_by_level = {level: min(level_costs) for level, level_costs in levels.items()}
     unenlarged = [level for level, cost in best_by_level.items() if cost[1] <= MAX_ENLARGEMENT]
@@ -225,23 +218,15 @@ def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: 
     crop, upscale, best = best_by_level[level]
     if allowed:
         return Placement(best, _list_window_starts(header, best.frames, data), crop, upscale, header)
-    # Nothing is allowed: say which limit the best shape exceeds.
     size = f"its picture of {header.width}x{header.height}"
     if crop > max_crop:
-        limit = f"data.buckets.max_crop is {max_crop:g}"
-        return DroppedClip("cropped", f"{best} would lose {crop:.0%} of {size}; {limit}")
-    limit = f"data.buckets.max_upscale is {max_upscale:g}"
-    return DroppedClip("upscaled", f"{best} would enlarge {size} {upscale:.2f} times; {limit}")
-
-
-def _find_resolution(shape: VideoShape, resolutions: Sequence[float]) -> float:
-    """The resolution that a shape was made for: the nearest on a logarithmic scale."""
-    side = math.sqrt(shape.height * shape.width)
-    return min(resolutions, key=lambda resolution: abs(math.log(side / resolution)))
+        message = f"{best} would lose {crop:.0%} of {size}; data.buckets.max_crop is {max_crop:g}"
+        return DroppedClip("cropped", message)
+    message = f"{best} would enlarge {size} {upscale:.2f} times; data.buckets.max_upscale is {max_upscale:g}"
+    return DroppedClip("upscaled", message)
 
 
 def _list_window_starts(header: VideoHeader, frames: int, data: DataConfig) -> tuple[float, ...]:
-    """Start of each window of a clip, in seconds."""
     # Without length or frame rate in the header, or fps in the recipe, the start of a second window is unknown.
     if data.fps is None or None in (header.seconds, header.fps):
         return (0.0,)

@@ -14,8 +14,6 @@ from dit_lora.data.media.video_header import VideoHeader
 MIN_ADVICE_SHARE = 0.25
 HEAVY_CROP = 0.25
 _MAX_LISTED = 6
-
-
 _SIZES = ("frames", "height", "width")
 
 
@@ -86,20 +84,12 @@ class BucketReport:
     def format_lines(self) -> list[str]:
         """Lines for a terminal: a table of the buckets in use, the clips that are left out, and the advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
-        table += [
-            (
-                str(row.shape),
-                str(row.clips),
-                str(row.samples),
-                f"{row.share:.1%}",
-                f"{row.mean_crop:.0%} / {row.worst_crop:.0%}",
-                str(row.upscaled),
-            )
-            for row in self.rows
+        for row in self.rows:
             # Unused buckets are mentioned in the advice, and would only lengthen the table.
-            if row.clips
-        ]
-        # Columns are right-aligned to their widest cell.
+            if row.clips:
+                crop = f"{row.mean_crop:.0%} / {row.worst_crop:.0%}"
+                cells = (str(row.shape), str(row.clips), str(row.samples), f"{row.share:.1%}", crop, str(row.upscaled))
+                table.append(cells)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         for name, clip in self.dropped:
@@ -119,16 +109,11 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
     # If references do not split the samples further, the advice about buckets covers it.
     if not rare or len(counts) == len(without_references):
         return []
-    descriptions = [
-        f"{shape} ({_format_count(counts[shape], 'sample')}, every {_format_epochs(samples_per_step / counts[shape])})"
-        for shape in rare
-    ]
+    descriptions = [_describe_rare_shape(shape, counts[shape], samples_per_step) for shape in rare]
     return [
-        f"with their references, samples have {len(counts)} shapes, and a step takes "
-        f"{samples_per_step} samples of one; these "
-        f"do not come in every epoch: {_shorten_list(descriptions)}; give references fewer "
-        "sizes, or lower train.batch_size "
-        "or accumulate"
+        f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of "
+        f"one; these do not come in every epoch: {_shorten_list(descriptions)}; give references fewer sizes, or lower "
+        "train.batch_size or accumulate"
     ]
 
 
@@ -169,11 +154,7 @@ def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[s
     advice = []
     # With a single bucket in use, there is nothing to even out.
     if small and len(used) > 1:
-        descriptions = [
-            f"{row.shape} ({_format_count(row.samples, 'sample')}, every "
-            f"{_format_epochs(samples_per_step / row.samples)})"
-            for row in small
-        ]
+        descriptions = [_describe_rare_shape(row.shape, row.samples, samples_per_step) for row in small]
         advice.append(
             f"buckets with fewer samples than a step takes ({samples_per_step}) do not come in every epoch: "
             f"{_shorten_list(descriptions)}; a smaller train.accumulate or fewer buckets make them more even"
@@ -207,7 +188,6 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
     cropped_clips = [clip for clip in placed if clip.crop > HEAVY_CROP]
     if cropped_clips and len(cropped_clips) >= MIN_ADVICE_SHARE * total:
         common = Counter(_format_ratio(clip.header) for clip in cropped_clips)
-        # The most frequent aspect ratio among the heavily cropped clips.
         (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
         advice.append(
             f"{_format_share(len(cropped_clips), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
@@ -217,7 +197,6 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
 
 
 def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[str]:
-    """Advice if many clips are so long that less than half of them is ever used."""
     if data.fps is None:
         return []
     available = used = num_long = 0
@@ -250,12 +229,11 @@ def _format_share(count: int, total: int) -> str:
     return f"{count} of {total} clips ({count / total:.0%})"
 
 
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _format_epochs(number: float) -> str:
-    return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
+def _describe_rare_shape(shape: VideoShape, num_samples: int, samples_per_step: int) -> str:
+    """A shape that does not come in every epoch, with its number of samples, and how often it comes."""
+    epochs = samples_per_step / num_samples
+    period = f"{epochs:.1f} epochs" if epochs < 10 else f"{epochs:.0f} epochs"
+    return f"{shape} ({num_samples} sample{'' if num_samples == 1 else 's'}, every {period})"
 
 
 def _shorten_list(texts: Sequence[str]) -> str:

@@ -69,8 +69,7 @@ def encode_entry(
     # Contiguous tensors in host memory, whose bytes can be written directly.
     host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(is_in_range(tensor, MAX_ABS) for tensor in host.values()):
-        bad = describe_bad_tensors(host, MAX_ABS)
-        raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
+        raise CacheError(f"{sample}: the encoder's output is not usable: {describe_bad_tensors(host, MAX_ABS)}")
     layout = EntryLayout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
     # View the bytes without a copy.
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
@@ -160,9 +159,8 @@ class TensorCache:
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read an entry's tensors, and verify them on the first read.
 
-        The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept
-        for long, so that it does not keep a whole shard mapped. Writing to the tensors does not change the
-        file.
+        The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept for long,
+        so that it does not keep a whole shard mapped. Writing to the tensors does not change the file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
         together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `get_spec`. If a
@@ -182,14 +180,14 @@ class TensorCache:
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return (placeholder, f"its cache entry {self._describe_location(key)} cannot be read: {error}")
+            return placeholder, f"its cache entry {self._describe_location(key)} cannot be read: {error}"
         if is_as_written:
             return tensors, None
         # The digest differs. Name bad values if there are some, since they say more than the digest.
         bad = describe_bad_tensors(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self._describe_location(key)}, {bad}"
-        return (tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)")
+        return tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)"
 
     def mark_bad(self, key: str) -> Path:
         """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
@@ -210,7 +208,6 @@ class TensorCache:
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
     def _describe_location(self, key: str) -> str:
-        """Description of an entry's location for messages."""
         entry = self._find_entry(key)
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
@@ -232,10 +229,7 @@ class TensorCache:
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
-        """The tensors, and True if they are unchanged since they were written.
-
-        Raises `ShardError` if the entry is damaged, `OSError` if its shard cannot be reached or read.
-        """
+        """The tensors, and whether they are unchanged. Raises `ShardError` (damaged) or `OSError` (unreachable)."""
         # Three ways to look the entry up, each more expensive: another process may have replaced or removed the shard.
         for look in (self._find_entry, self._find_current_entry, self._refresh_and_find_entry):
             entry = look(key)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dit_lora.config.records import read_typed_json
-from dit_lora.data.media.decode_mark import get_decode_mark
+from dit_lora.data.media.decode_mark import get_decoding_variant
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
 from dit_lora.files import list_files, write_atomically
 
@@ -37,7 +37,7 @@ class Digests:
         values = self._look_up_values(media)
         # The mark needs a look into the file, so it is computed only when pixels are asked for.
         if len(values) == 1:
-            values.append(get_decode_mark(media))
+            values.append(get_decoding_variant(media))
             self._entries[media.location].append(values[1])
             self._has_changes = True
         digest, decoder_mark = values
@@ -48,7 +48,9 @@ class Digests:
         location, stamp = media.location, list(media.get_stamp())
         # An entry of the memo is the file's stamp followed by its values.
         entry = self._entries.get(location, [])
-        if entry[: len(stamp)] != stamp or not _has_valid_values(entry[len(stamp) :]):
+        values = entry[len(stamp) :]
+        is_valid = len(values) in (1, 2) and all(isinstance(value, str) for value in values)
+        if entry[: len(stamp)] != stamp or not is_valid:
             with open_bytes(media) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             entry = self._entries[location] = [*stamp, digest]
@@ -71,7 +73,3 @@ class Digests:
         if self._has_changes:
             write_atomically(self._memo, json.dumps(self._entries))
             self._has_changes = False
-
-
-def _has_valid_values(values: list[Any]) -> bool:
-    return len(values) in (1, 2) and all(isinstance(value, str) for value in values)

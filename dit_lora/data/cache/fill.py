@@ -181,7 +181,6 @@ class _FillState:
             return is_ours
 
     def _update_missing(self) -> None:
-        """Update which entries exist, and which failed in other processes."""
         self.missing_keys = set(self.cache.find_missing(list(self.missing_keys)))
         for note in (self.cache.root / LOCKS).glob(f"{self.launch_id}.*{FAILED}"):
             # The note's name is `<launch>.<key>.failed`.
@@ -191,7 +190,6 @@ class _FillState:
         self._report_progress()
 
     def _encode_jobs(self, jobs: Sequence[Job]) -> None:
-        """Encode the jobs, and write the entries as shards."""
         entries: list[EncodedEntry] = []
         try:
             for job in jobs:
@@ -200,8 +198,7 @@ class _FillState:
                     entries.append(encode_entry(job.key, tensors, sample=job.sample, facts=job.facts))
                 except (ClipError, CacheError) as error:
                     # The launch's other processes read this file and do not try the sample again.
-                    note = self.cache.root / LOCKS / f"{self.launch_id}.{job.key}{FAILED}"
-                    write_atomically(note, str(error))
+                    write_atomically(self.cache.root / LOCKS / f"{self.launch_id}.{job.key}{FAILED}", str(error))
                     self._record_failure(job.key, str(error))
                 # Large entries are written early, to bound the memory.
                 if sum(entry.layout.nbytes for entry in entries) >= MAX_UNIT_BYTES:

@@ -57,10 +57,8 @@ class Index:
         listed_ns, changed_ns = time.time_ns(), _read_stamp(self.root)[1]
         files = os.listdir(self.root) if changed_ns != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
-        to_reread = {
-            *shards_to_reread,
-            *(name for name in self._incomplete if not self.is_unchanged(self.root / name)),
-        }
+        to_reread = {*shards_to_reread}
+        to_reread |= {name for name in self._incomplete if not self.is_unchanged(self.root / name)}
         removed = {name for name in self._headers if name not in names or name in to_reread}
         for name in removed:
             header = self._headers.pop(name)
@@ -76,7 +74,14 @@ class Index:
             # Another shard may hold a copy of an entry that went away, so choose again among all shards.
             self._bad_marks, new = bad_marks, list(self._headers)
             self.entries.clear()
-        self._add_entries(new)
+        for name in new:
+            stem = name.removesuffix(SUFFIX)
+            for entry in self._headers[name].entries:
+                # A mark applies only to the copy in that shard; other copies of the key stay usable.
+                is_dead = self._bad_marks and f"{stem}.{entry.key}{DEAD}" in self._bad_marks
+                if entry.is_complete and not is_dead:
+                    # The first copy of a key wins.
+                    self.entries.setdefault(entry.key, entry)
         self._folder_state = changed_ns, listed_ns
 
     def raise_if_unreachable(self, key: str) -> None:
@@ -111,17 +116,6 @@ class Index:
             self._incomplete.add(name)
         return header
 
-    def _add_entries(self, names: Iterable[str]) -> None:
-        """Add the complete entries of these shards that are not marked bad, unless the key has an entry already."""
-        for name in names:
-            header, stem = self._headers[name], name.removesuffix(SUFFIX)
-            for entry in header.entries:
-                # A mark applies only to the copy in that shard; other copies of the key stay usable.
-                is_dead = self._bad_marks and f"{stem}.{entry.key}{DEAD}" in self._bad_marks
-                if entry.is_complete and not is_dead:
-                    # The first copy of a key wins.
-                    self.entries.setdefault(entry.key, entry)
-
 
 def _has_entry(header: ShardHeader, key: str) -> bool:
     """Whether a shard has an entry with this key, complete or not."""
@@ -129,7 +123,7 @@ def _has_entry(header: ShardHeader, key: str) -> bool:
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
-    """Size and modification time in nanoseconds; both are -1 if there is no such file."""
+    """Size and modification time in nanoseconds; both are -1 if the file does not exist."""
     try:
         state = os.stat(path)
     except OSError:

@@ -167,8 +167,10 @@ def compute_stats(cache: TensorCache) -> CacheStats:
                 total.duplicates += 1
             else:
                 keys.add(entry.key)
-                # Entries with the same names, dtypes and shapes are counted together.
-                kind = _describe_tensors(entry)
+                kind = ", ".join(
+                    f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
+                    for name, dtype, shape in entry.layout.tensors
+                )
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
     total.unreadable = len(problems)
@@ -182,9 +184,8 @@ def prune_cache(
 ) -> PruneResult:
     """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
 
-    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at
-    worst duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the
-    cache.
+    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
+    duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the cache.
     """
     if not cache.root.is_dir():
         return PruneResult()
@@ -219,7 +220,6 @@ class _PruneState:
     written_shards: set[Path] = field(default_factory=set)
 
     def run(self, on_progress: OnProgress) -> PruneResult:
-        """Prune shard by shard, then remove the leftover files."""
         headers = dict(_iter_headers(list_shards(self.cache.root), self.result.problems))
         # Count the copies of each key first: an entry is read and verified only if it has other copies.
         self.num_copies.update(entry.key for header in headers.values() for entry in header.entries)
@@ -229,12 +229,15 @@ class _PruneState:
             # If all entries of a shard stay, the shard stays too.
             if kept_entries and len(kept_entries) == len(header.entries):
                 continue
-            # The shard is replaced: its remaining entries are collected for a new one.
             self.source_shards.append(path)
             for entry in kept_entries:
-                copied_entry = self._copy_entry(entry)
-                if copied_entry is not None:
-                    self.pending_entries.append(copied_entry)
+                data, problem = _read_entry(entry)
+                if problem:
+                    self.result.problems.append(problem)
+                    continue
+                # The entry is written unchanged, with the digest that it has.
+                copied = EncodedEntry(entry.key, entry.sample, entry.facts, entry.layout, [data.numpy()], entry.digest)
+                self.pending_entries.append(copied)
             size = sum(entry.layout.nbytes for entry in self.pending_entries)
             if len(self.pending_entries) >= MAX_JOBS_PER_UNIT or size >= MAX_UNIT_BYTES:
                 self._flush()
@@ -264,15 +267,6 @@ class _PruneState:
             self.kept_keys.add(entry.key)
             return True
         return False
-
-    def _copy_entry(self, entry: StoredEntry) -> EncodedEntry | None:
-        """The entry, ready to be written unchanged to another shard; None if it is damaged."""
-        data, problem = _read_entry(entry)
-        if problem:
-            self.result.problems.append(problem)
-            return None
-        parts = [data.numpy()]
-        return EncodedEntry(entry.key, entry.sample, entry.facts, entry.layout, parts, entry.digest)
 
     def _flush(self) -> None:
         """Write the pending entries, and only then remove the shards that held them."""
@@ -336,13 +330,6 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
     return data, None
 
 
-def _describe_tensors(entry: StoredEntry) -> str:
-    """Description of an entry's tensors: names, dtypes and shapes."""
-    return ", ".join(
-        f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in entry.layout.tensors
-    )
-
-
 def _find_leftovers(cache: TensorCache) -> list[Path]:
     """Files that nothing needs any more. While units are in progress, their files are not among them."""
     root = cache.root
@@ -355,5 +342,4 @@ def _find_leftovers(cache: TensorCache) -> list[Path]:
     # Partial files, locks and failure notes may belong to units in progress.
     if any(is_locked(lock) for lock in locks):
         return sorted(orphans)
-    notes = (root / LOCKS).glob(f"*{FAILED}")
-    return sorted([*orphans, *locks, *notes, *root.glob(f".*{PARTIAL}")])
+    return sorted([*orphans, *locks, *(root / LOCKS).glob(f"*{FAILED}"), *root.glob(f".*{PARTIAL}")])

@@ -204,17 +204,13 @@ def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
     for entry in entries:
         # The file was just written, so an old mark of the same name no longer applies.
         get_bad_mark_path(path, entry.key).unlink(missing_ok=True)
-    _sync_folder(folder)
-    return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries to the disk; fsync of a file flushes only its contents."""
+    # fsync of a file flushes only its contents, so flush the folder's entries too.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+    return path
 
 
 def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
@@ -232,15 +228,11 @@ def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
     start = 0
     for entry in entries:
         unshared = {name: value for name, value in entry.facts.items() if name not in shared}
-        line = json.dumps([entry.sample, unshared], sort_keys=True)
-        metadata[entry.key] = f"{entry.digest.hex()} {line}"
+        metadata[entry.key] = f"{entry.digest.hex()} {json.dumps([entry.sample, unshared], sort_keys=True)}"
         for name, dtype, shape in entry.layout.tensors:
             begin, end = entry.layout.bounds[name]
-            header[f"{entry.key}/{name}"] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [start + begin, start + end],
-            }
+            offsets = [start + begin, start + end]
+            header[f"{entry.key}/{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         start += entry.layout.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     # Pad to 8 bytes, as safetensors does.
@@ -279,8 +271,10 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
             line = metadata[key]
             # The line is the digest as 32 hexadecimal digits, a space, and JSON.
             checksum = bytes.fromhex(line[:32])
-            _check_sample_line(line[33:])
+            sample, facts = parse_json(line[33:])
         except (ValueError, LookupError, TypeError):
+            continue
+        if not isinstance(sample, str) or not isinstance(facts, dict):
             continue
         # Offsets in the header count from its end; the file begins with 8 bytes of length.
         start += 8 + length
@@ -288,13 +282,6 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
         entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
     return ShardHeader(entries, (state.st_size, state.st_mtime_ns), is_named)
-
-
-def _check_sample_line(line: str) -> None:
-    """Raise `ValueError` unless a line is JSON of a sample's name and its facts."""
-    sample, facts = parse_json(line)
-    if not isinstance(sample, str) or not isinstance(facts, dict):
-        raise ValueError
 
 
 def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]) -> tuple[int, EntryLayout]:
@@ -365,6 +352,6 @@ def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
 
 
 def list_shards(folder: Path) -> Iterator[Path]:
-    """Yield the shards of a folder in the order of their names; none if there is no folder."""
+    """Yield the shards of a folder in the order of their names; none without a folder."""
     if folder.is_dir():
         yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

@@ -68,7 +68,6 @@ class _AnnotationFile:
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
         if not self._conversations.usable:
-            # Nothing can be used: show the first problem as an example.
             problem = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
@@ -77,7 +76,6 @@ class _AnnotationFile:
         return self._conversations
 
     def _add_record(self, record: Record) -> None:
-        """Add one record as a conversation, or its problems."""
         location = f"{self._path.name}#{record.number}"
         if record.fault is not None:
             self._add_problem(location, record, "unreadable", f"not JSON: {record.fault}")
@@ -104,19 +102,12 @@ class _AnnotationFile:
         if earlier != sample_id:
             self._add_problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
             return
-        self._conversations.usable.append(
-            Conversation(
-                sample_id,
-                sample.kind,
-                media,
-                sample.turns,
-                sample.is_independent,
-                # The same system text occurs in many records, so keep only one copy.
-                sys.intern(sample.system),
-                sample.start,
-                sample.end,
-            )
+        # The same system text occurs in many records, so keep only one copy.
+        system = sys.intern(sample.system)
+        conversation = Conversation(
+            sample_id, sample.kind, media, sample.turns, sample.is_independent, system, sample.start, sample.end
         )
+        self._conversations.usable.append(conversation)
 
     def _add_problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
         self._conversations.problems.append(ClipProblem(sample_id, code, f"{message} (record {record.number})"))
@@ -125,8 +116,7 @@ class _AnnotationFile:
         """Path of the media file below the root; None if it has none. Faults are added to the sample."""
         file_name = sample.file or ""
         if _URL_PATTERN.match(file_name):
-            message = f"{file_name[:80]} is no path; download it and name the file"
-            sample.add_fault("remote_media", message)
+            sample.add_fault("remote_media", f"{file_name[:80]} is no path; download it and name the file")
             return None
         name = resolve_below(self._root, file_name)
         if name is None:
@@ -136,23 +126,19 @@ class _AnnotationFile:
         # Check each file once, even if many records are about it.
         if name not in self._media:
             self._media[name] = MediaFile(self._root / name)
-            self._check_media_file(name, os.path.join(self._root, name))
+            path = os.path.join(self._root, name)
+            if os.path.isdir(path):
+                self._media_faults[name] = (
+                    "frame_folder",
+                    "it is a folder, and frames are read from videos; make one of its images: "
+                    f"ffmpeg -framerate 3 -i '{name}/%05d.jpg' '{name}.mp4'",
+                )
+            elif not os.path.isfile(path):
+                self._media_faults[name] = ("missing", f"no such file: {self._root / name}")
         if name in self._media_faults:
             sample.add_fault(*self._media_faults[name])
         # The record's key says image or video, and the name of the file must agree with it.
         elif (os.path.splitext(name)[1].lower() in _STILL_SUFFIXES) != (sample.kind == "image"):
             kinds = ", ".join(sorted(_STILL_SUFFIXES))
-            message = f"it is named as {sample.kind}, and images end in {kinds}: {name}"
-            sample.add_fault("media_kind", message)
+            sample.add_fault("media_kind", f"it is named as {sample.kind}, and images end in {kinds}: {name}")
         return name
-
-    def _check_media_file(self, name: str, path: str) -> None:
-        """Note a media file that is missing, or a folder of frames."""
-        if os.path.isdir(path):
-            self._media_faults[name] = (
-                "frame_folder",
-                "it is a folder, and frames are read from videos; make one of its images: "
-                f"ffmpeg -framerate 3 -i '{name}/%05d.jpg' '{name}.mp4'",
-            )
-        elif not os.path.isfile(path):
-            self._media_faults[name] = ("missing", f"no such file: {self._root / name}")

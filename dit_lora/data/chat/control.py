@@ -24,13 +24,11 @@ def build_control_pattern(tokenizer: Any, turn_markers: tuple[str, ...] = ()) ->
 def check_no_control_tokens(conversation: Conversation, pattern: re.Pattern[str]) -> None:
     """Raise `DitLoraError` that lists every control token in the texts of a sample.
 
-    The model would learn them as ends of answers or as turns of the other side, although they are part of a
-    text.
+    The model would learn them as ends of answers or as turns of the other side, although they are part of a text.
     """
     if not pattern.pattern:
         return
-    text = join_texts(conversation.system, conversation.turns)
-    control_tokens = list(dict.fromkeys(pattern.findall(text)))
+    control_tokens = list(dict.fromkeys(pattern.findall(join_texts(conversation.system, conversation.turns))))
     if control_tokens:
         raise DitLoraError(
             f"its text holds {', '.join(control_tokens)}, which this model's prompts use for turns and ends; "

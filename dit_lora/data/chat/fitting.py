@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.errors import DitLoraError
 
 MIN_QUESTION_TOKENS = 8
@@ -55,18 +55,22 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
     min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions)
     if question_budget < min_tokens:
         raise TooLongError(
-            f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
-            f"least {MIN_QUESTION_TOKENS} tokens of each question ({min_tokens}) need "
-            f"{unshortened + min_tokens} tokens; "
+            f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at least {MIN_QUESTION_TOKENS} "
+            f"tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
     lengths = iter(_level_lengths(questions, question_budget))
-    return replace(
-        rendered,
-        pieces=tuple(
-            _shorten_piece(piece, next(lengths)) if piece.part == "question" else piece for piece in rendered.pieces
-        ),
-    )
+    pieces = []
+    for piece in rendered.pieces:
+        num_dropped = len(piece.ids) - next(lengths) if piece.part == "question" else 0
+        if num_dropped:
+            # With an odd length, the beginning keeps one token more than the end.
+            length = len(piece.ids) - num_dropped
+            head = length - length // 2
+            ids = piece.ids[:head] + piece.ids[head + num_dropped :]
+            piece = replace(piece, ids=ids, num_dropped=piece.num_dropped + num_dropped)
+        pieces.append(piece)
+    return replace(rendered, pieces=tuple(pieces))
 
 
 def _level_lengths(lengths: Sequence[int], token_budget: int) -> list[int]:
@@ -78,14 +82,3 @@ def _level_lengths(lengths: Sequence[int], token_budget: int) -> list[int]:
         new_lengths[index] = min(new_lengths[index], token_budget // (len(indices) - position))
         token_budget -= new_lengths[index]
     return new_lengths
-
-
-def _shorten_piece(piece: Piece, length: int) -> Piece:
-    """The piece with its middle removed, so that `length` tokens remain."""
-    num_dropped = len(piece.ids) - length
-    if not num_dropped:
-        return piece
-    # With an odd length, the beginning keeps one token more than the end.
-    head = length - length // 2
-    ids = piece.ids[:head] + piece.ids[head + num_dropped :]
-    return replace(piece, ids=ids, num_dropped=piece.num_dropped + num_dropped)

@@ -77,11 +77,9 @@ def _split_frames(
     # The small addend keeps rounding errors from turning 30 frames into 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))
-    # A part needs at least one frame.
     used = min(count, frames)
     bounds = [before + index * frames // used for index in range(used + 1)]
     parts = [(bounds[index], bounds[index + 1] - 1) for index in range(used)]
-    # Repeat the last part if there are fewer frames than requested.
     return parts + parts[-1:] * (count - used)
 
 
@@ -113,8 +111,12 @@ def read_frames_at(
 
     def fit_picture(image: Image.Image, pixel_aspect: float) -> np.ndarray:
         if box is not None:
-            # Crop before resizing, so that the result has the full resolution.
-            image = image.crop(_to_pixels(box, image.width, image.height))
+            # Crop before resizing, so that the result has the full resolution. The crop has at least one pixel.
+            x = min(round(box.left * image.width), image.width - 1)
+            top = min(round(box.top * image.height), image.height - 1)
+            right = min(image.width, x + max(1, round(box.width * image.width)))
+            bottom = min(image.height, top + max(1, round(box.height * image.height)))
+            image = image.crop((x, top, right, bottom))
         if fit == "cover":
             return scale_to_cover(image, pixel_aspect, height, width)
         return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
@@ -129,21 +131,11 @@ def read_frames_at(
     return torch.from_numpy(stack_planes(chosen))
 
 
-def _to_pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a box in pixels; it has at least one pixel."""
-    x = min(round(box.left * width), width - 1)
-    top = min(round(box.top * height), height - 1)
-    box_width, box_height = max(1, round(box.width * width)), max(1, round(box.height * height))
-    return x, top, min(width, x + box_width), min(height, top + box_height)
-
-
 def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
-    """Random crop with `min_share` to 1 of the picture's area and an aspect ratio of 3:4 to 4:3, anywhere in the
-    picture.
+    """Random crop with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
 
-    `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest
-    crop in the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole
-    pixels.
+    `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest crop in
+    the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole pixels.
     """
     for _ in range(_MAX_TRIES):
         area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
@@ -154,7 +146,6 @@ def sample_random_box(generator: torch.Generator, min_share: float, aspect: floa
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)
         if width <= 1 and height <= 1:
             return Box((1 - height) * down, (1 - width) * across, height, width)
-    # Fallback: the largest crop in the centre whose ratio is within the bounds.
     width = min(1.0, _ASPECT_RANGE[1] / aspect)
     height = min(1.0, aspect / _ASPECT_RANGE[0])
     return Box((1 - height) / 2, (1 - width) / 2, height, width)

@@ -41,7 +41,6 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _read_lines(file: IO[str]) -> Iterator[Record]:
-    """Yield one record per line that is not blank."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -85,7 +84,6 @@ class _ListReader:
                 return self._text[self._position : self._position + 1]
 
     def _expect(self, allowed: str, expected: str) -> str:
-        """Consume the next character, which must be one of `allowed`."""
         character = self._peek()
         if not character or character not in allowed:
             self._fail(f"{expected} is expected", self._position)
@@ -93,7 +91,6 @@ class _ListReader:
         return character
 
     def _parse_value(self) -> Any:
-        """Parse the next JSON value, reading more of the file as needed."""
         self._peek()
         size = _CHUNK_CHARS
         while True:
@@ -122,7 +119,6 @@ class _ListReader:
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Line and column in the file of a position in the text."""
-        # Line breaks between the start of the text in memory and the position.
         breaks = self._text.count("\n", 0, position)
         if not breaks:
             return self._line, self._column + position

@@ -38,17 +38,11 @@ class PromptFormat:
     shared_marker: str = ""
     """Text that ends an answer and also begins the next turn; it is written only once."""
     has_media_in_question: bool = False
-    """True if the first question is in the same turn as the media.
-
-    An empty question is then a turn as well, and white space around questions and answers is removed.
-    """
+    """True if the first question, even if empty, is in the media's turn; questions and answers are then stripped."""
     has_question_in_instruction: bool = False
     """True if the Q-Former reads the first question after the instruction."""
     has_timestamps: bool = False
-    """True if VideoChat2's training states the times of a video's frames in the prompt.
-
-    This is the value of `add_second_msg` that its data sets receive; the value in its configs is not passed on.
-    """
+    """True if VideoChat2's training states the frames' times: its data sets' `add_second_msg`, not its configs'."""
     should_strip: bool = True
     """True if white space before the media and before the first turn is removed."""
     forbidden_texts: tuple[str, ...] = ()
@@ -106,13 +100,18 @@ def render_prompt(
 ) -> RenderedConversation:
     """Render a conversation in this format; without `include_answer`, only up to the start of the last answer.
 
-    A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no
-    media turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them
-    as the times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see
-    `spans.tokenize_spans`).
+    A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no media
+    turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them as the
+    times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see `spans.tokenize_spans`).
     """
     style = PROMPT_FORMATS[name]
-    preface = _build_preface(style, conversation)
+    system, instruction = conversation.system, conversation.turns[0].instruction
+    # Upstream asserts that a system text ends with white space.
+    if system and not system[-1].isspace():
+        system += " "
+    preface = system + (instruction + style.instruction_gap if instruction else "")
+    if preface:
+        preface = style.system[0] + preface + style.system[1]
     if conversation.kind == "text" and not (conversation.turns[0].question or style.has_media_in_question):
         # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
@@ -122,7 +121,11 @@ def render_prompt(
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
-        timing = _format_timestamps(seconds) if timestamps and conversation.kind == "video" else ""
+        timing = ""
+        if timestamps and conversation.kind == "video" and seconds:
+            # As in video_utils.py. Python prints 1.0 and not 1, which changes the tokens.
+            listed = ", ".join(str(round(second, 1)) for second in seconds)
+            timing = f" The video contains {len(seconds)} frames sampled at {listed} seconds."
         before.append(Span(style.media[0] + start, "fixed"))
         after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
@@ -133,7 +136,9 @@ def render_prompt(
         after += _build_turn_spans(style, turn, index, is_open=opened, include_answer=include_answer or not is_last)
     if style.should_strip:
         before, after = _strip_spans(before), _strip_spans(after)
-    pieces = [*tokenize_spans(tokenizer, before), *_build_media_pieces(conversation, media_token_id, num_media_tokens)]
+    pieces = tokenize_spans(tokenizer, before)
+    if conversation.kind != "text":
+        pieces.append(Piece((media_token_id,) * num_media_tokens, "media"))
     pieces += tokenize_spans(tokenizer, after)
     if tokenizer.bos_token_id is not None:
         # One BOS token for the whole prompt, as upstream adds it.
@@ -151,30 +156,9 @@ def build_instruction(name: FormatName, conversation: Conversation) -> str:
     return (turn.instruction + question).strip()
 
 
-def _build_preface(style: PromptFormat, conversation: Conversation) -> str:
-    """The system text and the first instruction, with the texts around them."""
-    instruction = conversation.turns[0].instruction
-    system = conversation.system
-    # Upstream asserts that a system text ends with white space.
-    if system and not system[-1].isspace():
-        system += " "
-    text = system + (instruction + style.instruction_gap if instruction else "")
-    return style.system[0] + text + style.system[1] if text else ""
-
-
-def _format_timestamps(seconds: Sequence[float]) -> str:
-    """The sentence about the frames' times as in video_utils.py, with one decimal as Python prints it."""
-    if not seconds:
-        return ""
-    # Python prints 1.0 and not 1, which changes the tokens.
-    listed = ", ".join(str(round(second, 1)) for second in seconds)
-    return f" The video contains {len(seconds)} frames sampled at {listed} seconds."
-
-
 def _build_turn_spans(
     style: PromptFormat, turn: Turn, index: int, *, is_open: bool, include_answer: bool
 ) -> list[Span]:
-    """The spans of one turn: question, header and, if `include_answer`, the answer."""
     question, answer = turn.question, turn.answer
     if style.has_media_in_question:
         # In this format, upstream strips both.
@@ -182,8 +166,7 @@ def _build_turn_spans(
     spans = [Span(style.answer_header, "fixed")]
     if question or style.has_media_in_question:
         before = "" if is_open else style.question[0]
-        question_spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed")]
-        spans = question_spans + spans
+        spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed"), *spans]
     # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
         spans[0] = Span(style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed")
@@ -198,8 +181,3 @@ def _strip_spans(spans: list[Span]) -> list[Span]:
     if spans:
         spans[0] = Span(spans[0].text.lstrip(), spans[0].part)
     return spans
-
-
-def _build_media_pieces(conversation: Conversation, token_id: int, count: int) -> list[Piece]:
-    """The piece of `count` media tokens; none for text."""
-    return [] if conversation.kind == "text" else [Piece((token_id,) * count, "media")]

@@ -7,7 +7,7 @@ LLaVA's (`conversations`). A record of any format may be text without media.
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,14 @@ def parse_record(record: object) -> ChatRecord:
     if not isinstance(record, Mapping):
         sample.add_fault("record_type", f"it is of type {_type_name(record)}, not an object")
         return sample
-    media = list(_iter_media(record, sample))
-    # The keys decide the format: VideoChat2, or messages with roles.
+    media: list[tuple[ConversationKind, str]] = []
+    for key, kind in _MEDIA_KEYS.items():
+        value = record.get(key)
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name.strip():
+                media.append((kind, name))
+            elif name is not None:
+                sample.add_fault("record_type", f"its {key} must be a file's name; got {_shorten_repr(name)}")
     if "QA" in record:
         _read_qa(record["QA"], sample)
         sample.is_independent = True
@@ -70,27 +76,12 @@ def parse_record(record: object) -> ChatRecord:
     return sample
 
 
-def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[ConversationKind, str]]:
-    """Yield the media that the record names under its own keys, with their kind."""
-    for key, kind in _MEDIA_KEYS.items():
-        value = record.get(key)
-        # A key may hold one name or a list of names.
-        for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str) and name.strip():
-                yield kind, name
-            elif name is not None:
-                message = f"its {key} must be a file's name; got {_shorten_repr(name)}"
-                sample.add_fault("record_type", message)
-
-
 def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
-    """Set the record's only media file; several are a fault."""
     # The same file may be named by a key and again by a part of a message.
     media = list(dict.fromkeys(media))
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
-        message = f"it names {len(media)} media, {names}; a sample has at most one"
-        sample.add_fault("several_media", message)
+        sample.add_fault("several_media", f"it names {len(media)} media, {names}; a sample has at most one")
     elif media:
         sample.kind, sample.file = media[0]
     else:
@@ -98,8 +89,7 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
             if key not in keys_read and isinstance(value, str) and _MEDIA_SUFFIX_PATTERN.search(value.lower()):
-                message = f"its {key} names a file, {value}, which is read under image or video"
-                sample.add_fault("record_keys", message)
+                sample.add_fault("record_keys", f"its {key} names a file, {value}, which is read under image or video")
 
 
 def _read_qa(qa: object, sample: ChatRecord) -> None:
@@ -118,12 +108,10 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
         missing_keys = [key for key in ("q", "a") if turn.get(key) is None]
         if missing_keys:
             sample.add_fault("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
-        # The instruction `i` is optional.
         texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
-                message = f"{key} of {location} is of type {_type_name(text)}, not text"
-                sample.add_fault("record_type", message)
+                sample.add_fault("record_type", f"{key} of {location} is of type {_type_name(text)}, not text")
         if not missing_keys and all(isinstance(text, str) for text in texts.values()):
             # Keep white space: VideoChat2 tokenises these texts unchanged.
             # The same instructions occur in many records, so intern them.
@@ -156,8 +144,7 @@ class _MessageReader:
         elif system is not None:
             sample.add_fault("record_type", f"its system is of type {_type_name(system)}, not text")
         if not isinstance(self._messages, list):
-            fault = f"its {self._key} are of type {_type_name(self._messages)}, not a list"
-            sample.add_fault("record_type", fault)
+            sample.add_fault("record_type", f"its {self._key} are of type {_type_name(self._messages)}, not a list")
             return
         answered = False
         for number, message in enumerate(self._messages, start=1):
@@ -197,17 +184,14 @@ class _MessageReader:
                 sample.add_fault("roles_order", f"{location} is a question after a question")
             self._question = text
         elif role == "assistant":
-            self._add_answer(text, location, is_incomplete=bool(missing_keys))
+            # An answer ends the turn.
+            if self._question is None:
+                sample.add_fault("roles_order", f"{location} is an answer without a question before it")
+            if is_blank(text) and not missing_keys:
+                sample.add_fault("answer_empty", f"the answer of {location} is empty")
+            self._turns.append(Turn(self._question or "", text))
+            self._question = None
         return role
-
-    def _add_answer(self, text: str, location: str, *, is_incomplete: bool) -> None:
-        """End the current turn with this answer."""
-        if self._question is None:
-            self._sample.add_fault("roles_order", f"{location} is an answer without a question before it")
-        if is_blank(text) and not is_incomplete:
-            self._sample.add_fault("answer_empty", f"the answer of {location} is empty")
-        self._turns.append(Turn(self._question or "", text))
-        self._question = None
 
     def _extract_text(self, content: object, location: str, role: str | None) -> str:
         """Text of a message; in questions, placeholders for media are removed."""
@@ -217,7 +201,6 @@ class _MessageReader:
             message = f"the content of {location} is of type {_type_name(content)}, neither text nor parts"
             self._sample.add_fault("record_type", message)
             return ""
-        # A message's content may be a list of parts: texts, images and videos.
         texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -239,12 +222,10 @@ class _MessageReader:
         """Remove the placeholders for media from a question, and note their positions."""
         if role != "user":
             return text
-        # One entry per placeholder, with the number of the turn that it is in.
         self._placeholder_turns += [len(self._turns)] * len(_MEDIA_PLACEHOLDER.findall(text))
         return _MEDIA_PLACEHOLDER.sub("", text)
 
     def _add_medium(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
-        """Add an image or video part of a message to the sample."""
         if role != "user":
             self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
         self._placeholder_turns.append(len(self._turns))
@@ -257,27 +238,18 @@ class _MessageReader:
             self._sample.add_fault("record_type", message)
 
     def _check_placeholders(self) -> None:
-        """Check that the placeholders match the media, and that they are all in the first question."""
         # Compare only the media that no part names: they are under the record's own keys.
-        num_unnamed, num_named = (
-            len(self._placeholder_turns) - self._num_inline_media,
-            len(self._media) - self._num_inline_media,
-        )
+        num_unnamed = len(self._placeholder_turns) - self._num_inline_media
+        num_named = len(self._media) - self._num_inline_media
         if num_unnamed > num_named and len(self._media) <= 1:
-            message = (
-                f"its text has {num_unnamed} places for media such as <image> or <video>, and its "
-                f"keys name {num_named}"
-            )
-            self._sample.add_fault("placeholder", message)
+            description = f"{num_unnamed} places for media such as <image> or <video>"
+            self._sample.add_fault("placeholder", f"its text has {description}, and its keys name {num_named}")
         # 0 is the first turn; every other number is a later one.
         if any(self._placeholder_turns):
-            message = "its medium belongs to a later question; only the first may have it"
-            self._sample.add_fault("placeholder", message)
+            self._sample.add_fault("placeholder", "its medium belongs to a later question; only the first may have it")
 
 
 def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
-    """Read `start` and `end`, in seconds."""
-    # Both bounds are optional: without them, the sample is about the whole video.
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
         return
@@ -287,17 +259,14 @@ def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
         # bool is a subclass of int, but `true` is not a time.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
-            message = f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}"
-            sample.add_fault("record_type", message)
+            sample.add_fault("record_type", f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}")
             return
     sample.start, sample.end = bounds.get("start"), bounds.get("end")
     if sample.end is not None and (sample.start or 0) >= sample.end:
-        message = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
-        sample.add_fault("time_range", message)
+        sample.add_fault("time_range", f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s")
 
 
 def _check_texts(sample: ChatRecord) -> None:
-    """Check the texts for length, invalid characters, reserved markers and an empty question."""
     text = join_texts(sample.system, sample.turns)
     if len(text) > _MAX_CONVERSATION_CHARS:
         message = f"its text has {len(text):,} characters, and {_MAX_CONVERSATION_CHARS:,} are read at most"
@@ -307,10 +276,8 @@ def _check_texts(sample: ChatRecord) -> None:
         sample.add_fault("caption_not_text", message)
     reserved = _RESERVED_MARKERS.findall(text)
     if reserved:
-        message = (
-            f"its text holds {', '.join(dict.fromkeys(reserved))}, which prompts use for turns and media; "
-            "write it otherwise"
-        )
+        markers = ", ".join(dict.fromkeys(reserved))
+        message = f"its text holds {markers}, which prompts use for turns and media; write it otherwise"
         sample.add_fault("caption_reserved_token", message)
     # Without media, an empty question leaves nothing that the answer could refer to.
     first_turn = sample.turns[0] if sample.turns else None

@@ -35,7 +35,6 @@ class RenderedConversation:
     @property
     def labels(self) -> list[int]:
         """For each token its id if it is trained on, else `IGNORE_INDEX`; not shifted."""
-        # One label per token, so that labels and ids have equal lengths.
         return [token if piece.part == "answer" else IGNORE_INDEX for piece in self.pieces for token in piece.ids]
 
     @property

@@ -46,29 +46,22 @@ def tokenize_spans(
         # Silence the warning about the tokenizer's own limit; chat.max_tokens is the limit here.
         verbose=False,
     )
-    # Index of the span of each token.
-    owners = [_find_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
-    tokens = zip(owners, encoded["input_ids"], strict=True)
-    # Each question and answer is a separate piece; all spans between them are joined to one piece.
+    piece_keys: list[tuple[Part, int]] = []
+    for start, stop in encoded["offset_mapping"]:
+        owner = _find_owner(spans, ends, start, stop)
+        part = spans[owner].part
+        # Each question and answer is a separate piece; -1 joins neighbouring spans of fixed text or media to one.
+        piece_keys.append((part, owner if part in ("question", "answer") else -1))
+    tokens = zip(piece_keys, encoded["input_ids"], strict=True)
     return [
         Piece(tuple(token for _, token in group), part)
-        for (part, _), group in groupby(tokens, key=lambda pair: _get_piece_key(spans, pair[0]))
+        for (part, _), group in groupby(tokens, key=lambda pair: pair[0])
     ]
 
 
-def _get_piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
-    """Key of the piece that a token of this span belongs to."""
-    part = spans[owner].part
-    # -1 joins neighbouring spans of fixed text or media to one piece.
-    return (part, owner) if part in ("question", "answer") else (part, -1)
-
-
 def _find_owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
-    """Index of the span that a token with these characters belongs to.
-
-    Byte-level tokenizers may omit white space from the reported characters: a token without characters belongs
-    to those before it.
-    """
+    """Index of the span that a token with these characters belongs to."""
+    # Byte-level tokenizers may omit white space: a token without characters belongs to those before it.
     # The span of the token's last character, and below that of its first.
     end_span = bisect_right(ends, max(stop - 1, 0))
     start_span = min(bisect_right(ends, start), end_span)

@@ -54,35 +54,50 @@ def render_template(
             earlier turns, or does not write the placeholder exactly once; or the text contains the placeholder
             or its tokens elsewhere.
     """
-    spans = _build_spans(template, conversation, _list_end_tokens(tokenizer), include_answer)
+    eos = tokenizer.eos_token
+    if not isinstance(eos, str):
+        raise DitLoraError("the tokenizer has no eos_token, so a model cannot learn to end an answer")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    spans = _build_spans(template, conversation, (eos, sorted({eos, *special})), include_answer)
     spans = _expand_placeholder(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
     # Do not add a second beginning-of-text token if the template writes one.
     has_bos = isinstance(bos, str) and text.startswith(bos)
-    pieces = tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)
-    rendered = RenderedConversation(tuple(pieces))
-    _check_stray_media(rendered, tokenizer)
+    rendered = RenderedConversation(tuple(tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)))
+    # The model counts media tokens per media file. Only tokens that were added to the vocabulary are checked: a
+    # timestamp's digits are ordinary text.
+    added = set(tokenizer.added_tokens_decoder)
+    media_ids = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
+    stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media_ids
+    if stray:
+        names = ", ".join(str(tokenizer.added_tokens_decoder[token]) for token in sorted(stray))
+        raise DitLoraError(f"the text holds the media's own tokens: {names}; remove them from it")
     return rendered
 
 
 def _build_spans(
     template: HasChatTemplate, conversation: Conversation, end_tokens: tuple[str, list[str]], include_answer: bool
 ) -> list[Span]:
-    """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
+    """Render a conversation turn by turn. `end_tokens` are the end-of-text token, and all special tokens."""
     system = conversation.system
     messages = [_make_message("system", system)] if system else []
     spans, text_so_far = list[Span](), ""
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
-        # Media are in the first question only.
-        kind = conversation.kind if index == 0 else "text"
-        messages.append(_make_message("user", question, kind))
+        messages.append(_make_message("user", question, conversation.kind if index == 0 else "text"))
         # At inference the model sees this text before an answer, so the answer is the text after it.
         prompt = _apply_template(template, messages, add_generation_prompt=True)
         # Only the text that this turn adds; earlier text is in `spans` already.
-        spans += _split_question(_remove_prefix(text_so_far, prompt, "an earlier turn"), question)
+        added = _remove_prefix(text_so_far, prompt, "an earlier turn")
+        # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
+        position = added.rfind(question) if question else -1
+        if position < 0:
+            spans.append(Span(added, "fixed"))
+        else:
+            after = position + len(question)
+            spans += [Span(added[:position], "fixed"), Span(question, "question"), Span(added[after:], "fixed")]
         if not index and system.strip() not in prompt:
             raise DitLoraError(
                 "the chat template leaves out the system text; set chat.system and `system` of the samples to "
@@ -98,7 +113,6 @@ def _build_spans(
 
 
 def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """Apply the template to messages; raises `DitLoraError` if it refuses them."""
     from jinja2 import TemplateError
 
     try:
@@ -111,9 +125,7 @@ def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, a
 
 
 def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
-    """The part of `text` after `prefix`, which must be a prefix of it."""
     if not text.startswith(prefix):
-        # Position of the first difference.
         start = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
         raise DitLoraError(
             f"the chat template changes {changed_part} once more is said, so training would not see what inference "
@@ -146,8 +158,7 @@ def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *,
     elif is_last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
-    remainder = "" if is_last else reply[stop:]
-    return [Span(reply[:stop], "answer"), Span(remainder, "fixed")]
+    return [Span(reply[:stop], "answer"), Span("" if is_last else reply[stop:], "fixed")]
 
 
 def _make_message(role: str, text: str, kind: str = "text") -> Message:
@@ -158,18 +169,7 @@ def _make_message(role: str, text: str, kind: str = "text") -> Message:
     return {"role": role, "content": content}
 
 
-def _split_question(prompt: str, question: str) -> list[Span]:
-    """Spans of a prompt, with the question as a separate one."""
-    # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
-    position = prompt.rfind(question) if question else -1
-    if position < 0:
-        return [Span(prompt, "fixed")]
-    after = position + len(question)
-    return [Span(prompt[:position], "fixed"), Span(question, "question"), Span(prompt[after:], "fixed")]
-
-
 def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
-    """The spans with the expansion of the placeholder as a separate span."""
     if media is None:
         return list(spans)
     num_placeholders = sum(span.text.count(media.placeholder) for span in spans)
@@ -186,23 +186,3 @@ def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[
         if placeholder:
             expanded += [Span(media.expansion, "media"), Span(after, span.part)]
     return expanded
-
-
-def _list_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """The end-of-text token, and all special tokens."""
-    eos = tokenizer.eos_token
-    if not isinstance(eos, str):
-        raise DitLoraError("the tokenizer has no eos_token, so a model cannot learn to end an answer")
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return eos, sorted({eos, *special})
-
-
-def _check_stray_media(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `DitLoraError` if media tokens occur in other text: the model counts them per media file."""
-    # Only tokens that were added to the vocabulary: a timestamp's digits are ordinary text.
-    added = set(tokenizer.added_tokens_decoder)
-    media = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
-    stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media
-    if stray:
-        names = ", ".join(str(tokenizer.added_tokens_decoder[token]) for token in sorted(stray))
-        raise DitLoraError(f"the text holds the media's own tokens: {names}; remove them from it")

@@ -51,10 +51,8 @@ def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedToken
             reader = _TokenDecoder(tokenizer)
         else:
             texts = [reader.decode_next(token) for token in piece.ids]
-            tokens = tuple(
-                Token(position + index, token, text)
-                for index, (token, text) in enumerate(zip(piece.ids, texts, strict=True))
-            )
+            numbered = enumerate(zip(piece.ids, texts, strict=True), start=position)
+            tokens = tuple(Token(number, token, text) for number, (token, text) in numbered)
         pieces.append(PieceView(piece.part, len(piece.ids), tokens, piece.num_dropped))
         # Media count in the positions, although they have no text.
         position += len(piece.ids)
@@ -73,7 +71,6 @@ def describe_rendered(rendered: RenderedConversation, *, kind: str, seconds: Seq
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
     tokens = ", ".join(f"{count} {name}" for name, count in count_parts(rendered).items())
-    # Only questions are ever shortened.
     dropped = sum(piece.num_dropped for piece in rendered.pieces)
     shortened = f"; {dropped} of the questions left out" if dropped else ""
     return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
@@ -125,7 +122,6 @@ class _TokenDecoder:
         """Number of tokens at the beginning of `_ids` whose text was returned already."""
 
     def decode_next(self, token: int) -> str:
-        """Text that this token adds."""
         self._ids.append(token)
         known_text, text = self._decode(self._ids[: self._num_returned]), self._decode(self._ids)
         # A UTF-8 character has up to 4 bytes: this token ends inside one, which the next tokens complete.
@@ -140,6 +136,5 @@ class _TokenDecoder:
 
 def _escape_invisible(text: str) -> str:
     """The text with visible signs for line breaks and other invisible characters."""
-    # Control characters are shown as signs, so that they have no effect on the terminal.
     signs = {"\n": "↵", "\t": "→"}
     return "".join(signs.get(character, character if character.isprintable() else "\ufffd") for character in text)

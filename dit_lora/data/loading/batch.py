@@ -59,7 +59,6 @@ class Batch:
         self, tensors: Mapping[str, torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Batch":
         """The batch with these tensors, and with `convert` applied to the random inputs drawn ahead."""
-        # The random inputs follow the tensors: to the same device, or into pinned memory.
         ahead = None if self.random_inputs is None else self.random_inputs.map_tensors(convert)
         return replace(self, tensors=tensors, random_inputs=ahead)
 

@@ -44,7 +44,6 @@ class Entry:
     def choose_preserve_text_key(self, sample_seed: int) -> str | None:
         """Key of one of the captions without the trigger word, chosen by `sample_seed`; None if there are none."""
         keys = self.preserve_text_keys
-        # The draw spreads the choices evenly over the captions.
         return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None
 
     def choose_video_key(self, sample_seed: int) -> str:
@@ -138,7 +137,6 @@ class EncodedClips:
     def read(self, entry: Entry, text_key: str, sample_seed: int) -> "Batch":
         """Read one sample as a batch of one; `faults` has a message if something is wrong with it."""
         spec = self.video_specs[entry.shape]
-        # The draw decides whether the clip is mirrored.
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
         is_empty = text_key == self.empty_text_key
         text, text_fault = self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
@@ -195,7 +193,6 @@ class CachedClips(EncodedClips):
         """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
-        # The clip's entry and its mirrored one, each with the shapes of its bucket.
         keys = {
             key: self.video_specs[entry.shape] for entry in bad for key in (entry.video_key, entry.mirror_key) if key
         }

@@ -98,7 +98,6 @@ class Order:
         return epoch
 
     def _count_steps_before(self, epoch: int) -> int:
-        """Number of complete steps before an epoch."""
         return int((self._count_draws_before(epoch) // self.samples_per_step).sum())
 
     def _count_draws_before(self, epoch: int) -> np.ndarray:
@@ -122,7 +121,6 @@ class Order:
         return np.bincount(buckets, weights=counts, minlength=self.num_buckets).astype(np.int64)
 
     def _get_removed(self) -> "_RemovedDraws":
-        """Draws that the quarantine removes, computed when first needed."""
         if self._removed is None:
             self._removed = _RemovedDraws.from_quarantine(self.ids, self.quarantine)
         return self._removed
@@ -155,7 +153,6 @@ class Order:
             return np.empty((0, 3), np.int64)
         members = np.flatnonzero(self._bucket_indices == bucket)
         parts, missing = [], length
-        # Go back epoch by epoch until enough draws are collected.
         while missing > 0:
             epoch -= 1
             draws = self._list_draws(epoch, members)
@@ -165,7 +162,6 @@ class Order:
             if not len(draws):
                 until = self._count_draws_before(epoch)[bucket]
                 epoch = bisect_left(range(epoch), until, key=lambda earlier: self._count_draws_before(earlier)[bucket])
-        # The oldest epoch comes first.
         return np.concatenate(parts[::-1])[-length:]
 
     def _list_draws(self, epoch: int, members: np.ndarray) -> np.ndarray:
@@ -188,13 +184,12 @@ class Order:
 
     def _compute_sort_keys(self, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
         """Sort keys of draws, uint64 (N,): hashes of seed, epoch, sample and copy."""
-        hashed = hashlib.blake2b
         names = ["order", *(f"order+{number}" for number in range(1, int(copy.max(initial=0)) + 1))]
         # The first copy has the name that it has in data without repeats.
         starts = [f"{self.seed}/{name}/{epoch}/" for name in names]
         pairs = zip(copy.tolist(), index.tolist(), strict=True)
         ids = self.ids
-        digests = (hashed((starts[c] + ids[i]).encode(), digest_size=8).digest() for c, i in pairs)
+        digests = (hashlib.blake2b((starts[c] + ids[i]).encode(), digest_size=8).digest() for c, i in pairs)
         # Always big-endian, so that the order is the same on every machine.
         return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
@@ -203,8 +198,7 @@ class Order:
 class _Copies:
     """How often each sample comes: `num_whole` times in each epoch, and once more in a `extra_share` of the epochs.
 
-    The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that they can be counted
-    by a formula.
+    The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that a formula counts them.
     """
 
     num_whole: np.ndarray
@@ -213,9 +207,7 @@ class _Copies:
 
     @classmethod
     def from_times(cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int) -> "_Copies":
-        """Copies of samples that come `times_per_epoch` times in an epoch; None means once. Raises `ValueError` below
-        1.
-        """
+        """Copies of samples that come `times_per_epoch` times; None means once. Raises `ValueError` below 1."""
         requested = np.ones(len(ids)) if times_per_epoch is None else np.asarray(times_per_epoch, np.float64)
         if not (np.isfinite(requested).all() and (requested >= 1).all()):
             raise ValueError(f"every sample comes at least once in an epoch; got {requested.min()}")
@@ -238,9 +230,7 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _RemovedDraws:
-    """Draws removed by the quarantine: in epochs start..end-1, sample `sample_index` has only its first `num_kept`
-    copies.
-    """
+    """Draws removed by the quarantine: in epochs start..end-1, a sample has only its first `num_kept` copies."""
 
     sample_index: np.ndarray
     start_epoch: np.ndarray
@@ -251,7 +241,6 @@ class _RemovedDraws:
 
     @classmethod
     def from_quarantine(cls, ids: Sequence[str], quarantine: Quarantine) -> "_RemovedDraws":
-        """Draws that the records of a quarantine remove."""
         rows, settled = [], 0
         for number, sample in enumerate(ids):
             edges: set[int] = set()

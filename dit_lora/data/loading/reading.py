@@ -52,7 +52,6 @@ class Reader(Generic[T]):
 
         Raises `UnreadableError` if the first micro-batch cannot be read.
         """
-        # Do not read from a stream that has failed.
         if not self._failure:
             try:
                 self._last_batch = self._read()
@@ -72,37 +71,23 @@ class Reader(Generic[T]):
                 self._stream = iter(self._batches)
             return next(self._stream)
         except (OSError, EOFError) as error:
-            # A worker died while it was sending a batch.
-            if _is_connection_error(error):
+            file_name = getattr(error, "filename", None)
+            # An error raised inside a worker arrives with its traceback ("Caught ..."), and a file's error has the
+            # file's name. Otherwise the connection broke: a worker died while it was sending a batch.
+            is_from_reading = "Caught " in str(error) or file_name is not None
+            if not is_from_reading and isinstance(error, ConnectionError | EOFError | FileNotFoundError):
                 raise _make_dead_worker_error(error) from error
-            raise UnreadableError(f"data cannot be read: {_describe_error(error)}") from error
+            # The last line of a worker's traceback is its message.
+            message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
+            location = "" if file_name is None else f": {file_name}"
+            raise UnreadableError(f"data cannot be read: {message}{location}") from error
         except RuntimeError as error:
             if not _DEAD_WORKER_PATTERN.match(str(error)):
                 raise
             raise _make_dead_worker_error(error) from error
 
 
-def _is_connection_error(error: OSError | EOFError) -> bool:
-    """Whether the connection to a worker broke.
-
-    An error raised inside a worker arrives with its traceback ("Caught ..."), and a file's error has the file's
-    name.
-    """
-    if "Caught " in str(error) or getattr(error, "filename", None) is not None:
-        return False
-    return isinstance(error, ConnectionError | EOFError | FileNotFoundError)
-
-
-def _describe_error(error: OSError | EOFError) -> str:
-    """The error's message, with the name of the file."""
-    # The last line of a worker's traceback is its message.
-    message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
-    name = getattr(error, "filename", None)
-    return message if name is None else f"{message}: {name}"
-
-
 def _make_dead_worker_error(error: Exception) -> UnreadableError:
-    """Error for a worker process that has ended."""
     message = str(error).partition("\n")[0]
     # The connection to the worker broke before torch noticed that it had died.
     if not _DEAD_WORKER_PATTERN.match(message):

@@ -72,10 +72,15 @@ def read_sound(
         raise ClipError(f"{media.name}: {short}")
     # Parts without sound stay silent.
     waveform = np.zeros((sound_format.channels, sound_format.count_samples(frames, fps)), np.float32)
-    # Pieces may begin before or end after the span; `_write_piece` cuts them.
     for seconds, piece in pieces:
         try:
-            _write_piece(waveform, _resample(piece, sound_format), round((seconds - start) * sound_format.rate))
+            samples = _resample(piece, sound_format)
+            position = round((seconds - start) * sound_format.rate)
+            # Pieces may begin before or end after the span: cut off both ends.
+            samples, position = samples[:, max(0, -position) :], max(0, position)
+            length = min(samples.shape[1], waveform.shape[1] - position)
+            if length > 0:
+                waveform[:, position : position + length] = samples[:, :length]
         except (av.error.FFmpegError, ValueError) as error:
             raise ClipError(f"{media.name}: its sound cannot be resampled: {describe_media_error(error)}") from error
     return torch.from_numpy(waveform)
@@ -98,7 +103,6 @@ class _TimedFrame:
     start_s: float
     end_s: float
     has_gap_before: bool
-    """True if there is a gap before it."""
 
 
 class _SoundReader:
@@ -154,7 +158,6 @@ class _SoundReader:
             yield timed
 
     def _decode_frames(self) -> Iterator[_TimedFrame]:
-        """Yield every sound frame with its times."""
         end_s: float | None = None
         with open_media(self.media) as container:
             for frame in iter_sound_frames(container):
@@ -164,12 +167,11 @@ class _SoundReader:
                     seconds = end_s
                 else:
                     seconds = frame.time - self._first_picture_s
-                length = frame.samples / frame.sample_rate
                 # Without a gap, use the end of the previous frame: it is more exact than a rounded time stamp.
                 jumps = end_s is None or abs(seconds - end_s) > _MIN_GAP_S
                 if not jumps and end_s is not None:
                     seconds = end_s
-                end_s = seconds + length
+                end_s = seconds + frame.samples / frame.sample_rate
                 yield _TimedFrame(frame, seconds, end_s, jumps)
 
 
@@ -183,9 +185,7 @@ _LAST_READER = _LastReader()
 
 
 def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
-    """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
     reading, _LAST_READER.reader = _LAST_READER.reader, None
-    # Another file, or an earlier window: begin again.
     if reading is None or not reading.can_continue(media, start, end):
         reading = _SoundReader(media)
     result = reading.read_pieces(start, end)
@@ -213,12 +213,3 @@ def _resample(frames: list[av.AudioFrame], sound_format: SoundFormat) -> np.ndar
         samples = samples.mean(axis=0, keepdims=True)
     # Mono to stereo repeats the channel.
     return np.broadcast_to(samples, (sound_format.channels, samples.shape[1])).astype(np.float32)
-
-
-def _write_piece(waveform: np.ndarray, piece: np.ndarray, position: int) -> None:
-    """Write a piece into a waveform at a position, which may be negative."""
-    # Cut off what comes before the waveform.
-    piece, position = piece[:, max(0, -position) :], max(0, position)
-    length = min(piece.shape[1], waveform.shape[1] - position)
-    if length > 0:
-        waveform[:, position : position + length] = piece[:, :length]

@@ -22,12 +22,8 @@ from dit_lora.data.media.video_header import decode_first_frame, find_video_stre
 
 _MAX_THREADS = 4
 """Maximum number of decoder threads: each decodes one frame ahead, which is wasted at the end."""
-
 _MIN_LAST_FRAME_S = 1.0
-"""Minimum time after its start for which the last frame is used, in seconds, if times come from the file's length.
-
-The stated length may be that of the sound, which may be longer than the pictures.
-"""
+"""Minimum seconds for which the last frame is used: the stated length may be that of the sound, which is longer."""
 
 # PyAV's class is generic only for type checkers.
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"
@@ -102,8 +98,7 @@ class Instants:
         # Times after the same key frame are decoded together.
         groups = [(target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)]
         for target, times in groups:
-            frames = _decode_from_key_frame(container, stream, origin, target)
-            yield from _pick_nearest(_check_forward(frames), times)
+            yield from _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), times)
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,6 @@ def iter_nearest_frames(
         # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if should_seek and target_times.start > 0 and not guessed:
-            # Seek only if there is something to skip.
             chosen = target_times.decode_from_key_frames(container, stream)
         else:
             chosen = _pick_nearest(_iter_timed(container.decode(stream)), target_times)
@@ -152,8 +146,7 @@ def _pick_nearest(
         limit.count_frame()
         if previous is not None:
             interval = seconds - previous_at
-            # A frame is the nearest until half-way to the next one, so it can be yielded once the
-            # next one is known.
+            # A frame is the nearest until half-way to the next one, so it can be yielded once the next one is known.
             times = target_times.count_until(previous_at + interval / 2) - num_served
             if times > 0:
                 yield previous, times
@@ -164,9 +157,8 @@ def _pick_nearest(
         previous, previous_at = frame, seconds
     if previous is not None:
         # The end of the file: the last frame serves the remaining times that it is near enough to.
-        times = (
-            target_times.count_until(previous_at + target_times.compute_last_duration(previous, interval)) - num_served
-        )
+        last_duration = target_times.compute_last_duration(previous, interval)
+        times = target_times.count_until(previous_at + last_duration) - num_served
         if times > 0:
             yield previous, times
 
@@ -196,7 +188,6 @@ def get_first_time(container: av.container.InputContainer, stream: av.VideoStrea
 
 
 def _to_ticks(stream: av.VideoStream, seconds: float) -> int:
-    """A time in units of the stream's time base."""
     if stream.time_base is None:
         raise ValueError("no time base")
     # Rounding must not move the time to just before a key frame at exactly this time.

@@ -14,7 +14,7 @@ from dit_lora.data.media.pictures import DECODE_ERRORS
 from dit_lora.data.media.video_header import decode_first_frame, find_video_stream
 
 
-def get_decode_mark(media: Media) -> str:
+def get_decoding_variant(media: Media) -> str:
     """`srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, "" for all others."""
     try:
         if is_image(media):
@@ -22,8 +22,7 @@ def get_decode_mark(media: Media) -> str:
                 return "srgb" if has_non_srgb_colours(image) else ""
         with open_media(media) as container:
             frame = decode_first_frame(container, find_video_stream(container))
-            is_changed = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
-            return "display" if is_changed else ""
+            return "display" if Orientation.from_frame(frame).is_mirrored or frame.rotation % 90 else ""
     except (av.error.FFmpegError, *DECODE_ERRORS):
         # Decoding reports what is wrong with the file.
         return ""

@@ -18,9 +18,8 @@ class Orientation(NamedTuple):
     def from_frame(cls, frame: av.VideoFrame) -> "Orientation":
         """Read a frame's display matrix, which may come from the container or the codec.
 
-        Its rows (a, b, .), (c, d, .) map a pixel (x, y) to (a x + c y, b x + d y), with y downwards (ISO
-        14496-12, 8.3.2; FFmpeg's `libavutil/display.h`). Angles between quarter turns are rounded, as players
-        do.
+        Its rows (a, b, .), (c, d, .) map a pixel (x, y) to (a x + c y, b x + d y), with y downwards (ISO 14496-12,
+        8.3.2; FFmpeg's `libavutil/display.h`). Angles between quarter turns are rounded, as players do.
         """
         # PyAV's stub does not know this kind of side data.
         side_data: Any = frame.side_data

@@ -40,7 +40,7 @@ class Headers:
         headers: dict[int, VideoHeader | ClipError] = {}
         for index, medium in enumerate(media):
             stored = self._headers_by_location.get(medium.location)
-            if stored is not None and stored[0] == _get_stamp(medium):
+            if stored is not None and stored[0] == _get_file_stamp(medium):
                 headers[index] = VideoHeader(**stored[1])
         unread = [index for index in range(len(media)) if index not in headers]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -50,7 +50,7 @@ class Headers:
                 headers[index] = header
                 # Errors are not stored: the file may be repaired or come back.
                 if isinstance(header, VideoHeader):
-                    self._headers_by_location[media[index].location] = (_get_stamp(media[index]), asdict(header))
+                    self._headers_by_location[media[index].location] = (_get_file_stamp(media[index]), asdict(header))
         return [headers[index] for index in range(len(media))]
 
     def save(self) -> None:
@@ -58,7 +58,7 @@ class Headers:
         write_atomically(self._memo, json.dumps({"version": _VERSION, "headers": self._headers_by_location}))
 
 
-def _get_stamp(media: Media) -> list[int]:
+def _get_file_stamp(media: Media) -> list[int]:
     try:
         return list(media.get_stamp())
     except OSError:

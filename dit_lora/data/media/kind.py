@@ -34,15 +34,11 @@ def is_image(media: Media | Path) -> bool:
 def _is_image(media: Media, stamp: Stamp) -> bool:
     content = detect_suffix(read_head(media))
     if content == ".gif":
-        return not _is_animated(media)
+        try:
+            with open_picture(media) as image:
+                return not getattr(image, "is_animated", False)
+        except DECODE_ERRORS:
+            # A damaged GIF counts as a picture; the audit reports the damage.
+            return True
     # The content decides; the name counts only for formats that are not recognized.
     return (content or get_suffix(media)) in IMAGE_SUFFIXES | {HEIC}
-
-
-def _is_animated(media: Media) -> bool:
-    try:
-        with open_picture(media) as image:
-            return bool(getattr(image, "is_animated", False))
-    except DECODE_ERRORS:
-        # A damaged GIF counts as a picture; the audit reports the damage.
-        return False

@@ -90,8 +90,7 @@ class MediaFile:
         return os.path.abspath(self.path)
 
     def get_source(self) -> Path:
-        # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a
-        # protocol.
+        # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a protocol.
         return self.path.absolute()
 
     def get_stamp(self) -> Stamp:
@@ -240,7 +239,6 @@ def detect_suffix(head: bytes) -> str | None:
         brand = head[8:12]
         if brand in _STILL_BRANDS:
             return ".avif" if b"avif" in head or b"avis" in head else HEIC
-        # Every other brand counts as MP4.
         return ".mov" if brand == b"qt  " else ".mp4"
     # QuickTime files that are older than `ftyp`.
     if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":

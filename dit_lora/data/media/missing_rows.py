@@ -12,7 +12,6 @@ import av
 import numpy as np
 from PIL import Image
 
-# Number of bytes that are decompressed at a time.
 _CHUNK_BYTES = 2**18
 _PNG_SIGNATURE_BYTES = 8
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
@@ -31,9 +30,14 @@ def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
     stream.seek(0)
     if image.format == "PNG":
         num_missing = _count_missing_png_bytes(stream)
-        # An incomplete JPEG is only suspected from its last pixels, and then decoded a second time to be sure.
         return f"the image is truncated: {num_missing:,} bytes of its rows are missing" if num_missing else None
-    if image.format in ("JPEG", "MPO") and _may_be_incomplete(image) and _is_jpeg_broken(stream.read()):
+    if image.format not in ("JPEG", "MPO"):
+        return None
+    # Missing data is always at the end of the picture, so the lower right corner has the decoder's filling value. The
+    # corner of a progressive image tells nothing. An image that is suspected is decoded a second time to be sure.
+    corner = np.asarray(image)[-_CORNER_SIDE:, -_CORNER_SIDE:]
+    is_suspect = "progressive" in image.info or np.isin(corner, _FILL_VALUES).all()
+    if is_suspect and _is_jpeg_broken(stream.read()):
         return "the image is truncated: its coded data ends before its last row"
     return None
 
@@ -54,7 +58,8 @@ def _count_missing_png_bytes(stream: BinaryIO) -> int:
         columns, rows = -(-max(0, width - column) // across), -(-max(0, height - row) // down)
         size += rows * (1 + -(-columns * bits // 8)) if columns else 0
     inflate = zlib.decompressobj()
-    for data in _iter_image_data(stream):
+    for kind, length in _iter_chunks(stream):
+        data = stream.read(length) if kind == b"IDAT" else b""
         while data and size > 0 and not inflate.eof:
             # Decompress in pieces, so that a small file cannot fill the memory.
             size -= len(inflate.decompress(data, _CHUNK_BYTES))
@@ -68,16 +73,8 @@ def has_late_metadata(stream: BinaryIO) -> bool:
     for kind, _ in _iter_chunks(stream):
         if is_late and kind in _METADATA_CHUNKS:
             return True
-        # Everything behind the first IDAT chunk is late.
         is_late = is_late or kind == b"IDAT"
     return False
-
-
-def _iter_image_data(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the contents of the IDAT chunks."""
-    for kind, length in _iter_chunks(stream):
-        if kind == b"IDAT":
-            yield stream.read(length)
 
 
 def _iter_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
@@ -92,13 +89,6 @@ def _iter_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
         stream.seek(offset)
 
 
-def _may_be_incomplete(image: Image.Image) -> bool:
-    """Whether the last pixels have the decoder's filling value, or the image is progressive (they tell nothing)."""
-    # Missing data is always at the end of the picture, so the lower right corner shows it.
-    corner = np.asarray(image)[-_CORNER_SIDE:, -_CORNER_SIDE:]
-    return bool("progressive" in image.info or np.isin(corner, _FILL_VALUES).all())
-
-
 def _is_jpeg_broken(data: bytes) -> bool:
     """Whether FFmpeg's decoder, told to stop at errors, fails where libjpeg would fill in pixels."""
     decoder = av.CodecContext.create("mjpeg", "r")
@@ -107,9 +97,7 @@ def _is_jpeg_broken(data: bytes) -> bool:
     decoder.thread_count = 1
     try:
         decoder.decode(av.Packet(data))
-    except av.error.InvalidDataError:
-        return True
-    except av.error.FFmpegError:
-        # This decoder does not support every kind of JPEG; for those, rely on Pillow.
-        return False
+    except av.error.FFmpegError as error:
+        # Other errors tell that this decoder does not support this kind of JPEG; then rely on Pillow.
+        return isinstance(error, av.error.InvalidDataError)
     return False

@@ -23,15 +23,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 
 MAX_PIXELS = 2 * 89_478_485
-"""Maximum number of pixels of a picture or video frame.
-
-Pillow treats a larger image as a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`).
-"""
+"""Maximum pixels of a picture or frame; Pillow refuses larger ones as bombs (twice `Image.MAX_IMAGE_PIXELS`)."""
 MAX_FRAMES = 1_000_000
-"""Maximum number of frames of one video: eleven hours at 25 fps.
-
-A file of a few megabytes can claim more frames than can be decoded in a day.
-"""
+"""Maximum frames of a video, eleven hours at 25 fps; a few megabytes can claim more than a day can decode."""
 
 # Formats whose files are self-contained. FFmpeg's other formats may be texts that name other things to open:
 # playlists (HLS, DASH, concat), session descriptions (SDP), file name patterns, filter graphs, devices.
@@ -39,7 +33,6 @@ _SAFE_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,asf,flv,mpeg,mpegts,mpegvideo,m4v,h264,hevc,ivf,ogg,gif,apng,"
     "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,mp3,wav,flac,aac"
 )
-_NO_PROTOCOL = "none"
 # Pillow also supports formats that start another program, as EPS does with Ghostscript; they are excluded.
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
 
@@ -58,7 +51,7 @@ def open_media(media: Media) -> av.container.InputContainer:
     # Bytes in memory need no protocol at all.
     source = media.get_source()
     options = {
-        "protocol_whitelist": "file" if isinstance(source, Path) else _NO_PROTOCOL,
+        "protocol_whitelist": "file" if isinstance(source, Path) else "none",
         "format_whitelist": _SAFE_FORMATS,
         "max_pixels": str(MAX_PIXELS),
     }

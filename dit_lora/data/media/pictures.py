@@ -19,21 +19,9 @@ from dit_lora.data.media.opened import open_picture
 
 # Exceptions that Pillow's readers raise for damaged files.
 DECODE_ERRORS = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ArithmeticError,
-    AttributeError,
-    MemoryError,
-    # Raised by AVIF's decoder.
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, ArithmeticError, AttributeError),
+    # AVIF's decoder raises `RuntimeError`.
+    *(MemoryError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 
 ORIENTATION_TAG = 0x0112
@@ -43,10 +31,7 @@ _SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 
 
 def open_image(media: Media) -> Image.Image:
-    """Decode a picture to RGB: upright, in sRGB colours, with transparent parts white.
-
-    Raises one of `DECODE_ERRORS`.
-    """
+    """Decode a picture to RGB: upright, in sRGB, with transparent parts white; raises one of `DECODE_ERRORS`."""
     image, profile = _open_upright(media)
     return _fill_transparency(convert_to_srgb(image, profile), "white").convert("RGB")
 
@@ -71,7 +56,10 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
     with open_picture(media) as opened:
         # Decode before checking for missing rows, and before the file is closed.
         opened.load()
-        _check_complete(media, opened)
+        with open_bytes(media) as stream:
+            problem = find_missing_rows(stream, opened)
+        if problem:
+            raise ValueError(problem)
         profile = opened.info.get("icc_profile")
         image = ImageOps.exif_transpose(opened)
     # Modes I and I;16 have 16 bits per pixel, which Pillow would clip at 255; 65535 / 255 is 257.
@@ -82,26 +70,14 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
 
 
 def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
-    """The picture with its transparent parts filled with a colour."""
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
     ground = Image.new("RGBA", image.size, colour)
     return Image.alpha_composite(ground, image.convert("RGBA"))
 
 
-def _check_complete(media: Media, image: Image.Image) -> None:
-    """Raise `ValueError` if pixels of the image are missing in its file."""
-    with open_bytes(media) as stream:
-        problem = find_missing_rows(stream, image)
-    if problem:
-        raise ValueError(problem)
-
-
 def read_image_size(media: Media) -> tuple[int, int]:
-    """Height and width in pixels of the upright image, as `open_image` returns it, from its header.
-
-    Raises one of `DECODE_ERRORS`.
-    """
+    """Height and width in pixels of the upright image, from its header; raises one of `DECODE_ERRORS`."""
     with open_picture(media) as image:
         with open_bytes(media) as stream:
             # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.
@@ -111,7 +87,6 @@ def read_image_size(media: Media) -> tuple[int, int]:
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
         is_turned = orientation in _SIDEWAYS_ORIENTATIONS and tags.get(ORIENTATION_TAG) not in _SIDEWAYS_ORIENTATIONS
-        # (height, width) of the upright image.
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 

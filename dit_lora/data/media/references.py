@@ -38,8 +38,7 @@ def _resize_to_square_pixels(image: Image.Image, pixel_aspect: float) -> np.ndar
     """A picture in square pixels, uint8 (H, W, 3)."""
     if pixel_aspect != 1:
         # Stretch only the width, so that the height keeps its stored resolution.
-        size = (max(1, round(image.width * pixel_aspect)), image.height)
-        image = image.resize(size, Image.Resampling.LANCZOS)
+        image = image.resize((max(1, round(image.width * pixel_aspect)), image.height), Image.Resampling.LANCZOS)
     return np.asarray(image)
 
 

@@ -24,10 +24,7 @@ def find_sound_fault(sound: Sound | None) -> str | None:
 
 
 def encode_sound(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
-    """Add a sound track to an output container before anything is written, and return its packets.
-
-    Equal sound gives equal packets.
-    """
+    """Add a sound track to a container before anything is written; returns its packets, equal for equal sound."""
     waveform = sound.waveform.float().clamp(-1, 1)
     layout = _LAYOUTS[len(waveform) - 1]
     track = container.add_stream("aac", rate=sound.rate, layout=layout)

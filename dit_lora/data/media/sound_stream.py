@@ -24,8 +24,7 @@ def iter_sound_frames(container: av.container.InputContainer) -> Iterator[av.Aud
 
 def find_sound_stream(container: av.container.InputContainer) -> av.AudioStream | None:
     """The first sound stream that FFmpeg can decode; None if there is none."""
-    streams = container.streams.audio
-    return next((stream for stream in streams if stream.codec_context is not None), None)
+    return next((stream for stream in container.streams.audio if stream.codec_context is not None), None)
 
 
 def read_sound_end(container: av.container.InputContainer, video: av.VideoStream) -> float | None:
@@ -46,7 +45,6 @@ def explain_no_sound(is_picture: bool) -> str:
 
 def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why sound that ends `end_s` seconds after the first frame is too short; None if it is long enough."""
-    # Time at which the last frame begins.
     last_frame = start + (frames - 1) / fps
     if end_s >= last_frame - MAX_SHORTFALL_S:
         return None

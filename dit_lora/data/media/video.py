@@ -34,19 +34,12 @@ from dit_lora.errors import DitLoraError
 # Part of each clip's cache key; change it whenever the same file and arguments would give other pixels.
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
 
-
 # With x264's macroblock tree, or more than one thread, equal frames differed by some grey levels (docs/log.md).
 _H264_OPTIONS = {"crf": "17", "x264-params": "mbtree=0"}
-
 
 # Matrix, primaries and transfer characteristics (ITU-T H.273).
 _COLOURS_HD = (Colorspace.ITU709, ColorPrimaries.BT709, ColorTrc.BT709)
 _COLOURS_SD = (Colorspace.SMPTE170M, ColorPrimaries.SMPTE170M, ColorTrc.SMPTE170M)
-
-
-def _is_hd(height: int, width: int) -> bool:
-    """Whether players, such as mpv and browsers, assume BT.709 for an untagged picture of this size."""
-    return width >= 1280 or height > 576
 
 
 class ClipError(DitLoraError):
@@ -88,13 +81,17 @@ def decode_pictures(
     def decode(should_seek: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
         for nearest in iter_nearest_frames(media, target_times, should_seek=should_seek):
-            # A frame that is nearest to several times is repeated.
             chosen += [fit(*to_upright_image(nearest.frame, nearest.pixel_aspect))] * nearest.num_times
         return chosen
 
     def read() -> list[np.ndarray]:
         if is_image(media):
-            return [fit(_open_image(media), 1.0)]
+            try:
+                image = open_image(media)
+            except DECODE_ERRORS as error:
+                # Pillow's errors are of many classes; `errors` below has only this one.
+                raise ValueError(str(error) or type(error).__name__) from error
+            return [fit(image, 1.0)]
         try:
             return decode(should_seek=True)
         except (av.error.FFmpegError, ValueError):
@@ -108,19 +105,8 @@ def decode_pictures(
         raise ClipError(f"{media.name}: cannot be decoded to its end: {describe_media_error(error)}") from error
 
 
-def _open_image(media: Media) -> Image.Image:
-    """Open an image, with any error of Pillow as a `ValueError`."""
-    try:
-        return open_image(media)
-    except DECODE_ERRORS as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-
-
 def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame, else plus .mp4; returns the path written.
-
-    A picture has no sound.
-    """
+    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame (without sound), else .mp4; returns that path."""
     if len(video) > 1:
         target = path.with_name(f"{path.name}.mp4")
         write_video(target, video, fps or 8.0, sound)
@@ -151,8 +137,10 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
         stream = container.add_stream("libx264", rate=rate, options=_H264_OPTIONS)
         # One thread, so that equal frames give equal bytes.
         stream.thread_count = 1
-        stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
-        colours = _COLOURS_HD if _is_hd(*video.shape[1:3]) else _COLOURS_SD
+        height, width = video.shape[1:3]
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        # From these sizes on, players such as mpv and browsers assume BT.709 for an untagged picture.
+        colours = _COLOURS_HD if width >= 1280 or height > 576 else _COLOURS_SD
         codec = stream.codec_context
         codec.colorspace, codec.color_primaries, codec.color_trc = colours
         codec.color_range = ColorRange.MPEG
@@ -211,10 +199,8 @@ def find_shortage(header: VideoHeader, *, frames: int, fps: float, start: float 
 
 
 def _describe_shortage(target_times: RegularTimes, num_frames: int) -> str:
-    """Message about a clip that gives only `num_frames` of the wanted frames."""
     after = f" from {target_times.start:g} s on" if target_times.start else ""
     return (
-        f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are asked "
-        f"for, it gives at most {num_frames}; "
-        "lower data.frames, raise data.fps or remove it"
+        f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are asked for, it gives at most "
+        f"{num_frames}; lower data.frames, raise data.fps or remove it"
     )

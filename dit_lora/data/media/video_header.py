@@ -48,15 +48,9 @@ def read_container_header(container: av.container.InputContainer) -> VideoHeader
     elif container.duration:
         seconds = container.duration / av.time_base
     fps = float(stream.average_rate) if stream.average_rate else None
-    return VideoHeader(
-        fps,
-        seconds,
-        count_visible_frames(stream),
-        height,
-        width,
-        has_sound=find_sound_stream(container) is not None,
-        sound_ends=read_sound_end(container, stream),
-    )
+    num_frames = count_visible_frames(stream)
+    has_sound, sound_ends = find_sound_stream(container) is not None, read_sound_end(container, stream)
+    return VideoHeader(fps, seconds, num_frames, height, width, has_sound=has_sound, sound_ends=sound_ends)
 
 
 def find_video_stream(container: av.container.InputContainer) -> av.VideoStream:
@@ -99,5 +93,4 @@ def count_visible_frames(stream: av.VideoStream) -> int | None:
     if not stream.frames:
         return None
     # An edit list marks the index entries of hidden frames as discarded.
-    hidden = sum(entry.is_discard for entry in stream.index_entries)
-    return stream.frames - hidden
+    return stream.frames - sum(entry.is_discard for entry in stream.index_entries)

@@ -17,9 +17,8 @@ from dit_lora.errors import DitLoraError
 def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted: bool) -> Scan:
     """Add to clips of a folder their files in `reference_folders` and `mask_folder`, and masks from `alpha_mask`.
 
-    A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for
-    any clip. With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an
-    error too.
+    A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for any clip.
+    With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an error too.
     """
     # A folder inside the root would be read as samples itself.
     root = Path(source.path).expanduser() if is_unlisted else None
@@ -30,15 +29,15 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
         folder.check_has_files(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)
     for clip in scanned.clips:
-        # A clip needs exactly one file in every folder.
         faults = [folder.find_fault(clip) for folder in (*references, *masks)]
         # A sample has at most one problem per code, so faults of several folders are joined.
         merged = merge_by_code([fault for fault in faults if fault is not None])
         problems += [ClipProblem(clip.id, code, message) for code, message in merged]
         if not merged:
-            files = [folder.get_file(clip) for folder in references]
-            mask = LossMask(masks[0].get_file(clip)) if masks else None
-            clips.append(_add_files(clip, files, mask))
+            # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
+            files = tuple(folder.get_file(clip) for folder in references) or clip.references
+            mask = LossMask(masks[0].get_file(clip)) if masks else clip.mask
+            clips.append(replace(clip, references=files, mask=mask))
     return add_alpha_masks(Scan(clips, problems, scanned.notes), source)
 
 
@@ -60,12 +59,6 @@ def reject_extra_folders(source: SourceConfig) -> None:
             f"reference_folders and mask_folder are for folders of files; {source.path} holds its media itself: name "
             "its columns in reference_columns and mask_column"
         )
-
-
-def _add_files(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
-    """Add references and a mask to a clip."""
-    # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
-    return replace(clip, references=tuple(references) or clip.references, mask=mask or clip.mask)
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,9 @@ class _ExtraFolder:
         )
 
     def find_fault(self, clip: Clip) -> Fault | None:
-        """The fault of a clip's file in this folder; None if it has none."""
         files = self.files.get(_get_stem(clip), [])
         # A broken link is listed, but does not exist.
-        if not files or not self._get_media_file(files[0]).exists():
+        if not files or not self.get_file(clip).exists():
             return f"{self.role}_missing", f"it has no {self.role} of its name in {self.name}"
         if len(files) > 1:
             names = ", ".join(files)
@@ -118,11 +110,7 @@ class _ExtraFolder:
         return None
 
     def get_file(self, clip: Clip) -> MediaFile:
-        """A clip's file in this folder."""
-        return self._get_media_file(self.files[_get_stem(clip)][0])
-
-    def _get_media_file(self, file: str) -> MediaFile:
-        return MediaFile(Path(self.name).expanduser() / file)
+        return MediaFile(Path(self.name).expanduser() / self.files[_get_stem(clip)][0])
 
 
 def _get_stem(clip: Clip) -> str:

@@ -23,7 +23,6 @@ def set_value(line: str, key: str, value: str) -> str:
     span, end = None, position
     while line[position] != "}":
         name, position = parse_json_at(line, position)
-        # The value begins after the colon.
         start = _skip_space(line, _skip_space(line, position) + 1)
         _, end = parse_json_at(line, start)
         if name == key:
@@ -39,6 +38,5 @@ def set_value(line: str, key: str, value: str) -> str:
 
 
 def _skip_space(line: str, position: int) -> int:
-    """Position of the next character that is not white space."""
     match = _WHITESPACE.match(line, position)
     return position if match is None else match.end()

@@ -61,9 +61,8 @@ class CaptionTable:
         other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
         if other_lists:
             raise DitLoraError(
-                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a "
-                f"{TABLE_NAME} would be read; "
-                f"write them into a {TABLE_NAME} first, or edit them there"
+                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a {TABLE_NAME} would be "
+                f"read; write them into a {TABLE_NAME} first, or edit them there"
             )
         # Listing a large folder is slow, so reuse the listing while no folder has changed.
         is_listed = previous is not None and previous.listing.is_current()
@@ -130,14 +129,21 @@ class CaptionTable:
         self._stamp = _compute_stamp(self.root, self.listing)
 
     def _read_rows(self) -> None:
-        """Read the captions of the table."""
         path = self.root / TABLE_NAME
         text = read_text(path)
         with path.open("rb") as file:
             # Kept for writing: an edit must not remove a byte order mark.
             self._bom = _BOM if file.read(len(_BOM)) == _BOM else b""
         self._lines = text.split("\n") if text else []
-        records = dict(self._iter_records())
+        # Rows that are not JSON objects are ignored here; the audit reports them.
+        records: dict[int, dict[str, Any]] = {}
+        for row_index, line in enumerate(self._lines):
+            try:
+                record = parse_json(line) if line.strip() else None
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records[row_index] = record
         self._columns = (_choose_column(records, FILE_COLUMNS), _choose_column(records, CAPTION_COLUMNS))
         file_column, caption_column = self._columns
         for row_index, record in records.items():
@@ -150,14 +156,13 @@ class CaptionTable:
             # Labels may be numbers; an empty caption counts as missing.
             if isinstance(caption, str | int | float) and str(caption):
                 self.captions[name] = str(caption)
-            other_cells = (value for key, value in record.items() if key not in (file_column, caption_column))
-            self._non_sample_files |= {
-                resolve_below(self.root, text) or "" for value in other_cells for text in _iter_texts(value)
-            }
+            for cell in (value for key, value in record.items() if key not in (file_column, caption_column)):
+                for text in cell if isinstance(cell, list) else [cell]:
+                    if isinstance(text, str) and text:
+                        self._non_sample_files.add(resolve_below(self.root, text) or "")
         self._update_media()
 
     def _update_media(self) -> None:
-        """Update `media` from the listing and the rows."""
         self.media = [
             name
             for name in self.listing.media
@@ -165,16 +170,6 @@ class CaptionTable:
             if name in self._row_indices or name not in self._non_sample_files
         ]
         self.media_names = set(self.media)
-
-    def _iter_records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the rows that are JSON objects, by line index; the audit reports the others."""
-        for row_index, line in enumerate(self._lines):
-            try:
-                record = parse_json(line) if line.strip() else None
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield row_index, record
 
     def _read_texts(self) -> None:
         """Read the captions of the .txt files."""
@@ -238,11 +233,10 @@ def _compute_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
 def _read_file_stamp(path: Path) -> tuple[int, ...]:
     """Device, inode, size and times of a file."""
     stat = path.stat()
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _get_text_file(name: str) -> str:
-    """Name of the .txt file with the caption of a file."""
     return f"{name.rpartition('.')[0]}.txt"
 
 
@@ -250,10 +244,3 @@ def _choose_column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, .
     """The first of these columns that any row has, or the default one."""
     columns = {key for record in records.values() for key in record}
     return next((name for name in names if name in columns), names[0])
-
-
-def _iter_texts(value: object) -> Iterator[str]:
-    """Yield the texts in a cell, which may be a list."""
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and text:
-            yield text

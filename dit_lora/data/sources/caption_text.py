@@ -10,7 +10,6 @@ MAX_CAPTION_BYTES = 4 * MAX_CAPTION_CHARS
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Printable according to Python, but blank in every font: Hangul fillers, and Braille without a dot.
 _INVISIBLE_CHARS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-# Maximum number of characters of a caption in a message.
 _MAX_QUOTED_CHARS = 80
 
 Fault = tuple[str, str]
@@ -39,8 +38,7 @@ def suggest_encoding(error: Exception) -> str:
     if not isinstance(error, UnicodeDecodeError):
         return ""
     # UTF-16 files usually begin with a byte order mark.
-    start = error.object[:2]
-    encoding = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
+    encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
     command = f"iconv -f {encoding.replace('Windows-', 'CP')} -t UTF-8 OLD > NEW"
     return f"; it is probably {encoding}: save it as UTF-8, for example with {command}"
 

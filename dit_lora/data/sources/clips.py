@@ -91,15 +91,16 @@ class SampleCollector:
         # A second entry with this id is a problem of the sample; the last one is stored.
         if id in self._clips:
             self.add_problem(id, "duplicate_clip", "listed twice")
-        text = self._source_caption if self._source_caption is not None else _to_text(caption)
+        text = self._source_caption
+        if text is None and isinstance(caption, str | int | float):
+            # Labels may be numbers.
+            text = str(caption).strip()
         if text is not None:
             fault = find_caption_fault(text)
-        # No caption at all; the reader may have given a more exact reason.
         elif caption is None:
             fault = missing_caption_fault
         else:
-            kind = type(caption).__name__
-            fault = ("caption_not_text", f"its caption is of type {kind}, not text")
+            fault = ("caption_not_text", f"its caption is of type {type(caption).__name__}, not text")
         if fault is not None:
             self.add_problem(id, *fault)
         # Store refused clips too, so that a second one with the same id is noticed; `to_scan` leaves them out.
@@ -116,13 +117,6 @@ class SampleCollector:
         return Scan(clips, list(self._problems.values()), tuple(notes))
 
 
-def _to_text(caption: object) -> str | None:
-    """A caption as text, with a number as its digits, since labels may be numbers; None for other types."""
-    if isinstance(caption, str):
-        return caption.strip()
-    return str(caption) if isinstance(caption, int | float) else None
-
-
 def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
     """References without the empty cells at the end, and the fault if an earlier one is empty.
 
@@ -131,11 +125,9 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     references = [reference for reference in cells if reference is not None]
     # Index of the first empty cell; the number of references if there is none.
     empty = next((index for index, reference in enumerate(cells) if reference is None), len(references))
-    # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
         return references, None
-    message = f"its reference {empty + 1} is empty, and there are others behind it"
-    return references, (f"{REFERENCE}_missing", message)
+    return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and there are others behind it")
 
 
 def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:

@@ -27,8 +27,7 @@ _LIST_LAYOUTS = (*TABLE_NAMES, _PAIRED)
 def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
     """Read the clips of a folder, in the first layout that matches, in the order of `_read_layout`.
 
-    Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or
-    empty.
+    Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or empty.
     """
     if source.generate is not None:
         if source.reference_columns or source.reference_folders or source.has_masks:
@@ -67,8 +66,6 @@ def format_class_name(folder: str) -> str:
 
 
 def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> tuple[str, Scan]:
-    """Name and contents of the layout that the folder has."""
-    # A table takes precedence over every other layout.
     table = next((root / name for name in TABLE_NAMES if (root / name).is_file()), None)
     if table is not None:
         return table.name, read_table(table, source)
@@ -131,7 +128,6 @@ def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Sca
 
 
 def _read_media_only(listing: Listing, source: SourceConfig) -> Scan:
-    """Read media without captions of their own."""
     gathered = _collect_broken_links(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
@@ -139,7 +135,6 @@ def _read_media_only(listing: Listing, source: SourceConfig) -> Scan:
 
 
 def _collect_broken_links(listing: Listing, caption: str | None = None) -> SampleCollector:
-    """A `SampleCollector` with the listing's broken links as problems."""
     gathered = SampleCollector(caption)
     for name in listing.media if listing.broken_links else ():
         if name in listing.broken_links:
@@ -148,7 +143,6 @@ def _collect_broken_links(listing: Listing, caption: str | None = None) -> Sampl
 
 
 def _read_text_files(listing: Listing) -> Scan:
-    """Read media with a .txt file each."""
     gathered, root = _collect_broken_links(listing), listing.root
     kohya = parse_kohya_folders(listing)
     for name in listing.media:
@@ -179,10 +173,7 @@ def _read_text_files(listing: Listing) -> Scan:
 
 
 def _read_class_folders(listing: Listing) -> Scan:
-    """Read the layout of UCF101 and CIFAR, `class/clip.avi`.
-
-    The caption is the class name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
-    """
+    """Read the layout of UCF101 and CIFAR, `class/clip.avi`; the caption is the class name as separate words."""
     gathered = _collect_broken_links(listing)
     kohya = parse_kohya_folders(listing)
     names = {folder: format_class_name(folder) for folder in listing.folders}

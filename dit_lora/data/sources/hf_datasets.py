@@ -97,8 +97,14 @@ class _State(TypedDict):
 
 # Exceptions that datasets and pyarrow raise if features or columns do not match the files.
 _DAMAGE_ERRORS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError),
-    *(RuntimeError, OverflowError, SystemError),
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    SystemError,
 )
 
 
@@ -178,12 +184,8 @@ def _collect_extra_files(
 ) -> tuple[list[Media], list[Fault]]:
     """A sample's references in order, and the faults of its first image, mask and references."""
     faults = []
-    labelled_cells = [
-        ("first image", first_image),
-        (MASK, mask),
-        *((REFERENCE, reference) for reference in references),
-    ]
-    for part, cell in labelled_cells:
+    named_cells = [("first image", first_image), (MASK, mask), *((REFERENCE, reference) for reference in references)]
+    for part, cell in named_cells:
         # An empty cell means that the sample has no such file.
         if cell.fault is not None and cell.fault != _EMPTY_CELL_FAULT:
             code, message = cell.fault
@@ -197,7 +199,6 @@ def _collect_extra_files(
 
 
 def _load_dataset(path: str) -> Any:
-    """Load a dataset from a folder or the Hub, and choose its split."""
     try:
         # Imported here, because the package is optional.
         import datasets
@@ -225,7 +226,6 @@ def _load_dataset(path: str) -> Any:
         raise DitLoraError(f"no folder {path}, and as a dataset it cannot be read: {reason}") from error
     if not isinstance(loaded, dict):
         return loaded
-    # A dictionary of splits: only `train`, or a single split, is unambiguous.
     splits = list(loaded)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
@@ -235,8 +235,6 @@ def _load_dataset(path: str) -> Any:
 
 
 class _Columns(NamedTuple):
-    """Names of the dataset's columns that are used."""
-
     media: str
     image: str | None
     references: tuple[str, ...]
@@ -261,7 +259,6 @@ def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
         reference_columns = tuple({REFERENCES_COLUMN} & {*images, *videos, *lists})
     # A column of references never contains samples, even if references are not used.
     not_media = {source.image_column, source.mask_column, REFERENCES_COLUMN, *reference_columns}
-    # Videos take precedence over images.
     media = [name for name in (*videos, *images) if name not in not_media]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     texts = [
@@ -328,7 +325,6 @@ class _Column:
 
     @classmethod
     def from_dataset(cls, path: str, rows: Any, name: str, is_from_hub: bool) -> "_Column":
-        """The column `file_name` of a dataset."""
         # The Arrow format decodes nothing, while casting a column of lists would copy all of it.
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
@@ -346,14 +342,9 @@ class _Column:
         read_head: Callable[[], bytes],
         list_index: int | None = None,
     ) -> _Cell:
-        """Contents of one cell.
+        """Contents of one cell; `size` is None if it has no bytes but a path, `list_index` if it is not a list.
 
-        Args:
-            row: Index of the row in the dataset.
-            size: Number of bytes; None if the cell has no bytes but a path.
-            file_name: Path in the cell, if it has one.
-            read_head: Returns the first bytes; called only if the name does not tell the format.
-            list_index: Index in the cell's list; None if it is not a list.
+        `read_head` returns the first bytes; it is called only if the name does not tell the format.
         """
         suffix: str | None = os.path.splitext(file_name or "")[1].lower()
         if size is None:
@@ -362,25 +353,16 @@ class _Column:
         too_large = find_size_fault(size)
         if too_large is not None:
             return _Cell("", None, too_large)
-        # Without a usable name, the first bytes decide.
         if suffix not in _MEDIA_SUFFIXES:
             head_bytes = read_head()
             suffix = detect_suffix(head_bytes)
             if suffix is None:
                 message = f"its bytes are no video or image of a format known here: {head_bytes[:8]!r} ..."
-                fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
-                return _Cell("", None, fault)
+                return _Cell("", None, ("not_media", message) if size else ("empty_file", "it has no bytes"))
         number = "" if list_index is None else f".{list_index}"
-        cell = DatasetCell(
-            f"{self.path}:{self.name}/{row:08d}{number}{suffix}",
-            f"{self.fingerprint}:{self.name}:{row}{number}",
-            row,
-            self.name,
-            size,
-            self.changed_ns,
-            self.arrow_dataset,
-            list_index,
-        )
+        name = f"{self.path}:{self.name}/{row:08d}{number}{suffix}"
+        location = f"{self.fingerprint}:{self.name}:{row}{number}"
+        cell = DatasetCell(name, location, row, self.name, size, self.changed_ns, self.arrow_dataset, list_index)
         return _Cell(suffix, cell)
 
 
@@ -413,15 +395,13 @@ def _iter_list_cells(path: str, rows: Any, name: str, is_from_hub: bool) -> Iter
             content = cell["bytes"]
             # The bytes are not copied from their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
-            file = cell["path"].as_py()
-            list_cells.append(column.read_cell(row, size, file, partial(_read_head, content), number))
+            list_cells.append(column.read_cell(row, size, cell["path"].as_py(), partial(_read_head, content), number))
         yield list_cells
 
 
 def _list_table_rows(rows: Any) -> Sequence[int]:
     """Index of each row of the dataset in the table behind it."""
-    table_rows: Sequence[int] = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
-    return table_rows
+    return range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
 
 
 def _read_head_at(contents: Any, index: int) -> bytes:
@@ -431,24 +411,17 @@ def _read_head_at(contents: Any, index: int) -> bytes:
 
 def _read_head(content: Any) -> bytes:
     """First bytes of an Arrow scalar; slicing its buffer avoids copying the rest."""
-    head: bytes = content.as_buffer()[:64].to_pybytes()
-    return head
+    return content.as_buffer()[:64].to_pybytes()
 
 
 def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
     """The file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
     media = MediaFile(Path(name))
-    if is_from_hub and not _is_downloaded(name):
-        message = f"{name} is none of the files that were downloaded with it"
-        return _Cell(suffix, media, ("unsafe_path", message))
-    fault = None if media.exists() else ("missing", f"no such file: {name}")
-    return _Cell(suffix, media, fault)
+    if is_from_hub:
+        from datasets import config
+        from huggingface_hub.constants import HF_HUB_CACHE
 
-
-def _is_downloaded(name: str) -> bool:
-    """Whether a path is in the caches of the Hub."""
-    from datasets import config
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
-    return any(resolve_below(Path(cache), name) is not None for cache in caches)
+        caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
+        if all(resolve_below(Path(cache), name) is None for cache in caches):
+            return _Cell(suffix, media, ("unsafe_path", f"{name} is none of the files that were downloaded with it"))
+    return _Cell(suffix, media, None if media.exists() else ("missing", f"no such file: {name}"))

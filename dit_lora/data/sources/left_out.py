@@ -9,14 +9,18 @@ from dit_lora.data.media.media import HEIC
 from dit_lora.data.media.opened import HEIC_REASON
 from dit_lora.data.sources.listing import Listing
 
-_HEIC_SUFFIXES = {HEIC, ".heif", ".hif"}
-_UNREAD_IMAGE_SUFFIXES = {
+_UNREAD_IMAGE_SUFFIXES = (
     *(".jxl", ".psd", ".svg", ".exr", ".hdr", ".tga", ".ico", ".eps", ".pcx", ".dng", ".cr2", ".cr3"),
     *(".nef", ".arw", ".orf", ".rw2", ".raf"),
-}
-_UNREAD_VIDEO_SUFFIXES = {
+)
+_UNREAD_VIDEO_SUFFIXES = (
     *(".mpg", ".mpeg", ".m2v", ".ts", ".mts", ".m2ts", ".wmv", ".asf", ".flv", ".f4v", ".3gp", ".ogv"),
     *(".vob", ".mxf", ".rm", ".rmvb", ".y4m"),
+)
+_REASONS = {
+    **dict.fromkeys((HEIC, ".heif", ".hif"), HEIC_REASON),
+    **dict.fromkeys(_UNREAD_IMAGE_SUFFIXES, "convert to PNG or JPEG"),
+    **dict.fromkeys(_UNREAD_VIDEO_SUFFIXES, "convert to mp4"),
 }
 _MAX_LISTED = 3
 """Maximum number of names in a note."""
@@ -37,17 +41,9 @@ def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()
         end = end.lower()
         # A caption suggests that the file was meant to be a sample.
         has_caption = f"{stem}.txt" in listing.texts and stem not in media_stems
-        if end in _HEIC_SUFFIXES:
-            reasons[end] = HEIC_REASON
-        elif end in _UNREAD_IMAGE_SUFFIXES:
-            reasons[end] = "convert to PNG or JPEG"
-        elif end in _UNREAD_VIDEO_SUFFIXES:
-            reasons[end] = "convert to mp4"
-        elif has_caption:
-            reasons[end] = "beside a caption, but not named as a picture or a video"
-        else:
-            continue
-        unread.append(name)
+        if end in _REASONS or has_caption:
+            reasons[end] = _REASONS.get(end, "beside a caption, but not named as a picture or a video")
+            unread.append(name)
     if not unread:
         return []
     counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
@@ -73,30 +69,23 @@ def describe_unlisted_media(
 ) -> list[str]:
     """Notes about media that a table names in no column; `extra_folders` are the folders of references and masks."""
     # References and masks in their own folders are not samples, so a table need not list them.
-    unlisted = [
-        name
-        for name in listing.media
-        if name not in listed_names and not _is_below(listing.root / name, extra_folders)
-    ]
+    unlisted = []
+    for name in listing.media:
+        path = listing.root / name
+        if name not in listed_names and not any(path.is_relative_to(folder) for folder in extra_folders):
+            unlisted.append(name)
     if not unlisted:
         return []
     return [
-        f"{_format_file_count(len(unlisted))} left out: {table} does not list "
-        f"them{_format_examples(unlisted)}; add a row for each, "
-        "for example with dit-lora caption"
+        f"{_format_file_count(len(unlisted))} left out: {table} does not list them{_format_examples(unlisted)}; "
+        "add a row for each, for example with dit-lora caption"
     ]
 
 
 def _format_file_count(count: int) -> str:
-    """The number of files, with its verb."""
     return f"{count:,} file is" if count == 1 else f"{count:,} files are"
 
 
 def _format_examples(names: list[str]) -> str:
-    """The first names as examples."""
     more = ", ..." if len(names) > _MAX_LISTED else ""
     return f": {', '.join(names[:_MAX_LISTED])}{more}"
-
-
-def _is_below(path: Path, folders: Set[Path]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)

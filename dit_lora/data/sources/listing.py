@@ -60,13 +60,11 @@ class Listing:
             return False
 
     def _walk_files(self, folder: str, prefix: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
-        """Yield the relative paths of all files below a folder; `parent_paths` are the real paths of the folders it is
-        in.
-        """
+        """Yield the relative paths of all files below a folder; `parent_paths`: real paths of it and its parents."""
         if len(parent_paths) > MAX_FOLDER_DEPTH:
             raise DitLoraError(
-                f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} folders within one "
-                "another; give the one with the samples"
+                f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} folders within one another; "
+                "give the one with the samples"
             )
         # scandir returns each entry's kind without a further system call, which would take most of the time.
         try:
@@ -81,7 +79,12 @@ class Listing:
             # Hidden entries include the folder of caption locks and files of the operating system.
             if entry.name.startswith("."):
                 continue
-            if _is_folder(entry):
+            try:
+                is_folder = entry.is_dir()
+            except OSError:
+                # Raised for a link to itself.
+                is_folder = False
+            if is_folder:
                 if not prefix:
                     self.folders.append(entry.name)
                 real = os.path.realpath(entry.path)
@@ -93,11 +96,3 @@ class Listing:
                 # Still listed, so that the reader can report it as missing.
                 self.broken_links.add(prefix + entry.name)
             yield prefix + entry.name
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        # Raised for a link to itself.
-        return False

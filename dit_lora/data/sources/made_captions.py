@@ -51,7 +51,6 @@ class GeneratedCaptions:
 
         A caption that was added to the table in the meantime, for example in an editor, stays.
         """
-        # One file per rank.
         files = sorted(self._folder.glob("part_*.jsonl")) if include_all else [self._file]
         waiting = {
             str(row["file"]): str(row["caption"])

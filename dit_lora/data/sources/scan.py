@@ -58,14 +58,12 @@ def find_class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
     if uncaptioned:
         remaining = data.model_copy(update={"sources": uncaptioned}) if data.sources else data
         # With `data.rejects: skip`, faulty samples are left out instead of stopping the run.
-        skips = data.rejects == "skip"
-        clips = scan_sources(remaining, cache).clips if skips else read_clips(remaining, cache)
+        clips = scan_sources(remaining, cache).clips if data.rejects == "skip" else read_clips(remaining, cache)
         names |= {clip.caption for clip in clips}
     return sorted(names)
 
 
 def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
-    """Read one source with the reader for its kind."""
     root = Path(source.path).expanduser()
     is_dataset = is_saved_dataset(root) or get_dataset_hub_name(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
@@ -87,14 +85,12 @@ def read_all_sources(
     results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
-            # Collect the errors, so that one run reports all unreadable sources.
             results.append(read_source(source))
         except DitLoraError as error:
             location = f"data.sources[{number}]" if data.sources else "data.path"
             faults.append(f"{location}: {error}")
     if faults:
-        message = format_list("these sources cannot be read", faults)
-        raise DitLoraError(faults[0] if len(faults) == 1 else message)
+        raise DitLoraError(faults[0] if len(faults) == 1 else format_list("these sources cannot be read", faults))
     if not data.sources:
         return results[0]
     # A weight is relative to the other sources, so it is applied once all of them are read.
@@ -127,13 +123,9 @@ def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _compute_source_repeats(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
-    """How many times more often the samples of each source come in an epoch.
-
-    `counts` are the numbers of samples, including a folder's own repeats. With weights, the samples of the
-    rarest source come once.
-    """
+    """How often the samples of each source come in an epoch; `counts` includes a folder's own repeats."""
     shares = [(source.weight or 0.0) / max(1, count) for source, count in zip(sources, counts, strict=True)]
-    # An empty source has no samples, so it cannot be the rarest.
+    # With weights, the samples of the rarest source come once. An empty source cannot be the rarest.
     min_share = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
     if not min_share:
         return [float(source.repeats) for source in sources]

@@ -28,5 +28,4 @@ def _list_names(folder: str, changed_ns: int) -> dict[str, str]:
 
 
 def _normalise_name(name: str) -> str:
-    """Form of a name in which case and Unicode form make no difference."""
     return unicodedata.normalize("NFC", name).casefold()

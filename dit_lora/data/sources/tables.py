@@ -51,21 +51,23 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     file_column = _find_column(table, columns, FILE_COLUMNS, "the clip's file")
     needed, caption_column = [file_column], ""
     if source.caption is None:
-        purpose = "the caption (caption_column)"
-        caption_column = _find_column(table, columns, get_caption_columns(source), purpose)
+        caption_column = _find_column(table, columns, get_caption_columns(source), "the caption (caption_column)")
         needed.append(caption_column)
     if source.image_column:
-        purpose = "the first image (image_column)"
-        needed.append(_find_column(table, columns, (source.image_column,), purpose))
-    reference_columns = _find_reference_columns(table, columns, source)
+        needed.append(_find_column(table, columns, (source.image_column,), "the first image (image_column)"))
+    named_columns = source.reference_columns
+    if named_columns is None:
+        named_columns = (REFERENCES_COLUMN,) if REFERENCES_COLUMN in columns else ()
+    reference_columns: list[str] = []
+    if not source.reference_folders:
+        purpose = "a reference (reference_columns)"
+        reference_columns += [_find_column(table, columns, (name,), purpose) for name in named_columns]
     needed += reference_columns
     if source.mask_column:
-        purpose = "the mask (mask_column)"
-        needed.append(_find_column(table, columns, (source.mask_column,), purpose))
+        needed.append(_find_column(table, columns, (source.mask_column,), "the mask (mask_column)"))
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(needed), start=1):
         name = row.get(file_column)
-        # A file in any column is used, so it is not reported as left out.
         folder.add_listed_names(row.values())
         if name:
             extra_cells = ExtraCells(
@@ -77,16 +79,6 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
         else:
             gathered.add_problem(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
     return gathered.to_scan(folder.describe_left_out(table.name))
-
-
-def _find_reference_columns(table: Path, columns: Sequence[str], source: SourceConfig) -> tuple[str, ...]:
-    """The columns of references; raises `DitLoraError` if the table lacks one that the source names."""
-    if source.reference_folders:
-        return ()
-    if source.reference_columns is None:
-        return (REFERENCES_COLUMN,) if REFERENCES_COLUMN in columns else ()
-    purpose = "a reference (reference_columns)"
-    return tuple(_find_column(table, columns, (name,), purpose) for name in source.reference_columns)
 
 
 def _list_names(cell: object) -> list[object]:
@@ -174,25 +166,22 @@ class ListedFiles:
         """An additional file of a sample; None if there is none, with a fault if one was named."""
         if cell is None or cell == "":
             return None
-        # A cell of another type than text cannot be a name.
-        path = resolve_below(self._root, cell) if isinstance(cell, str) else None
-        if path is not None and MediaFile(self._root / path).exists():
-            return MediaFile(self._root / path)
-        faults.append(self._make_fault(role, cell, path))
-        return None
-
-    def _make_fault(self, role: str, cell: object, path: str | None) -> Fault:
-        """The fault of an additional file that cannot be used."""
         if not isinstance(cell, str):
-            return f"{role}_missing", f"its {role} is of type {type(cell).__name__}, not a name"
+            faults.append((f"{role}_missing", f"its {role} is of type {type(cell).__name__}, not a name"))
+            return None
+        path = resolve_below(self._root, cell)
         if path is None:
-            return self._make_outside_fault(cell)
-        code = f"{role}_missing" if role in (REFERENCE, MASK) else "missing"
-        return code, f"no such {role}: {self._root / path}"
+            faults.append(self._make_outside_fault(cell))
+            return None
+        media = MediaFile(self._root / path)
+        if not media.exists():
+            code = f"{role}_missing" if role in (REFERENCE, MASK) else "missing"
+            faults.append((code, f"no such {role}: {media.path}"))
+            return None
+        return media
 
     def _make_outside_fault(self, name: str) -> Fault:
-        message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
-        return "unsafe_path", message
+        return "unsafe_path", f"{name} leads out of {self._root}; set data.media to a folder that it is below"
 
 
 def read_text(path: Path) -> str:
@@ -200,8 +189,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}"
-        raise DitLoraError(message) from error
+        raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
 
 
 def _read_jsonl(path: Path, collector: SampleCollector) -> _TableRows:
@@ -220,8 +208,7 @@ def _read_jsonl(path: Path, collector: SampleCollector) -> _TableRows:
         else:
             collector.add_problem(f"{path.name} line {number}", "unreadable", fault)
     # Rows may have different keys; a column is any key of any row.
-    columns = dict.fromkeys(key for record in records for key in record)
-    return list(columns), lambda wanted: records
+    return list(dict.fromkeys(key for record in records for key in record)), lambda wanted: records
 
 
 def _read_csv(path: Path, collector: SampleCollector) -> _TableRows:

@@ -133,7 +133,6 @@ def _load_or_build_index(path: Path, stream: BinaryIO, memo_folder: Path | None)
 
 
 def _build_index(stream: BinaryIO, size: int) -> _TarIndex:
-    """Read the index of a tar from the headers of its members."""
     index, rejected_keys = _TarIndex(), set()
     if stream.read(8).startswith(_PACKED_MAGIC):
         message = "a compressed tar cannot be read in place; decompress it, for example with gunzip"
@@ -184,9 +183,15 @@ def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tar
 
 def _find_member_fault(member: tarfile.TarInfo, size: int, is_duplicate: bool) -> tuple[str, str] | None:
     """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
-    unsafe = _find_unsafe_reason(member)
-    if unsafe is not None:
-        return "unsafe_name", unsafe
+    if member.issym() or member.islnk():
+        return "unsafe_name", f"a link, to {member.linkname}"
+    if not (member.isreg() or member.isdir()):
+        return "unsafe_name", "a device or a pipe"
+    if member.name.startswith("/"):
+        return "unsafe_name", "its name is absolute"
+    # `..` could lead out of the folder into which a tar is unpacked.
+    if ".." in member.name.split("/"):
+        return "unsafe_name", "its name leaves the folder"
     # Two captions or two videos of one name would be ambiguous.
     if is_duplicate:
         return "duplicate_clip", "a member of this name is there twice"
@@ -208,8 +213,13 @@ class _SampleAdder:
     def add(self, key: str, members: Members) -> bool:
         """Add a sample; returns False if the members are not a sample, or it is refused."""
         extra = _ExtraMembers.from_members(members, self.source)
+        ranks: dict[tuple[bool, bool], list[str]] = {}
         # References and masks are pictures too, so they are excluded first.
-        media = _choose_media([name for name in _list_media_extensions(members) if name not in extra.extensions])
+        for name in _list_media_extensions(members):
+            if name not in extra.extensions:
+                # False sorts before True: videos before images, then `jpg` before `depth.jpg`.
+                ranks.setdefault((_get_suffix(name) in IMAGE_SUFFIXES, "." in name), []).append(name)
+        media = ranks[min(ranks)] if ranks else []
         captions = [name for name in _CAPTION_EXTENSIONS if name in members]
         if not media:
             # Members without media and caption are other files, such as a README.
@@ -223,11 +233,11 @@ class _SampleAdder:
             message = f"it has {len(media)} videos or images, and a sample has one: {extensions}"
             self.collector.add_problem(self.prefix + key, "duplicate_clip", message)
             return False
-        # Name, offset and size of the member.
         member = TarMember(self.path, *members[media[0]])
+        sample_id = self.prefix + member.member
         too_large = find_size_fault(member.size)
         if too_large is not None:
-            self.collector.add_problem(self.prefix + member.member, *too_large)
+            self.collector.add_problem(sample_id, *too_large)
             return False
         caption, fault = self._read_caption(members, captions)
         references = [TarMember(self.path, *members[name]) for name in extra.references]
@@ -237,15 +247,9 @@ class _SampleAdder:
             if too_large is not None:
                 extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
         for code, text in merge_by_code(extra.faults):
-            self.collector.add_problem(self.prefix + member.member, code, text)
-        self.collector.add(
-            self.prefix + member.member,
-            member,
-            caption,
-            references=references,
-            mask=LossMask(masks[0]) if masks else None,
-            missing_caption_fault=fault,
-        )
+            self.collector.add_problem(sample_id, code, text)
+        mask = LossMask(masks[0]) if masks else None
+        self.collector.add(sample_id, member, caption, references=references, mask=mask, missing_caption_fault=fault)
         return True
 
     def _read_caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
@@ -267,37 +271,21 @@ class _SampleAdder:
             text = self.stream.read(size).decode("utf-8-sig")
             if captions[0] != "json":
                 return " ".join(text.split()), ("", "")
-            return _choose_caption(parse_json(text), get_caption_columns(self.source))
+            record = parse_json(text)
+            if not isinstance(record, dict):
+                return None, ("caption_not_text", "its .json is not an object")
+            columns = get_caption_columns(self.source)
+            for name in columns:
+                if name in record:
+                    return record[name], ("caption_missing", f"its .json has null for {name}")
+            keys = ", ".join(map(str, record))
+            return None, ("caption_missing", f"its .json has no {' or '.join(columns)}; it has {keys}")
         # This includes UnicodeDecodeError.
         except ValueError as error:
-            hint = suggest_encoding(error)
-            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{hint}")
-
-
-def _find_unsafe_reason(member: tarfile.TarInfo) -> str | None:
-    """Why a member must not be read or unpacked; None if it is safe."""
-    if member.issym() or member.islnk():
-        return f"a link, to {member.linkname}"
-    if not (member.isreg() or member.isdir()):
-        return "a device or a pipe"
-    if member.name.startswith("/"):
-        return "its name is absolute"
-    # `..` could lead out of the folder into which a tar is unpacked.
-    return "its name leaves the folder" if ".." in member.name.split("/") else None
-
-
-def _choose_media(extensions: Sequence[str]) -> list[str]:
-    """Extensions of the highest-ranking media of a sample: videos before images, `jpg` before `depth.jpg`."""
-    ranks: dict[tuple[bool, bool], list[str]] = {}
-    for extension in extensions:
-        is_image = _get_suffix(extension) in IMAGE_SUFFIXES
-        # False sorts before True: videos first, then extensions of a single part.
-        ranks.setdefault((is_image, "." in extension), []).append(extension)
-    return ranks[min(ranks)] if ranks else []
+            return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{suggest_encoding(error)}")
 
 
 def _list_media_extensions(members: Members) -> list[str]:
-    """Extensions of a sample's pictures and videos."""
     return [name for name in members if _get_suffix(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
 
@@ -311,7 +299,6 @@ class _ExtraMembers:
 
     @property
     def extensions(self) -> tuple[str, ...]:
-        """Extensions of the references and the masks."""
         return *self.references, *self.masks
 
     @classmethod
@@ -319,13 +306,17 @@ class _ExtraMembers:
         """Files that the source's columns name; by default, references are `reference.png`, `reference_1.jpg` ..."""
         by_middle: dict[str, list[str]] = {}
         for name in _list_media_extensions(members):
-            # `mask.png` and `mask.jpg` both have the middle part `mask`.
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
         result = cls([], [], [])
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
-            # By default, references are sorted by their number and not by their name: 2 comes before 10.
-            columns = sorted(filter(_REFERENCE_PATTERN.fullmatch, by_middle), key=_get_reference_number)
+            # By default, references are sorted by their number and not by their name: 2 comes before 10. A name
+            # without a number comes first.
+            numbers = {}
+            for middle in by_middle:
+                if matched := _REFERENCE_PATTERN.fullmatch(middle):
+                    numbers[middle] = int(matched[1] or -1)
+            columns = sorted(numbers, key=numbers.__getitem__)
         extra_columns = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
             extra_columns.append((MASK, source.mask_column, result.masks))
@@ -333,8 +324,7 @@ class _ExtraMembers:
             extensions = by_middle.get(column.lower(), [])
             target_list += extensions
             if not extensions:
-                message = f"it has no {part}: there is no .{column}.png or the like"
-                result.faults.append((f"{part}_missing", message))
+                result.faults.append((f"{part}_missing", f"it has no {part}: there is no .{column}.png or the like"))
             elif len(extensions) > 1:
                 file_list = ", ".join(f".{name}" for name in extensions)
                 result.faults.append((f"{part}_ambiguous", f"it has several of one name: {file_list}"))
@@ -345,23 +335,6 @@ class _ExtraMembers:
 _REFERENCE_PATTERN = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
 
 
-def _get_reference_number(middle: str) -> int:
-    """Number in a reference's name, by which references are sorted; a name without a number comes first."""
-    matched = _REFERENCE_PATTERN.fullmatch(middle)
-    return int(matched[1] or -1) if matched else -1
-
-
 def _get_suffix(extension: str) -> str:
     """Suffix of an extension that may have several parts."""
     return f".{extension.rpartition('.')[2]}"
-
-
-def _choose_caption(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:
-    """The caption in a record, or None with the code and message of the fault."""
-    if not isinstance(record, dict):
-        return None, ("caption_not_text", "its .json is not an object")
-    for name in columns:
-        if name in record:
-            return record[name], ("caption_missing", f"its .json has null for {name}")
-    message = f"its .json has no {' or '.join(columns)}; it has {', '.join(map(str, record))}"
-    return None, ("caption_missing", message)

@@ -24,7 +24,6 @@ def write_shapes(
     out_folder.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
     for index in range(clips):
-        # Colours change fastest, then shapes.
         colour = list(COLOURS)[index % len(COLOURS)]
         shape = SHAPES[index // len(COLOURS) % len(SHAPES)]
         rightwards = index % 2 == 0

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.synthetic.clips import COLOURS, SHAPES, render_clip
@@ -20,8 +19,23 @@ def write_conversations(
     image has a caption without a question instead. H and W must be even, `frames` at least 2.
     """
     out_folder.mkdir(parents=True, exist_ok=True)
-    records = [_write_clip(out_folder, index, frames, height, width, fps) for index in range(clips)]
-    records += [_write_image(out_folder, index, height, width) for index in range(images)]
+    records = []
+    for index in range(clips):
+        colour, shape, rightwards = _choose_attributes(index)
+        video = render_clip(shape, colour, rightwards, frames, height, width)
+        side = "right" if rightwards else "left"
+        path = write_sample(out_folder / "clips" / f"{index:02d}_{colour}_{shape}_{side}", video, fps)
+        answers = {"Which way does it move?": f"To the {side}.", **_describe_looks(colour, shape)}
+        records.append({"video": path.relative_to(out_folder).as_posix(), "QA": _make_turns("video", answers)})
+    for index in range(images):
+        colour, shape, at_left = _choose_attributes(index)
+        picture = render_clip(shape, colour, at_left, 1, height, width)
+        side = "left" if at_left else "right"
+        path = write_sample(out_folder / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None)
+        caption = f"A {colour} {shape} at the {side} of a dark background."
+        # An empty question makes the answer a caption.
+        answers = {"": caption} if index % 2 else _describe_looks(colour, shape)
+        records.append({"image": path.relative_to(out_folder).as_posix(), "QA": _make_turns("image", answers)})
     path = out_folder / "conversations.json"
     write_atomically(path, json.dumps(records, indent=1) + "\n")
     return path
@@ -34,26 +48,6 @@ def _choose_attributes(index: int) -> tuple[str, str, bool]:
     per_side = len(colours) * len(shapes)
     colour, shape = colours[index % len(colours)], shapes[index // len(colours) % len(shapes)]
     return colour, shape, (index + index // per_side) % 2 == 0
-
-
-def _write_clip(out_folder: Path, index: int, frames: int, height: int, width: int, fps: float) -> dict[str, Any]:
-    colour, shape, rightwards = _choose_attributes(index)
-    video = render_clip(shape, colour, rightwards, frames, height, width)
-    side = "right" if rightwards else "left"
-    path = write_sample(out_folder / "clips" / f"{index:02d}_{colour}_{shape}_{side}", video, fps)
-    answers = {"Which way does it move?": f"To the {side}.", **_describe_looks(colour, shape)}
-    return {"video": path.relative_to(out_folder).as_posix(), "QA": _make_turns("video", answers)}
-
-
-def _write_image(out_folder: Path, index: int, height: int, width: int) -> dict[str, Any]:
-    colour, shape, at_left = _choose_attributes(index)
-    picture = render_clip(shape, colour, at_left, 1, height, width)
-    side = "left" if at_left else "right"
-    path = write_sample(out_folder / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None)
-    caption = f"A {colour} {shape} at the {side} of a dark background."
-    # An empty question makes the answer a caption.
-    answers = {"": caption} if index % 2 else _describe_looks(colour, shape)
-    return {"image": path.relative_to(out_folder).as_posix(), "QA": _make_turns("image", answers)}
 
 
 def _describe_looks(colour: str, shape: str) -> dict[str, str]:

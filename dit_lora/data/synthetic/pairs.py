@@ -32,7 +32,6 @@ def write_edit_pairs(
     for index in range(pairs):
         kind, side = SHAPES[index % len(SHAPES)], list(SIDES)[index // len(SHAPES) % len(SIDES)]
         colours = torch.randint(0, 128, (2, 3), generator=generator)
-        # A bright shape on a dark background.
         colours[0] += 128
         # One weaker channel, so that the shape is not grey.
         colours[0, index % 3] //= 3
@@ -50,13 +49,11 @@ def write_edit_pairs(
             text = f"the shape moves to the {side}, and is grey"
         # (F, H, W, 3) to (1, H, W, 1): pixels that change in any frame.
         differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
-        mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
-        folders = {"after": after, "before": before, "mask": mask}
+        folders = {"after": after, "before": before, "mask": differs.byte().mul(255).expand(-1, -1, -1, 3)}
         files = [write_sample(out_folder / name / f"{index:03d}", video, fps) for name, video in folders.items()]
         write_atomically(files[0].with_suffix(".txt"), text + "\n")
         target, reference, mask_name = (file.relative_to(out_folder).as_posix() for file in files)
-        row = {"file_name": target, "references": [reference], "mask": mask_name, "text": text}
-        lines.append(json.dumps(row))
+        lines.append(json.dumps({"file_name": target, "references": [reference], "mask": mask_name, "text": text}))
         paths.append(files[0])
     write_atomically(out_folder / "metadata.jsonl", "\n".join(lines) + "\n")
     return paths
@@ -75,7 +72,6 @@ def _render_frames(
     for across, down in positions:
         x = columns - radius - (width - 2 * radius) * across
         y = rows - radius - (height - 2 * radius) * down
-        disc = x**2 + y**2 < radius**2
-        inside = disc if kind == "disc" else (x.abs() < radius) & (y.abs() < radius)
+        inside = x**2 + y**2 < radius**2 if kind == "disc" else (x.abs() < radius) & (y.abs() < radius)
         frames.append(torch.where(inside[..., None], colours[0], ground))
     return torch.stack(frames).to(torch.uint8)
