@@ -39,7 +39,7 @@ class Occurrence(NamedTuple):
 class Order:
     """Order of the samples at a run's positions; step s takes positions s * group .. s * group + group - 1.
 
-    `num_buckets` gives each sample's bucket; samples of one step share a bucket (by default all samples do).
+    `buckets` gives each sample's bucket; samples of one step share a bucket (by default all samples do).
     `times_per_epoch` says how often each sample comes in an epoch, at least once: 2.5 means twice, and a third time in
     every other epoch. The permutation sorts by a hash of (seed, epoch, sample). Memory, and time to find any
     position, correspond to about two epochs.

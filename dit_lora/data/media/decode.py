@@ -117,7 +117,7 @@ def iter_nearest_frames(
     """Yield the nearest frames in the order of the times; together they cover fewer times if the video ends early.
 
     With `should_seek`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
-    the beginning (`quick=False`) gives them all.
+    the beginning (`should_seek=False`) gives them all.
     """
     with open_media(media) as container:
         stream = find_video_stream(container)
