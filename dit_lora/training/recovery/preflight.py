@@ -139,7 +139,7 @@ def _find_healthy_batch(
 ) -> tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]:
     """Find the first healthy micro-batch, and the findings of its passes; the first one if none is healthy.
 
-    None if all data is bad: excluding samples is the guard's task. Uses no more samples than a training step.
+    The micro-batch is None if all data is bad: that is for the guard. Uses no more samples than a training step.
     """
     choices = [_read_candidate_batches(setup, quarantine)]
     # All ranks try the same samples: one that read a torn file would diverge.
@@ -256,7 +256,8 @@ def _switch_off_backends(recovery: RunRecovery, backends: list[str]) -> list[Eve
 def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
     """Switch off on all ranks the kernels that differ from the unpatched model, or between runs, on any rank.
 
-    Raises on every rank if the recipe requires one that differs. Others that no comparison reaches are off too.
+    Raises on every rank if the recipe requires one that differs. Kernels that no comparison reaches are switched off
+    too, unless the recipe requires them.
     """
     batches = build_micro_batches(setup, recovery.quarantine)
     memory = ParityCache(setup, recovery, parity_watch, batches)
