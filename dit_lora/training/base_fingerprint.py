@@ -1,8 +1,8 @@
-"""Records the base model's output before the first step, and compares it on resume and at the end of the run.
+"""Fingerprints the base: records its output before the first step, and compares it on resume and at the run's end.
 
 At the end of a run, the frozen weights in memory are those that the run trained on, but not always those it loaded. So
-as soon as the model is loaded, its output on synthetic inputs (`output_record`) is computed with the model's own code
-and written to base_output.json. A resumed run compares its base with the record of the first start.
+as soon as the model is loaded, its output on synthetic inputs (`compute_output_record`) is computed with the model's
+own code and written to base_output.json. A resumed run compares its base with the record of the first start.
 """
 
 import json
@@ -46,10 +46,6 @@ from dit_lora.verify.output_fingerprint import (
 from dit_lora.verify.reference_model import InputSpec, find_sharing_obstacle, share_model_weights
 
 BASE_OUTPUT = "base_output.json"
-_EARLIER_CHECKPOINT_ADVICE = (
-    "from some step on the adapter was trained on that; go on from an earlier checkpoint (train.resume=PATH in "
-    "another run.dir)"
-)
 
 
 @dataclass
@@ -57,59 +53,45 @@ class BaseFingerprint:
     """The base model's output on synthetic inputs at the run's first start."""
 
     record: dict[str, Any] | None
-    """The result of `compute_output_record`, or the reason why it could not be computed. None if every weight trains:
-    there is no base.
-    """
+    """The result of `compute_output_record`, or the reason why there is none. None if every weight trains."""
     initial_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """CPU copies of the base weights that train, with the values they were loaded with; this rank's shard if
-    sharded.
-    """
+    """CPU copies of the trained base weights as they were loaded; this rank's shard if sharded."""
     recorded_at_step: int = 0
     """Step at which the output was recorded: not 0 for runs that were started before this record existed."""
     has_idle_adapter: bool = False
-    """True if only an adapter trains and it has no effect before step 1: the base can then be validated after that
-    step.
-    """
+    """True if only an adapter trains, without effect before step 1: the base can be validated after that step."""
     kernel_distance: float = 0.0
-    """Distance between the outputs with the active kernels and with the model's own code, when this process
-    started.
-    """
+    """Distance of the output with the active kernels from the model's own code's, when this process started."""
 
 
 def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFingerprint:
-    """Record the base model's output before a checkpoint is loaded into the model; a resumed run reads its first
-    record.
+    """Record the base model's output before a checkpoint is loaded; a resumed run reads its first record. Collective.
 
-    Collective. Raises `DitLoraError` on every rank if one rank's base differs from rank 0's, or from the first
-    start's.
+    Raises `DitLoraError` on every rank if one rank's base differs from rank 0's, or from the first start's.
     """
-    model, main = setup.transformer, setup.session.is_main
+    model = setup.transformer
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseFingerprint(None)
     # At the end, base weights that train are not a base: the record needs their values at loading.
     trainable_base = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter_tensor(n)]
     loaded = {name: get_local_tensor(p.detach()).to("cpu", copy=True) for name, p in trainable_base}
     # Only the main process reads the run's folder; every rank then gets the same record.
-    record = _read_first_record(setup.session.dir, resume_from) if main else None
+    record = _read_first_record(setup.session.dir, resume_from) if setup.session.is_main else None
     (first_record,) = broadcast_object_list([record])
     # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
     base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_idle_adapters(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _compute_base_output(setup, base, first_record["inputs"] if first_record else make_synthetic_inputs(setup))
-    # Every rank takes the main process's record.
+    # Every rank compares with the main process's record, and all raise if one of them differs.
     (reference_output,) = broadcast_object_list([first_record or today])
     base.record = reference_output
-    # Ranks compare with the same record, and all raise if one of them differs.
-    raise_on_all_ranks(
-        setup.session.accelerator,
-        _compare_with_record(setup, reference_output, today, is_resumed=first_record is not None),
-    )
+    error = _compare_with_record(setup, reference_output, today, is_resumed=first_record is not None)
+    raise_on_all_ranks(setup.session.accelerator, error)
     return base
 
 
 def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_step: int) -> None:
     """Write the record to the opened run folder if it is new, and warn about what it cannot check."""
-    file = setup.session.dir / BASE_OUTPUT
     if fingerprint.record is None:
         return
     # A new record gets the present step; an old one keeps the step that it was made at.
@@ -123,15 +105,13 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
             f"and what the base was before step {fingerprint.recorded_at_step} is not known"
         )
     if setup.session.is_main:
-        write_atomically(file, json.dumps(fingerprint.record, indent=2) + "\n")
+        write_atomically(setup.session.dir / BASE_OUTPUT, json.dumps(fingerprint.record, indent=2) + "\n")
 
 
 def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
-    """Compare the base at the end of the run with its record from the start. A message, or None if they match.
-    Collective.
+    """A message if the base differs from its record at the end of the run; None if they match. Collective.
 
-    Every rank runs the model's own code, without kernels or adapters, and with trained base weights at their loaded
-    values.
+    Every rank runs the model's own code without kernels or adapters, with trained base weights as they were loaded.
     """
     if fingerprint.record is None:
         return None
@@ -148,14 +128,11 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
     max_deviation, worst, host = max(distances)
     if max_deviation <= limit:
         return None
-    # The host is named only if there are several ranks.
     location = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
     deviation_text = f"{format_percent(max_deviation)} from then" if math.isfinite(max_deviation) else "not finite"
-    start = (
-        "the run's start"
-        if not fingerprint.recorded_at_step
-        else f"step {fingerprint.recorded_at_step}, where its record begins"
-    )
+    start = "the run's start"
+    if fingerprint.recorded_at_step:
+        start = f"step {fingerprint.recorded_at_step}, where its record begins"
     message = (
         f"the base is not what it was at {start}: with adapters and kernels off its output{location} is "
         f"{deviation_text} (up to {format_percent(limit)} is rounding)"
@@ -169,7 +146,10 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
         cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
     else:
         cause = "its frozen weights or buffers have changed in memory"
-    return f"{message}: {cause}, and {_EARLIER_CHECKPOINT_ADVICE}"
+    return (
+        f"{message}: {cause}, and from some step on the adapter was trained on that; go on from an earlier checkpoint "
+        "(train.resume=PATH in another run.dir)"
+    )
 
 
 def find_kernel_fault(
@@ -181,35 +161,29 @@ def find_kernel_fault(
     and the parity limit for the adapter's part of the output, plus rounding. Collective if a forward pass is.
     """
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
-    effect = (
-        min(1.0, compute_distance(reference_output, reference_output["base"])) if "base" in reference_output else 1.0
-    )
+    effect = 1.0
+    if "base" in reference_output:
+        effect = min(1.0, compute_distance(reference_output, reference_output["base"]))
     allowed = END_OF_RUN_FACTOR * (fingerprint.kernel_distance + KERNEL_TOLERANCE * effect)
-    differing_kernels, _ = _find_differing_kernels(
-        setup, reference_output["inputs"], allowed, expected=reference_output
-    )
+    inputs = reference_output["inputs"]
+    differing_kernels, _ = _find_differing_kernels(setup, inputs, allowed, expected=reference_output)
     if not differing_kernels:
         return None
-    kernel_names = ", ".join(
-        f"{switch.name} ({_format_distance(deviation)})" for switch, deviation in differing_kernels.items()
-    )
+    kernel_names = ", ".join(f"{kernel.name} ({_format_distance(d)})" for kernel, d in differing_kernels.items())
     off_settings = " ".join(_format_off_setting(switch) for switch in differing_kernels)
     return (
         f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
-        f"weights: {kernel_names}, and {format_percent(fingerprint.kernel_distance)} at the "
-        "start. From some step on the adapter was "
-        f"trained with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with "
-        f"{off_settings}"
+        f"weights: {kernel_names}, and {format_percent(fingerprint.kernel_distance)} at the start. From some step on "
+        "the adapter was trained with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) "
+        f"with {off_settings}"
     )
 
 
 def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, disabled_names: list[str]) -> list[Event]:
-    """Switch off on all ranks the kernels that the check at the run's end would refuse; returns the events.
-    Collective.
+    """Switch off the kernels that the check at the run's end would refuse; returns the events. Collective.
 
     Names are added to `disabled_names`. Inputs and scale are those of the check at the end, so a kernel that passes
-    here fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires one of these
-    kernels.
+    here fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires such a kernel.
     """
     record, accelerator = fingerprint.record, setup.session.accelerator
     if record is not None and NOT_RECORDED in record:
@@ -217,23 +191,18 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
     inputs = record["inputs"] if record else make_synthetic_inputs(setup)
     differing_kernels, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE)
     worst: dict[str, float] = {}
-    for name, deviation in gather_object(
-        [(switch.name, deviation) for switch, deviation in differing_kernels.items()]
-    ):
+    for name, deviation in gather_object([(kernel.name, d) for kernel, d in differing_kernels.items()]):
         # The largest distance over all ranks, so that every rank takes the same decision.
         worst[name] = max(deviation, worst.get(name, 0.0))
     events = []
     for switch in list_model_fallbacks(setup.transformer):
         if switch.name not in worst:
             continue
-        message = (
-            f"kernel {switch.name}: with it the model's output is "
-            f"{_format_distance(worst[switch.name])} from its own code's"
-        )
+        deviation_text = _format_distance(worst[switch.name])
+        message = f"kernel {switch.name}: with it the model's output is {deviation_text} from its own code's"
         # Collective: the switches have the same order on all ranks, and `worst` is equal.
-        raise_on_all_ranks(
-            accelerator, DitLoraError(format_required_error(switch, message)) if switch.required else None
-        )
+        error = DitLoraError(format_required_error(switch, message)) if switch.required else None
+        raise_on_all_ranks(accelerator, error)
         switch.disable()
         disabled_names.append(switch.name)
         events.append(make_kernel_event(0, "preflight", f"{message}; switched off for this run", switch.name))
@@ -263,7 +232,7 @@ def _read_first_record(folder: Path, resume_from: Path | None) -> dict[str, Any]
 
 
 def _compute_base_output(setup: AnySetup, fingerprint: BaseFingerprint, inputs: InputSpec) -> dict[str, Any]:
-    """Compute the base's present output with `compute_output_record`, or give the reason why that is impossible."""
+    """The base's present `compute_output_record`, or the reason why it cannot be computed."""
     model, dtype = setup.transformer, setup.dtype
     try:
         with disable_kernels(model), _restore_initial_base(model, fingerprint.initial_weights):
@@ -287,9 +256,7 @@ def make_synthetic_inputs(setup: AnySetup) -> InputSpec:
 
 @contextmanager
 def _restore_initial_base(model: nn.Module, initial_weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Disable all adapters inside the context, and set trained base weights back to the values they were loaded
-    with.
-    """
+    """Disable all adapters inside the context, and set trained base weights back to their loaded values."""
     live = {n: get_local_tensor(p.detach()) for n, p in model.named_parameters() if n in initial_weights}
     # The trained values are kept on the device and restored, bit for bit, at the end.
     trained = {name: tensor.clone() for name, tensor in live.items()}
@@ -323,9 +290,8 @@ def _compare_with_record(
         )
     return DitLoraError(
         f"the base is not what it was at this run's first start: its output of the same inputs ({BASE_OUTPUT}) is "
-        f"{measured}, on {location}; restore its files and the packages' versions (environment.json), "
-        "take another machine, "
-        "or start afresh with train.resume=none in another run.dir"
+        f"{measured}, on {location}; restore its files and the packages' versions (environment.json), take another "
+        "machine, or start afresh with train.resume=none in another run.dir"
     )
 
 
@@ -344,9 +310,7 @@ def _find_faulty_backend(setup: AnySetup, fingerprint: BaseFingerprint, limit: f
 
 @torch.no_grad()
 def _has_intact_weights(setup: AnySetup, fingerprint: BaseFingerprint, limit: float) -> bool:
-    """True if an unpatched model with this run's weights gives the output from the start. False except on the main
-    process.
-    """
+    """True if an unpatched model with this run's weights gives the first output. Main process only; else False."""
     live, dtype, record = setup.transformer, setup.dtype, fingerprint.record
     if not setup.session.is_main or setup.engine.collective_forward or find_sharing_obstacle(live) is not None:
         return False
@@ -371,7 +335,7 @@ def _find_differing_kernels(
     combination, the first stands for all. The second result is the distance with all kernels together.
     """
     model, dtype = setup.transformer, setup.dtype
-    kernels, reference_model = (find_kernel_fallbacks(model), setup.task.build_reference_model(setup.checkpoint))
+    kernels, reference_model = find_kernel_fallbacks(model), setup.task.build_reference_model(setup.checkpoint)
     if not kernels:
         return {}, 0.0
     if expected is None:

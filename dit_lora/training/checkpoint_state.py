@@ -1,4 +1,4 @@
-"""Checkpoints that a run is continued from: written in a background thread, and restored at the start."""
+"""Saves a run's state to checkpoints in a background thread, and restores it at the start."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -34,8 +34,7 @@ def resume(
 ) -> tuple[int, dict[str, Any]]:
     """Continue from the checkpoint `path`, if given, even if another machine layout wrote it.
 
-    Returns the step to continue from, and the guard's saved state (empty without a checkpoint). Raises `DitLoraError`
-    if the checkpoint is beyond `train.steps`.
+    Returns its step, and the guard's saved state (empty without one). `DitLoraError` if it is beyond `train.steps`.
     """
     session, train = setup.session, setup.recipe.train
     if path is None:
@@ -47,9 +46,8 @@ def resume(
     loaded = load_checkpoint(path, trajectory_config, launch_topology)
     restore_state(loaded, setup.engine, ema)
     session.say(f"resumed at step {loaded.step} from {path}")
-    differs = describe_topology_change(
-        loaded.launch_topology, launch_topology, uses_dropout=has_dropout(setup.transformer)
-    )
+    uses_dropout = has_dropout(setup.transformer)
+    differs = describe_topology_change(loaded.launch_topology, launch_topology, uses_dropout=uses_dropout)
     # A message, not an error: sums in another order are the same training up to rounding.
     if differs:
         session.say(f"continued elsewhere: {differs}")

@@ -23,9 +23,9 @@ from dit_lora.training.task import AnySetup
 def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] | None = None) -> None:
     """Apply `train.checkpointing` to the run's model and log the mode. Collective; every rank takes the same mode.
 
-    `auto` is decided for the model as it is now: call this again after kernels were patched in or removed. The mode
-    changes no value, so a resumed run may take another. `count_free` gives the bytes available to activations, by
-    default `count_free_bytes`. Raises `DitLoraError` if checkpointing is requested for a model that has none.
+    `auto` is decided for the present model: call this again after kernels were patched in or removed. The mode changes
+    no value, so a resumed run may take another. `count_free` gives the bytes for activations, by default
+    `count_free_bytes`. Raises `DitLoraError` if checkpointing is requested for a model that has none.
     """
     requested_mode = setup.recipe.train.effective_checkpointing
     require_checkpointing(setup.transformer, requested_mode)
@@ -61,8 +61,7 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
             batch,
             setup.session.accelerator.device,
             integer_inputs={
-                name: tensor.expand(size, *tensor.shape)
-                for name, tensor in setup.data.training_set.integer_inputs().items()
+                name: t.expand(size, *t.shape) for name, t in setup.data.training_set.integer_inputs().items()
             },
             forward_context=setup.engine.enable_local_forward(),
         )
@@ -83,12 +82,9 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
 def count_free_bytes(setup: AnySetup) -> int:
     """Bytes left for activations on this rank's device once the optimizer has allocated all of its state."""
     accelerator = setup.session.accelerator
-    return max(
-        0,
-        get_available_bytes(accelerator.device, accelerator.num_processes)
-        - count_unallocated_bytes(setup.optimizer, setup.recipe.optim.name)
-        - setup.engine.in_flight_bytes,
-    )
+    free = get_available_bytes(accelerator.device, accelerator.num_processes)
+    unallocated = count_unallocated_bytes(setup.optimizer, setup.recipe.optim.name)
+    return max(0, free - unallocated - setup.engine.in_flight_bytes)
 
 
 def count_unallocated_bytes(optimizer: torch.optim.Optimizer, name: str = DEFAULT_OPTIMIZER) -> int:

@@ -31,9 +31,7 @@ class TrainedEMA:
         self.bounds = AverageBounds()
 
     def _local_weights(self) -> list[Any]:
-        """The trained weights; this rank's shard of each DTensor, because PyTorch cannot deep-copy lists of
-        DTensors.
-        """
+        """The trained weights; local shards of DTensors, because PyTorch cannot deep-copy lists of DTensors."""
         values = self._parameters.values()
         return [get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
@@ -62,9 +60,7 @@ class TrainedEMA:
 
 @dataclass
 class AverageBounds:
-    """Largest known magnitude of each trained weight, which also bounds its average; of this rank's shard if
-    sharded.
-    """
+    """Largest known magnitude of each trained weight (of this rank's shard), which also bounds its average."""
 
     max_magnitudes: dict[str, float] = field(default_factory=dict)
 

@@ -4,8 +4,7 @@ The rows of A are the directions of largest variance among a layer's inputs, fro
 the model still equals the base. The ranks of the recipe are kept: none are moved between layers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,9 +37,8 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     recipe, device = session.recipe, session.accelerator.device
     if recipe.train.offload != "none" or session.sharding is not None:
         raise DitLoraError(
-            "lora.init: eva runs the whole model on one device before training, "
-            "which train.offload and sharded weights "
-            "do not have; start from kaiming, or from pissa"
+            "lora.init: eva runs the whole model on one device before training, which train.offload and sharded "
+            "weights do not have; start from kaiming, or from pissa"
         )
     layers = {
         name: LayerInputs(layer)
@@ -55,15 +53,16 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     chosen = [entries[at * len(entries) // NUM_SAMPLES] for at in range(NUM_SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
     bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
-    with use_eval_mode(model), _watch_inputs(layers), session.accelerator.autocast():
+    with use_eval_mode(model), ExitStack() as hooks, session.accelerator.autocast():
+        for inputs in layers.values():
+            hooks.enter_context(inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs)))
         for entry in bar:
             sample = data.training_set.read_sample(entry, 0)
             if sample.faults:
                 continue
             batch = sample.to(device)
-            checkpoint.losses(
-                model, batch.tensors, RandomStreams(derive_seed(recipe.train.seed, "eva"), batch.sample_seeds)
-            )
+            streams = RandomStreams(derive_seed(recipe.train.seed, "eva"), batch.sample_seeds)
+            checkpoint.losses(model, batch.tensors, streams)
     unchanged_layers = [name for name, inputs in layers.items() if not inputs.set_lora_a()]
     model.to(home)
     message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
@@ -101,15 +100,3 @@ class LayerInputs:
             return False
         self.layer.lora_A[ADAPTER_NAME].weight.copy_(broadcast(components.contiguous()))
         return True
-
-
-@contextmanager
-def _watch_inputs(layers: dict[str, LayerInputs]) -> Iterator[None]:
-    handles = [
-        inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs)) for inputs in layers.values()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

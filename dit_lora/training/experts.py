@@ -1,7 +1,7 @@
 """Ends a run of both experts: places their adapters in one folder, as other programs and the Hub expect."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
@@ -17,17 +17,14 @@ from dit_lora.verify.expert_pair import format_expert_filename
 
 
 def require_fresh(recipes: Sequence[Recipe]) -> None:
-    """Raise `DitLoraError` if a later expert's run folder already holds a run: this run would fail when its turn
-    comes.
-    """
-    # The first expert's folder is checked when its run starts.
+    """Raise `DitLoraError` if a later expert's run folder already holds a run: it would fail when its turn comes."""
+    # The first folder is checked when its run starts.
     for recipe in recipes[1:]:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
             raise DitLoraError(
-                f"run.dir {folder.parent} already holds a run of {folder.name}; "
-                "continue it with train.resume=auto, or "
-                "choose another run.dir"
+                f"run.dir {folder.parent} already holds a run of {folder.name}; continue it with train.resume=auto, "
+                "or choose another run.dir"
             )
 
 
@@ -42,27 +39,20 @@ def is_done(recipe: Recipe) -> bool:
 
 
 def put_together(session: Session, recipe: Recipe) -> None:
-    """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the files. Main process
-    only.
+    """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the files.
 
-    Nothing is copied if base weights were trained as well: they stay in the expert's folder, where its adapter finds
-    them.
+    Main process only. Nothing is copied if base weights were trained too: each adapter finds them in its own folder.
     """
     root = Path(recipe.run.dir)
     if session.is_main:
         write_atomically(root / "config.yaml", dump_recipe(recipe))
-        for file in _copy_adapters(root):
-            session.say(f"adapter: {file}")
-
-
-def _copy_adapters(root: Path) -> Iterator[Path]:
-    folders = {name: root / name / "adapter" for name in EXPERT_NAMES.values()}
-    if any((folder / BASE_FILE).is_file() for folder in folders.values()):
-        return
-    (root / "adapter").mkdir(exist_ok=True)
-    for name, folder in folders.items():
-        file = root / "adapter" / format_expert_filename(name)
-        # Copied under another name and renamed, so that a half-written file never has the final name.
-        partial = file.with_suffix(".partial")
-        shutil.copyfile(folder / ADAPTER_FILE, partial)
-        yield partial.replace(file)
+        folders = {name: root / name / "adapter" for name in EXPERT_NAMES.values()}
+        if any((folder / BASE_FILE).is_file() for folder in folders.values()):
+            return
+        (root / "adapter").mkdir(exist_ok=True)
+        for name, folder in folders.items():
+            file = root / "adapter" / format_expert_filename(name)
+            # Copied under another name and renamed, so that a half-written file never has the final name.
+            partial = file.with_suffix(".partial")
+            shutil.copyfile(folder / ADAPTER_FILE, partial)
+            session.say(f"adapter: {partial.replace(file)}")

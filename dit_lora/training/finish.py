@@ -99,9 +99,7 @@ def _try_verification(
 
 
 def build_metadata(setup: Setup[Any, Any]) -> dict[str, Any]:
-    """Metadata for the adapter's header: how it was trained. A local checkpoint is named without its parent
-    folders.
-    """
+    """Metadata for the adapter's header. A local checkpoint is named without its parent folders."""
     recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
     metadata = {
         "version": __version__,
@@ -145,11 +143,11 @@ def verify_result(
 ) -> Verification:
     """Verify what the run has just written, and write verification.json. Main process only, not collective.
 
-    `trainable_state_dict` are the trained weights, unsharded. The fresh unpatched model shares the run's frozen
+    `weights` are the trained weights, unsharded. The fresh unpatched model shares the run's frozen
     tensors, so that no weight is in memory twice. If these are spread over ranks or devices, the output is not
     compared: `output` says so and refers to `dit-lora verify`.
     """
-    reference_model, dtype, live = (setup.task.build_reference_model(setup.checkpoint), setup.dtype, setup.transformer)
+    reference_model, dtype, live = setup.task.build_reference_model(setup.checkpoint), setup.dtype, setup.transformer
     # The reason if a fresh model cannot share the run's weights, for example because they are sharded.
     unsharable_reason = find_sharing_obstacle(live)
     full = setup.recipe.train.mode == "full"
@@ -225,10 +223,8 @@ def summary(session: Session, adapter: Path, verification: Verification | None, 
         change = 100 * (last_loss / first_loss - 1)
         lines.append(f"held-out loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
     # The whole run, resumes included: the file has a line for each step taken.
-    waited, spent = (
-        sum(line[name] for line in read_json_lines(session.dir / "metrics.jsonl")[0])
-        for name in ("data_seconds", "seconds")
-    )
+    steps = read_json_lines(session.dir / "metrics.jsonl")[0]
+    waited, spent = (sum(line[name] for line in steps) for name in ("data_seconds", "seconds"))
     if spent:
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
     if verification is not None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -57,14 +58,8 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
     intervals = [recipe.train.save_every, recipe.validation.every]
-    bar = tqdm(
-        total=recipe.train.steps,
-        initial=run.start_step,
-        desc="training",
-        unit="step",
-        disable=not session.is_main,
-        dynamic_ncols=True,
-    )
+    steps, is_quiet = recipe.train.steps, not session.is_main
+    bar = tqdm(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet, dynamic_ncols=True)
     with bar, handle_stop_signals(session.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
@@ -74,7 +69,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 session.say(f"first step after {phases.format_stage('before')}")
             # The step is taken: what fails from here on must not lose it.
             with _save_on_error(run, result.step):
-                _average_and_log(run, bar, result)
+                # Only healthy steps come here: the average never sees a failed step.
+                if run.ema is not None:
+                    run.ema.step(result.step)
+                _log_step(run, bar, result)
             if base_waits and not result.stop_code:
                 # The base is validated before anything is saved: failing samples end the run in its first minutes.
                 base_waits = False
@@ -91,9 +89,8 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 _build_loop(run, bar),
                 lambda step: _load_batches(run, step),
                 start_step=run.start_step,
-                steps=recipe.train.steps,
-                # A full disk or a lost lock on one rank stops all ranks as a signal does: they learn it in the step's
-                # gather.
+                steps=steps,
+                # A full disk or a lost lock on one rank stops all ranks as a signal does: by the step's gather.
                 get_stop_code=lambda: max(stop_asked(), run.checkpoints.poll_exit_code()),
                 on_step=on_step,
             )
@@ -101,7 +98,6 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 
 
 def _report_events(run: Run, events: Iterable[Event]) -> None:
-    """Log the events from before the first step, and write them to events.jsonl."""
     for event in events:
         run.setup.session.say(f"guard: {event.message}")
         if run.journal is not None:
@@ -109,29 +105,22 @@ def _report_events(run: Run, events: Iterable[Event]) -> None:
 
 
 def _validate_start(run: Run) -> bool:
-    """Validate the starting model, to compare the end with. Returns True if this must wait until after the first
-    step.
-    """
-    if run.start_step == 0:
+    """Validate the starting model, to compare the end with. Returns True if this must wait for the first step."""
+    recipe, step = run.setup.recipe, run.start_step
+    if step == 0:
         if not run.base_fingerprint.has_idle_adapter:
             validate(run, step=0)
         return run.base_fingerprint.has_idle_adapter
     # A run that was stopped in its first step, before its base was validated.
-    stopped = run.start_step == 1 and run.base_fingerprint.has_idle_adapter
+    stopped = step == 1 and run.base_fingerprint.has_idle_adapter
     if stopped and 0 not in read_eval_losses(run.setup.session.dir):
         validate(run, step=0)
-    if _is_validation_missing(run):
-        validate(run, step=run.start_step)
+    # A run that was stopped between a checkpoint and the validation of the same step.
+    interval, losses = recipe.validation.every, read_eval_losses(run.setup.session.dir)
+    is_due = interval is not None and step % interval == 0 and step < recipe.train.steps
+    if is_due and losses and step not in losses:
+        validate(run, step=step)
     return False
-
-
-def _is_validation_missing(run: Run) -> bool:
-    """True if the run was stopped between a checkpoint and the validation of the same step."""
-    recipe, step = run.setup.recipe, run.start_step
-    interval = recipe.validation.every
-    losses = read_eval_losses(run.setup.session.dir)
-    due = interval is not None and step % interval == 0 and step < recipe.train.steps
-    return due and bool(losses) and step not in losses
 
 
 def _build_loop(run: Run, bar: tqdm) -> Loop:
@@ -223,9 +212,7 @@ def _check_and_save(run: Run, result: StepResult) -> None:
 
 
 def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
-    """Raise on every rank if the state is not sound enough to keep; `check_frozen` also checks the weights that do not
-    train.
-    """
+    """Raise on every rank if the state is not sound enough to keep; `check_frozen` also checks frozen weights."""
     setup, suspects = run.setup, run.recovery.diagnosis_context
     accelerator = setup.session.accelerator
     # First: a rank that lost its weights by itself has no wrong learning rate.
@@ -233,13 +220,6 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     require_not_diverged(setup.engine, suspects.start_peak, step)
     require_finite_everywhere(accelerator, collect_local_state(setup.engine, run.ema), step)
     require_unaltered(accelerator, suspects, step, check_frozen=check_frozen)
-
-
-def _average_and_log(run: Run, bar: tqdm, result: StepResult) -> None:
-    if run.ema is not None:
-        # Only healthy steps come here: the average never sees a failed step.
-        run.ema.step(result.step)
-    _log_step(run, bar, result)
 
 
 def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -261,16 +241,14 @@ def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
     for spike in spikes:
         _report_anomaly(run, step, "spike", spike.message)
     if hidden:
-        # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
-        # At most five names in the message.
+        # Values beyond the dtype's range, hidden from the loss by a clamp or a mask; at most five are named.
         modules_text = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
         message = f"the loss is finite, but the output of {modules_text} is not: something hides it"
         _report_anomaly(run, step, "hidden_infinity", message, cause="precision", module=hidden[0])
     for name in run.journal.find_idle_groups(line):
         message = (
-            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, though "
-            "others have one: nothing of it is "
-            "trained (said once)"
+            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, though others have one: nothing "
+            "of it is trained (said once)"
         )
         _report_anomaly(run, step, "zero_gradient_group", message)
 
@@ -297,9 +275,8 @@ def validate(run: Run, step: int) -> None:
         if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
         with phases.timing("held-out loss"):
-            loss = optional.attempt(
-                "held-out losses", step, lambda: setup.task.compute_eval_loss(setup), is_collective=is_collective
-            )
+            measure = partial(setup.task.compute_eval_loss, setup)
+            loss = optional.attempt("held-out losses", step, measure, is_collective=is_collective)
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
@@ -309,9 +286,8 @@ def validate(run: Run, step: int) -> None:
                 message = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
                 _report_anomaly(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
-            optional.attempt(
-                "samples", step, lambda: setup.task.write_samples(setup, step), is_collective=is_collective
-            )
+            write = partial(setup.task.write_samples, setup, step)
+            optional.attempt("samples", step, write, is_collective=is_collective)
         setup.session.trackers.log_samples(step, setup.recipe.validation.sample_titles)
 
 
@@ -327,11 +303,9 @@ def use_averaged_weights(run: Run) -> AbstractContextManager[None]:
 
 @contextmanager
 def _save_on_error(run: Run, step: int) -> Iterator[None]:
-    """Save `write_step` if a disk, file or process error is raised inside, and append the outcome to the error.
-    Collective.
+    """Save `step` if a disk, file or process error is raised inside, and add the outcome to its message. Collective.
 
-    On several ranks only errors that all ranks agreed on are handled: after any other, the launcher ends the other
-    ranks.
+    On several ranks only errors that all agreed on are handled: after any other, the launcher ends the other ranks.
     """
     is_single_process = run.setup.session.accelerator.num_processes == 1
     try:
@@ -350,7 +324,7 @@ def _save_on_error(run: Run, step: int) -> Iterator[None]:
 
 
 def _end_unreadable_run(run: Run, step: int, reason: str) -> NoReturn:
-    """End the run after `write_step`, because some rank cannot read its data for the reason `reason`. Collective."""
+    """End the run after `step`, because some rank cannot read its data for the reason `reason`. Collective."""
     accelerator = run.setup.session.accelerator
     with _save_on_error(run, step):
         raise_on_all_ranks(accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None)
@@ -382,5 +356,4 @@ def _save_after_failure(run: Run, step: int) -> str:
     # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:
         run.journal.flush()
-    checkpoint_folder = checkpoint_path(session.dir, step)
-    return f"\nstep {step} is saved in {checkpoint_folder}: continue with train.resume=auto"
+    return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}: continue with train.resume=auto"

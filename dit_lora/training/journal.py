@@ -38,7 +38,7 @@ class Journal:
         run_dir: Path,
         *,
         start_step: int,
-        trackers: "Trackers | None" = None,
+        trackers: Trackers | None = None,
         say: Callable[[str], None] = lambda line: None,
         on_error: Callable[[DitLoraError], None] | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Journal:
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of all steps after `write_step`, to which training returns."""
+        """Drop the lines of all steps after `step`, to which training returns."""
         # Events stay through a rollback: they explain it.
         self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
@@ -90,9 +90,7 @@ class Journal:
         self._append("metrics.jsonl", line)
 
     def check_dataloader_bottleneck(self, line: Mapping[str, Any], num_workers: int) -> str | None:
-        """A warning, once per run, that the last `WINDOW` steps waited for data for more than `STARVED` of their time;
-        or None.
-        """
+        """A warning, once per run, if the last `WINDOW` steps waited for data for over `STARVED` of their time."""
         self._recent_waits.append((line["data_seconds"], line["seconds"]))
         # Pairs of (waited, spent) of the last steps, summed by column.
         waited, spent = (sum(column) for column in zip(*self._recent_waits, strict=True))
@@ -130,9 +128,7 @@ class Journal:
             self.trackers.log_event(line)
 
     def write_rejected(self, samples: Mapping[str, str], step: int) -> None:
-        """Write an event with the samples that `data.rejects: skip` leaves out, and why; not repeated while the list
-        is unchanged.
-        """
+        """Write an event with the samples that `data.rejects: skip` leaves out, and why, if the list has changed."""
         if not samples:
             return
         diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
@@ -208,9 +204,7 @@ def measure_peak_gib() -> float:
 
 
 def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:
-    """Keep only the lines of steps `first_step` to `last_step`, so that repeated steps are not written twice; returns
-    them.
-    """
+    """Keep only the lines of steps `first_step` to `last_step`, and return them: later steps will be repeated."""
     lines = [line for line in _read_records(path) if first_step <= line["step"] <= last_step]
     if path.exists():
         # Replaced as a whole: a kill in between leaves the old lines or the new ones.

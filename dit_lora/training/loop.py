@@ -94,9 +94,7 @@ class _Progress:
 
 
 def max_resident_micro_batches(accumulate: int) -> int:
-    """Upper bound on micro-batches resident on the device: two steps in flight plus one healthy batch kept for
-    comparison.
-    """
+    """Upper bound on micro-batches on the device: two steps in flight and one healthy batch kept for comparison."""
     return 2 * accumulate + 1
 
 
@@ -125,9 +123,7 @@ class Loop:
     log_step: Callable[[StepResult], None] = lambda result: None
     """Logs a step without collectives. Used when the next step crashed before `on_step` ran."""
     sync_after: Callable[[int], bool] = lambda step: False
-    """True if the host must read this step before the next is launched, because it needs the memory or more than the
-    metrics. Equal on all ranks.
-    """
+    """True if the host must read this step before the next is launched. Equal on all ranks."""
 
 
 def train(
@@ -167,9 +163,7 @@ def train(
 
 
 def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
-    """Mean loss of this rank's first micro-batch."""
-    accelerator = loop.engine.accelerator
-    reader = Reader[Batch]()
+    accelerator, reader = loop.engine.accelerator, Reader[Batch]()
     reader.start(batches)
     batch = reader.read_next()[0].to(accelerator.device)
     position = BatchPosition(loop.seed, number, 0, accelerator.process_index)
@@ -179,9 +173,7 @@ def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> to
 def _launch_step(
     loop: Loop, progress: _Progress, reader: Reader[Batch], step: _Step, on_step: Callable[[StepResult], None]
 ) -> bool:
-    """Queue a step's forward and backward, then finish the step before it. Returns False if batches must be requested
-    again.
-    """
+    """Queue a step's forward and backward, then finish the step before: False if batches must be requested again."""
     try:
         with step.measure_time():
             _run_micro_steps(loop, reader, step)
@@ -215,9 +207,7 @@ def _run_micro_steps(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
 
 
 def _finish_pending_step(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
-    """Wait for the pending step's metrics and handle them. Returns False if batches must be requested again from
-    `progress.confirmed_step`.
-    """
+    """Handle the pending step's metrics: False if batches must be requested again from `progress.confirmed_step`."""
     pending, progress.pending = progress.pending, None
     if pending is None:
         return True
@@ -262,12 +252,9 @@ def _run_micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: 
     bad_data = _UNREAD_DATA if step.read_error else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     position = BatchPosition(loop.seed, step.number, micro_step, accelerator.process_index)
-    # A closure over the batch, not a copy of activations: a replay costs memory only while it runs, and draws its
-    # noise again.
-    batch_to_replay = replace(batch, random_inputs=None)
-    step.micro_batches.append(
-        make_replayable(loop.loss_function, loop.engine.unwrapped_model, batch_to_replay, position)
-    )
+    # A closure over the batch, not activations: a replay costs memory only while it runs, and draws its noise again.
+    replayed = replace(batch, random_inputs=None)
+    step.micro_batches.append(make_replayable(loop.loss_function, loop.engine.unwrapped_model, replayed, position))
     with loop.engine.micro_step():
         output = forward(loop.loss_function, loop.engine.model, batch, position)
         # Noted and not acted on: reading the flag here would synchronize the host in every micro-step.
@@ -279,9 +266,7 @@ def _run_micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: 
 
 
 def _update_weights(loop: Loop, step: _Step, stop_code: int) -> _PendingStep:
-    """Clip, run the gated optimizer step, and send the metrics. The host knows only the learning rates at this
-    point.
-    """
+    """Clip, run the gated optimizer step, and send the metrics. The host knows only the learning rates by then."""
     engine, number = loop.engine, step.number
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.compute_gradient_norms(loop.compute_norms)
@@ -319,8 +304,7 @@ def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> Ste
         return StepFailure(step, "unread_data")
     bad_losses = ~torch.isfinite(metrics.losses).view(ranks, accumulate, -1).all(2)
     bad_data = metrics.bad_data > 0
-    # With context parallelism the first of the ranks that share a sample stands for them: (samples' ranks,
-    # micro-steps).
+    # (samples' ranks, micro-steps): with context parallelism the first rank stands for all that share a sample.
     bad = (bad_losses | bad_data).view(-1, ranks_per_sample, accumulate).any(1)
     failed_positions = [(ranks_per_sample * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if failed_positions:

@@ -48,9 +48,17 @@ def prepare(
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
-    _initialize_adapter(session, checkpoint, data, transformer, resume_from)
+    # On resume the checkpoint has the adapter's values.
+    if resume_from is None and recipe.optim.groups.adapter is not None and recipe.lora.init == DATA_INIT:
+        with phases.timing("start from data"):
+            session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
     with phases.timing("placing"):
-        setup = _build_setup(session, task, checkpoint, data, transformer, groups)
+        # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
+        enable_context_parallel(session, checkpoint, data, transformer)
+        offload_base(recipe, transformer, session.accelerator)
+        compile_blocks(recipe, transformer, session.accelerator)
+        engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
+        setup: Setup[Any, Any] = Setup(session, task, checkpoint, data, engine)
     # After the engine has sharded the weights: the averages are over this rank's tensors.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = build_trajectory_config(setup)
@@ -84,57 +92,11 @@ def prepare(
     files = RecoveryFiles(checkpoints, journal, watcher, start)
     with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
-    _log_groups(session, groups)
-    return Run(
-        setup,
-        start_step,
-        ema,
-        base,
-        recovery,
-        watcher,
-        ParityWatch(setup, recovery, ema=ema, start_step=start_step),
-        checkpoints,
-        journal,
-    )
-
-
-def _initialize_adapter(
-    session: Session,
-    checkpoint: TrainableCheckpoint,
-    data: TrainingData,
-    transformer: nn.Module,
-    resume_from: Path | None,
-) -> None:
-    """Initialize a new adapter from the training data if `lora.init: eva`. On resume the checkpoint has the values."""
-    recipe = session.recipe
-    is_new = resume_from is None and recipe.optim.groups.adapter is not None
-    if is_new and recipe.lora.init == DATA_INIT:
-        with session.phases.timing("start from data"):
-            session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
-
-
-def _build_setup(
-    session: Session,
-    task: Task,
-    checkpoint: TrainableCheckpoint,
-    data: TrainingData,
-    transformer: nn.Module,
-    groups: list[dict[str, Any]],
-) -> Setup[Any, Any]:
-    """Place the model on devices and ranks, and build the optimizer for its parameter groups."""
-    recipe = session.recipe
-    # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
-    enable_context_parallel(session, checkpoint, data, transformer)
-    offload_base(recipe, transformer, session.accelerator)
-    compile_blocks(recipe, transformer, session.accelerator)
-    engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
-    return Setup(session, task, checkpoint, data, engine)
-
-
-def _log_groups(session: Session, groups: list[dict[str, Any]]) -> None:
     for group in groups:
         count = sum(p.numel() for p in group["params"])
         session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+    parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
+    return Run(setup, start_step, ema, base, recovery, watcher, parity, checkpoints, journal)
 
 
 def _open_journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
@@ -208,5 +170,4 @@ def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
 
 
 def _list_digests(adapter: dict[str, Any]) -> list[str]:
-    """The digests of a LoRA file's content."""
     return [value for key, value in adapter.items() if key.endswith("sha256")]

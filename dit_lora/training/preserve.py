@@ -19,9 +19,7 @@ from dit_lora.numerics.streams import RandomStreams
 def compute_training_losses(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> LossOutput:
-    """The family's losses of a batch; adds the preservation loss if the batch has captions without the trigger
-    word.
-    """
+    """The family's losses of a batch, with the preservation loss if it has captions without the trigger word."""
     # One weight per sample, (rows,).
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
@@ -48,10 +46,8 @@ def mean_squared_difference(
     Each list holds one tensor per output, (rows, ...), or one tensor per sample and output.
     """
     # One entry per output: (rows, ...), or (...) for models that return one tensor per sample.
-    squares = [
-        (square.float() - their_output.float()).square()
-        for square, their_output in zip(outputs, target_outputs, strict=True)
-    ]
+    pairs = zip(outputs, target_outputs, strict=True)
+    squares = [(output.float() - target.float()).square() for output, target in pairs]
     # Batched outputs: the mean over all but the sample, then the sum over outputs.
     if all(len(square) == num_samples for square in squares):
         return torch.stack([square.flatten(1).mean(1) for square in squares]).sum(0)

@@ -47,18 +47,12 @@ def forward(loss_function: LossFunction, model: nn.Module, batch: Batch, batch_p
     seed = derive_seed(
         batch_position.seed, "dropout", batch_position.step, batch_position.micro_step, batch_position.rank
     )
-    _seed_generators(seed, next(iter(batch.tensors.values())).device)
-    return loss_function(model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs))
-
-
-def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of `device` only.
-
-    `torch.manual_seed` seeds every kind of device, and logs a traceback at each call for a kind that is missing.
-    """
+    device = next(iter(batch.tensors.values())).device
+    # Not `torch.manual_seed`, which seeds every kind of device and logs a traceback for each kind that is missing.
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+    return loss_function(model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs))
 
 
 def make_replayable(
@@ -76,7 +70,7 @@ def make_replayable(
         faults=batch.faults,
         draw_numbers=batch.sample_seeds,
         # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
-        redraw=lambda number: make_replayable(loss_function, model, _reseed(batch, number), batch_position),
+        redraw=lambda number: make_replayable(loss_function, model, reseed(batch, number), batch_position),
         move_to=lambda position, draws: make_replayable(
             loss_function,
             model,
@@ -94,6 +88,6 @@ def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPo
     return batch, BatchPosition(seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
-def _reseed(batch: Batch, number: int) -> Batch:
+def reseed(batch: Batch, number: int) -> Batch:
     """The same samples with random seeds that no epoch uses."""
     return replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds))

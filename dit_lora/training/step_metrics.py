@@ -87,7 +87,7 @@ def build_local_metrics(
 ) -> StepMetrics:
     """Build this rank's row.
 
-    The last entry of `norms` is the norm over all groups. `gradient_flags` come from `Gate.gradients`, so that the
+    The last entry of `norms` is the norm over all groups. `gradient_flags` come from the step's `Gate`, so that the
     host decides by the same values that gated the optimizer. `has_bad_weights` is true if a weight is not finite.
     """
     # (groups + 1,)

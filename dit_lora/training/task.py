@@ -72,9 +72,7 @@ class Task(Protocol):
     def load_trainable(
         self, recipe: Recipe, family: Any, checkpoint: Any, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Load the model; returns it, its parameter groups, and lines that describe what trains. Equal on all
-        ranks.
-        """
+        """Load the model, equal on all ranks; returns it, its parameter groups, and lines on what trains."""
 
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
         """Digest of the files that the model is loaded from."""

@@ -15,17 +15,19 @@ _BATCH_SPLIT_KEYS = ("data_ranks", "train.accumulate", "train.batch_size")
 
 
 def describe_launch_topology(session: "Session") -> dict[str, Any]:
-    """The properties of a launch that may differ when a checkpoint is continued, and change values only by
-    rounding.
-    """
+    """Properties of a launch that may differ when a checkpoint is continued; they change values only by rounding."""
     train, device = session.recipe.train, session.accelerator.device
     on_gpu = device.type == "cuda"
+    # How the model or a sample is split over processes; each entry is listed only if it applies.
+    kinds = ["fsdp2"] * (session.sharding is not None)
+    kinds += [f"zero{session.zero_stage}"] * (session.zero_stage is not None)
+    kinds += [f"context_parallel={train.context_parallel}"] * (train.context_parallel > 1)
     return {
         "processes": session.accelerator.num_processes,
         "data_ranks": session.num_data_ranks,
         "train.batch_size": train.batch_size,
         "train.accumulate": train.accumulate,
-        "sharding": _describe_sharding(session),
+        "sharding": " x ".join(kinds) or "none",
         # By name: another GPU model has other kernels, which round differently.
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
@@ -71,10 +73,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def advise_on_samples_per_step(key: str, num_samples: Any, launch_topology: Mapping[str, Any]) -> str:
-    """Advice for a resume with another number of samples per step: the train.accumulate that restores it, or the
-    launch.
-    """
-    # Without a launch, or with an unusual value in the checkpoint, there is nothing to advise.
+    """Advice for a resume with other samples per step: the train.accumulate that restores them, or the launch."""
     if key != SAMPLES_PER_STEP_KEY or not launch_topology or not isinstance(num_samples, int):
         return ""
     processes, batch = launch_topology["data_ranks"], launch_topology["train.batch_size"]
@@ -85,16 +84,5 @@ def advise_on_samples_per_step(key: str, num_samples: Any, launch_topology: Mapp
     share = num_samples // processes
     # The largest micro-batch up to the requested size, which is known to fit into memory.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
-    # The batch size is named only if it has to change.
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
     return f"; on {processes} process(es), {' '.join(values)} restores it"
-
-
-def _describe_sharding(session: "Session") -> str:
-    """How the model or a sample is split over processes, such as `fsdp2`; `none` if each process has all of both."""
-    # Each entry is listed only if it applies.
-    kinds = ["fsdp2"] * (session.sharding is not None)
-    kinds += [f"zero{session.zero_stage}"] * (session.zero_stage is not None)
-    degree = session.recipe.train.context_parallel
-    kinds += [f"context_parallel={degree}"] * (degree > 1)
-    return " x ".join(kinds) or "none"

@@ -28,8 +28,7 @@ from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import advise_on_samples_per_step
 
 MANIFEST = "manifest.json"
-_WEIGHTS, _OPTIMIZER, _STATE = WEIGHTS_FILE, "optimizer.safetensors", STATE_FILE
-_EMA = AVERAGES_FILE
+_OPTIMIZER_FILE = "optimizer.safetensors"
 # A checkpoint's folder, with at least six digits as `checkpoint_path` writes them.
 _FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _LEFTOVER_PATTERNS = (".step_*.partial", ".step_*.removed")
@@ -49,7 +48,7 @@ class SavedState:
     optimizer: Tensors
     """Optimizer state, named by `optimizer_state`."""
     averages: Tensors = field(default_factory=dict)
-    """Moving averages, named by `TrainedEMA.tensors`; empty for a run without an EMA."""
+    """Moving averages, named by `TrainedEMA.named_averages`; empty for a run without an EMA."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class LoadedCheckpoint:
     guard_state: dict[str, Any]
     """The recovery state of the guard, such as lowered learning rates and the quarantine."""
     launch_topology: dict[str, Any]
-    """The launch that wrote it, from `compatibility.describe_launch_topology`; empty if the checkpoint has no such
-    record.
-    """
+    """The `describe_launch_topology` of the launch that wrote it; empty if it was not recorded."""
     state: SavedState
     """The tensors, in host memory and mapped from the files: copy them before changing them."""
 
@@ -107,10 +104,10 @@ def save_checkpoint(
     staged = final.with_name(f".{final.name}.partial")
     metadata = {"step": step, "identity": dict(trajectory_config), "guard": dict(guard_state or {})}
     contents: dict[str, bytes | Tensors] = {
-        _WEIGHTS: state.weights,
-        _OPTIMIZER: state.optimizer,
-        **({_EMA: state.averages} if state.averages else {}),
-        _STATE: json.dumps(metadata | {"place": dict(launch_topology or {})}, indent=2, sort_keys=True).encode(),
+        WEIGHTS_FILE: state.weights,
+        _OPTIMIZER_FILE: state.optimizer,
+        **({AVERAGES_FILE: state.averages} if state.averages else {}),
+        STATE_FILE: json.dumps(metadata | {"place": dict(launch_topology or {})}, indent=2, sort_keys=True).encode(),
     }
     try:
         # Left by a killed process. This process holds the run's lock, so nobody else is writing there.
@@ -157,13 +154,11 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         newest = find_newest_checkpoint(run_dir)
         damaged = list_checkpoints(run_dir)
         if newest is None and damaged:
-            raise DitLoraError(
-                format_list(
-                    "train.resume=auto: none of this run's checkpoints is whole; start afresh with "
-                    "train.resume=none in another run.dir",
-                    [f"{path} is torn or altered" for path in damaged.values()],
-                )
+            summary = (
+                "train.resume=auto: none of this run's checkpoints is whole; start afresh with train.resume=none in "
+                "another run.dir"
             )
+            raise DitLoraError(format_list(summary, [f"{path} is torn or altered" for path in damaged.values()]))
         return newest
     path = Path(resume)
     if not is_complete_checkpoint(path):
@@ -196,8 +191,8 @@ def load_checkpoint(
     """
     metadata = require_same_recipe(path, trajectory_config, launch_topology)
     # Runs without an EMA write no such file.
-    averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
-    state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
+    averages = load_file(path / AVERAGES_FILE) if (path / AVERAGES_FILE).exists() else {}
+    state = SavedState(load_file(path / WEIGHTS_FILE), load_file(path / _OPTIMIZER_FILE), averages)
     return LoadedCheckpoint(path, metadata["step"], metadata["guard"], metadata.get("place", {}), state)
 
 
@@ -209,7 +204,7 @@ def require_same_recipe(
     Reads no weights. With `launch_topology`, the present launch, the error names the train.accumulate that restores
     the samples per step.
     """
-    metadata: dict[str, Any] = {**read_typed_json(path / _STATE, CheckpointState)}
+    metadata: dict[str, Any] = {**read_typed_json(path / STATE_FILE, CheckpointState)}
     # Through JSON like the stored identity: a tuple would differ from the list that it became.
     stored, current = metadata["identity"], parse_json(json.dumps(dict(trajectory_config)))
     # Listed in full: a user should fix all differences in one go.
@@ -221,13 +216,11 @@ def require_same_recipe(
         if stored.get(key) != current.get(key)
     ]
     if different:
-        raise DitLoraError(
-            format_list(
-                f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
-                "with train.resume=none in another run.dir",
-                different,
-            )
+        summary = (
+            f"train.resume: {path} belongs to another recipe; restore these values, or start afresh with "
+            "train.resume=none in another run.dir"
         )
+        raise DitLoraError(format_list(summary, different))
     return metadata
 
 
@@ -245,8 +238,7 @@ def _advise_on_steps(key: str, current: Mapping[str, Any], path: Path) -> str:
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
-    """Delete the checkpoints of later steps, which another trajectory wrote; returns their folders."""
-    # Only for another trajectory: these steps will be written again with other values.
+    """Delete the checkpoints of later steps, which will be written again with other values; returns their folders."""
     later = [path for number, path in list_checkpoints(run_dir).items() if number > step]
     for path in later:
         _remove_checkpoint(path)

@@ -17,9 +17,8 @@ _STATE_FIELDS = [part.name for part in fields(SavedState)]
 class CheckpointWriter:
     """One thread that writes one checkpoint at a time, from its own copy in host memory.
 
-    An error of a write, or one reported with `record_error`, is remembered: `poll_exit_code` gives its exit code
-    without waiting, `wait` the error itself. After an error no copy is started until `clear_error`. The copy needs
-    host memory for one state.
+    An error of a write, or one reported with `record_error`, is kept: `poll_exit_code` gives its exit code without
+    waiting, `wait` the error. After it no copy is started until `clear_error`. The copy needs host memory for a state.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,6 @@ class CheckpointWriter:
 
     def poll_exit_code(self) -> int:
         """Exit code of an error so far, or 0. Does not wait."""
-        # In order, and without waiting: the loop asks at every step.
         # Jobs finish in the order in which they were submitted.
         while self._jobs and self._jobs[0].done():
             self._collect_job()
@@ -92,13 +90,9 @@ class CheckpointWriter:
         self._host_copies.take(step)
         # Drop `_live_tensors`: it would keep gathered tensors alive until the next save.
         copies, self._live_tensors = self._host_copies.read(step), {}
-        parts = {
-            part: {
-                # Back to the names within each field.
-                name.removeprefix(f"{part}/"): tensor
-                for name, tensor in copies.items()
-                if name.startswith(f"{part}/")
-            }
-            for part in _STATE_FIELDS
-        }
+        parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _STATE_FIELDS}
+        # Back to the names within each field.
+        for key, tensor in copies.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = tensor
         return SavedState(**parts)

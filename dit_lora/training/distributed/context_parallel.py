@@ -49,8 +49,7 @@ def enable_context_parallel(
         return
     option = f"train.context_parallel={degree}"
     if not has_context_plan(model):
-        name = type(model).__name__
-        raise DitLoraError(f"{option}: {name} has no plan for its tokens; CogVideoX has one")
+        raise DitLoraError(f"{option}: {type(model).__name__} has no plan for its tokens; CogVideoX has one")
     # Only diffusion transformers have such a plan.
     denoiser = cast(Denoiser, checkpoint)
     tokens = {denoiser.count_tokens(entry.shape) for entry in data.training_set.entries}

@@ -32,8 +32,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class Engine:
-    """One way of spreading a step over ranks. This base class holds the whole model on every rank: one process, or
-    DDP.
+    """A way of spreading a step over ranks. This base class has the whole model on every rank: one process, or DDP.
 
     Methods are collective unless they concern only this rank's part.
     """
@@ -44,8 +43,7 @@ class Engine:
     optimizer: Any
     """The optimizer; its groups have a name, a learning rate and parameters."""
     collective_forward: ClassVar[bool] = False
-    """True if a forward of `unwrapped_model` needs every rank: then all ranks run the same forward at the same time.
-    """
+    """True if a forward of `unwrapped_model` needs every rank: all then run the same forward at the same time."""
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
@@ -61,9 +59,8 @@ class Engine:
     def fix_ddp_bucket_order(self, compute_loss: Callable[[], torch.Tensor]) -> None:
         """Run one throw-away backward so that DDP fixes its bucket order before step 1.
 
-        Only for DDP with three ranks or more: DDP orders its buckets by its first backward, and so the order of its
-        sums. Without this, the first step after a resume would round differently from the same step of an
-        uninterrupted run.
+        DDP orders its buckets, and so its sums, by its first backward. Without this, the first step after a resume
+        would round differently from the same step of an uninterrupted run.
         """
         # Adding two numbers has one order; only from three ranks on can it differ.
         if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
@@ -79,9 +76,7 @@ class Engine:
         self.accelerator.backward(loss)
 
     def enable_local_forward(self) -> AbstractContextManager[None]:
-        """Let this rank call `unwrapped_model` by itself inside the context, with its local weights and all tokens of
-        a sample.
-        """
+        """Let this rank call `unwrapped_model` by itself inside the context, with local weights and all tokens."""
         return nullcontext()
 
     def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
@@ -132,15 +127,11 @@ class Engine:
         return {n: t for n, t in self.local_state_dict().items() if not isinstance(t, DTensor)}
 
     def load_scalar_state(self, state: Tensors) -> None:
-        """Write back the values of `local_state_dict` that are copies, not live tensors: the optimizer's Python
-        numbers.
-        """
+        """Write back the values of `local_state_dict` that are copies: the optimizer's Python numbers."""
         load_scalar_state(self.optimizer, state)
 
     def drop_optimizer_state(self, names: Sequence[str]) -> None:
-        """Delete the optimizer state behind these names of `local_state_dict`; the next step starts
-        them from scratch.
-        """
+        """Delete the optimizer state of these names of `local_state_dict`: the next step starts from scratch."""
         drop_optimizer_state(self.optimizer, names)
 
     def trainable_state_dict(self) -> dict[str, torch.Tensor]:
@@ -148,9 +139,7 @@ class Engine:
         return get_trainable_parameters(self.unwrapped_model)
 
     def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors on the ranks where
-        `trainable_state_dict` has them.
-        """
+        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors as in `trainable_state_dict`."""
         return optimizer_state(self.optimizer)
 
     def load_state(self, weights: Tensors, moments: Tensors) -> None:

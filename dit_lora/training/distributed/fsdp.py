@@ -73,16 +73,12 @@ class ShardedEngine(Engine):
     def load_state(self, weights: Tensors, moments: Tensors) -> None:
         for name, tensor in get_trainable_parameters(self.model).items():
             copy_full_values(tensor, weights[name])
-        load_optimizer_state(self.optimizer, self._shard_moments(moments))
-
-    def _shard_moments(self, moments: Tensors) -> dict[str, torch.Tensor]:
-        """Shard each moment like its parameter; step counts, which are 0-dim, stay as they are."""
-        # A moment has its parameter's name plus its own: `<group>/<parameter>/<moment>`.
-        like = named_parameters(self.optimizer.param_groups)
-        return {
-            name: shard_like(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
-            for name, tensor in moments.items()
-        }
+        parameters, sharded = named_parameters(self.optimizer.param_groups), dict(moments)
+        for name, tensor in moments.items():
+            # A moment, `<group>/<parameter>/<moment>`, is sharded like its parameter; step counts are 0-dim.
+            if tensor.ndim:
+                sharded[name] = shard_like(tensor, parameters[name.rpartition("/")[0]])
+        load_optimizer_state(self.optimizer, sharded)
 
 
 def shard_model(
@@ -96,14 +92,20 @@ def shard_model(
 
     The adapter must be attached, equal on all ranks, and the optimizer must not have stepped. Blocks move to the
     accelerator's device one by one, so it never holds the whole model. Parts of blocks that the model also calls
-    directly (`directly_called_modules`) are sharded separately. Raises `DitLoraError` for parameters that cannot be
-    sharded.
+    directly are sharded separately. Raises `DitLoraError` for parameters that cannot be sharded.
     """
-    _require_shardable(model)
+    refused = [
+        f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
+        for name, p in model.named_parameters()
+        if not p.ndim or not p.is_contiguous()
+    ]
+    if refused:
+        # `fully_shard` would raise at the first of them, after it has sharded others.
+        summary = "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
+        raise DitLoraError(format_list(summary, refused))
     # Raised for models that return a view, as all of Diffusers' do; nothing writes to their output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
-    # Only Accelerate's autocast is wanted.
+    # Only Accelerate's autocast is wanted: `evaluation_mode` keeps it from wrapping the model in DDP as well.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     # One dimension over all ranks: every weight is sharded over all of them.
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -156,22 +158,9 @@ def _wrap_feature_method(
 
 def _select_outermost(blocks: list[nn.Module]) -> list[nn.Module]:
     """The blocks that no other block contains: inner ones are gathered with the outer one."""
-    # Every module inside a block, except the block itself.
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 
 
 def _count_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _require_shardable(model: nn.Module) -> None:
-    refused = [
-        f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
-        for name, p in model.named_parameters()
-        if not p.ndim or not p.is_contiguous()
-    ]
-    if refused:
-        # `fully_shard` would raise at the first of them, after it has sharded others.
-        summary = "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
-        raise DitLoraError(format_list(summary, refused))

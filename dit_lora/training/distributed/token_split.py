@@ -48,9 +48,7 @@ def has_context_plan(model: Any) -> bool:
 
 
 def find_context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
-    """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens; empty if they
-    can.
-    """
+    """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens."""
     problems = []
     # In attention each rank has all tokens of its share of heads; elsewhere all heads of its share of tokens.
     heads = model.config.num_attention_heads
@@ -67,11 +65,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, num_
 
     Raises `DitLoraError` if an attention processor would attend only to its own rank's tokens.
     """
-    unsupported = {
-        type(processor).__name__
-        for processor in _find_processors(model)
-        if not isinstance(processor, CogVideoXProcessor)
-    }
+    unsupported = {type(p).__name__ for p in _find_processors(model) if not isinstance(p, CogVideoXProcessor)}
     if unsupported:
         summary = "train.context_parallel: these attention processors do not exchange tokens"
         raise DitLoraError(format_list(summary, sorted(unsupported)))
@@ -92,7 +86,6 @@ def disable_token_split(model: Any) -> Iterator[None]:
     if config is None:
         yield
         return
-    # Without hooks and configuration, this rank can run a forward that the others do not.
     remove_context_parallel(model, _build_plan(model))
     _set_parallel_config(model, None)
     try:
@@ -115,5 +108,4 @@ def _set_parallel_config(model: Any, config: ParallelConfig | None) -> None:
 
 
 def _find_processors(model: Any) -> list[Any]:
-    """The processor of every attention layer."""
     return [m.processor for m in model.modules() if hasattr(m, "processor")]

@@ -83,7 +83,6 @@ class Zero2(Engine):
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._num_micro_steps = 0
-        # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
         trained = sum(parameter.numel() for group_parameters in parameters for parameter in group_parameters.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
@@ -169,9 +168,7 @@ class Zero2(Engine):
         return dict(zip(local_norms, total_norms.unbind(), strict=True))
 
     def step(self, should_skip: torch.Tensor) -> None:
-        """Run the step unless `should_skip`, which fused AdamW reads on the device; then gather the
-        updated weights.
-        """
+        """Run the step unless `should_skip`, which fused AdamW reads on the device; then gather the new weights."""
         # DeepSpeed calls the optimizer itself, so the flag must be set before.
         self.optimizer.found_inf = should_skip
         try:
@@ -245,7 +242,6 @@ class Zero2(Engine):
         # The optimizer's fp32 parts are copies: without this the first step would undo the load.
         self._zero_optimizer.refresh_fp32_params()
         for part in self._parts:
-            # For example exp_avg, exp_avg_sq and step.
             kinds = {name.rpartition("/")[2] for name in moments if _get_parameter_name(name) in part.parameters}
             self.optimizer.state[part.tensor] = {
                 kind: self._select_local_moment(part, kind, moments) for kind in sorted(kinds)

@@ -36,7 +36,6 @@ _ATTENTION_OP_PATTERN = re.compile(
 @cache
 def is_attention_op(op: OpOverload) -> bool:
     """True if an op is a fused attention forward: small outputs, many FLOPs."""
-    # The name without its overload.
     name = op.name().partition(".")[0]
     return bool(_ATTENTION_OP_PATTERN.fullmatch(name)) and "backward" not in name
 
@@ -71,8 +70,7 @@ def supports_checkpointing(transformer: nn.Module) -> bool:
 def set_block_caller(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
     """Call the model's checkpointable blocks through `function(block, *inputs)`; None calls them directly.
 
-    The model must support checkpointing. Transformers' blocks, which do this only in training mode, are passed as a
-    `functools.partial` that also holds inputs.
+    Transformers' blocks, called so only in training mode, are passed as a `functools.partial` that also has inputs.
     """
     # Transformers' models have `supports_gradient_checkpointing`, Diffusers' an underscored one.
     model: Any = transformer
@@ -127,25 +125,21 @@ def set_checkpointing(transformer: nn.Module, mode: CheckpointingMode) -> None:
 
 @contextmanager
 def use_checkpointing_mode(transformer: nn.Module, mode: CheckpointingMode) -> Iterator[None]:
-    """Checkpoint the model's blocks in `save_context` inside the context, and restore the previous mode afterwards."""
-    before = _get_mode(transformer)
-    set_checkpointing(transformer, mode)
-    try:
-        yield
-    finally:
-        set_checkpointing(transformer, before)
-
-
-def _get_mode(transformer: nn.Module) -> CheckpointingMode:
+    """Checkpoint the model's blocks in `mode` inside the context, and restore the previous mode afterwards."""
     # There is no public accessor: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
         for module in transformer.modules()
         if getattr(module, "gradient_checkpointing", False)
     ]
-    if not functions:
-        return "none"
-    return "selective" if _checkpoint_selectively in functions else "full"
+    before: CheckpointingMode = "none"
+    if functions:
+        before = "selective" if _checkpoint_selectively in functions else "full"
+    set_checkpointing(transformer, mode)
+    try:
+        yield
+    finally:
+        set_checkpointing(transformer, before)
 
 
 def register_before_computation(block: nn.Module, function: Callable[[], None]) -> None:
@@ -231,16 +225,13 @@ class _MarkedCallContext:
 
     def __exit__(self, *_: object) -> None:
         swap_context_provider(self._previous_keeper)
-        # If other processors are installed since (a kernel switched off), their calls may be unmarked: examine the
-        # block again.
+        # Other processors, installed since (a kernel switched off), may be unmarked: examine the block again.
         if self._block is not None and _MARKED_CALL_COUNTS.get(self._block) != self._num_calls:
             _MARKED_CALL_COUNTS.pop(self._block, None)
 
 
 def _make_recording_contexts(block: nn.Module) -> tuple["_RecordingContext", AbstractContextManager[Any]]:
-    """Contexts in which every op runs under dispatch modes; the first records whether all attention calls are
-    marked.
-    """
+    """Contexts in which every op runs under dispatch modes; the first records whether attention calls are marked."""
     notes = _RecordingContext(block)
     notes.save_context, handing_out = create_selective_checkpoint_contexts(notes.choose_policy)
     return notes, handing_out

@@ -82,21 +82,17 @@ class _Ledger:
             self._current_block = None
 
     def compute_peak_bytes(self) -> dict[CheckpointingMode, int]:
-        """Bytes kept until the backward pass, plus those that the largest block adds when it is recomputed, by
-        mode.
-        """
-        # Full checkpointing keeps the blocks' inputs, selective also their attention outputs, `none` all that they
-        # save.
-        # `none` below also keeps the inputs of calls that are recomputed in every mode.
+        """By mode: bytes kept until the backward pass, plus those that the largest block adds when recomputed."""
+        # Full checkpointing keeps the blocks' inputs, selective also their attention outputs. `none` keeps all that
+        # they save, and the inputs of calls that are recomputed in every mode.
         kept_in_full = self.saved_outside_blocks.union(*(block.inputs for block in self.blocks))
         some = [block for block in self.blocks if not block.is_always_recomputed]
         always = [block for block in self.blocks if block.is_always_recomputed]
-        attention = kept_in_full.union(*(block.attention_outputs for block in some))
+        kept_in_selective = kept_in_full.union(*(block.attention_outputs for block in some))
+        kept_in_none = self.saved_outside_blocks.union(*(b.inputs for b in always), *(b.saved for b in some))
         return {
-            "none": self._compute_peak(
-                self.saved_outside_blocks.union(*(block.inputs for block in always), *(block.saved for block in some))
-            ),
-            "selective": self._compute_peak(attention),
+            "none": self._compute_peak(kept_in_none),
+            "selective": self._compute_peak(kept_in_selective),
             "full": self._compute_peak(kept_in_full),
         }
 
@@ -143,9 +139,8 @@ def measure_activations(
     """Peak bytes of activations under each mode, for `losses` of a batch of these shapes and dtypes.
 
     `integer_inputs` holds integers that the forward depends on, such as token ids. Inside `forward_context`, one
-    process can call the model by itself. Autograd's saved-tensor hooks count the bytes of a `FakeStep` on `device`,
-    with the unpatched forward, autocast and attention. Checkpointing must be off, and is off afterwards. Raises the
-    errors of `FakeStep.run_block`.
+    process can call the model by itself. Saved-tensor hooks count the bytes of a `FakeStep` on `device`. Checkpointing
+    must be off, and is off afterwards. Raises the errors of `FakeStep.run`.
     """
     step = FakeStep(transformer, batch, integer_inputs, device)
     ledger = _Ledger(step.weights.values())
@@ -195,17 +190,12 @@ class CheckpointingAdvice(NamedTuple):
 def advise_checkpointing(
     peak_bytes: PeakBytes, free_bytes: int, requested_mode: Literal["auto", CheckpointingMode]
 ) -> CheckpointingAdvice:
-    """Choose the mode with the least recomputation that fits `MAX_MEMORY_SHARE` of the free bytes, or the requested
-    one.
-
-    If nothing fits, `auto` takes the mode that needs least memory. `count_free_bytes` is in bytes.
+    """Choose the requested mode, or the one with the least recomputation that fits `MAX_MEMORY_SHARE` of the free
+    bytes. If nothing fits, `auto` takes the mode that needs least memory.
     """
+    limit = MAX_MEMORY_SHARE * free_bytes
     # In the order of increasing recomputation: the first that fits is the fastest.
-    fitting = [
-        mode
-        for mode in CHECKPOINTING_MODES
-        if mode in peak_bytes and peak_bytes[mode] <= MAX_MEMORY_SHARE * free_bytes
-    ]
+    fitting = [mode for mode in CHECKPOINTING_MODES if mode in peak_bytes and peak_bytes[mode] <= limit]
     best = fitting[0] if fitting else min(peak_bytes, key=lambda mode: peak_bytes[mode])
     mode = best if requested_mode == "auto" else requested_mode
     # At most two other modes, for example `selective would need 3.1, full 1.2`, in GiB.

@@ -46,7 +46,5 @@ def temporarily_reset_adapters(model: nn.Module) -> Iterator[None]:
 
 def _find_idle_parameters(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the parameters that train and start at zero; they share the parameters' memory."""
-    named_parameters = model.named_parameters()
-    return [
-        get_local_tensor(p.detach()) for name, p in named_parameters if p.requires_grad and is_zero_initialized(name)
-    ]
+    idle = [p for name, p in model.named_parameters() if p.requires_grad and is_zero_initialized(name)]
+    return [get_local_tensor(p.detach()) for p in idle]

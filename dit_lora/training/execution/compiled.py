@@ -60,15 +60,13 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
             "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
         )
     _require_compiler(accelerator.device)
-    # Next to the encodings, where the next start finds it; the temporary folder may be emptied.
-    # Torch sets the variable to its default folder by itself: this counts as not set.
+    # Next to the encodings: the temporary folder may be emptied. Torch's own default counts as not set.
     if os.environ.get(_CACHE_VARIABLE) in (None, default_cache_dir()):
         os.environ[_CACHE_VARIABLE] = _make_plain_path(recipe.cache_dir.absolute() / "compile")
     # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
-    torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        8 * _MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.accumulated_recompile_limit
-    )
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(_MAX_GRAPHS_PER_BLOCK, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(8 * _MAX_GRAPHS_PER_BLOCK, limits.accumulated_recompile_limit)
     # Dropout draws the numbers of eager mode, so that compiled and eager training can be compared.
     torch._inductor.config.fallback_random = True
     # Compile backward together with forward: a failure shows at the block's first call.
@@ -77,7 +75,12 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     state = _CompileSwitch()
     for block in repeated_blocks(transformer):
         if isinstance(block, GradientCheckpointingLayer):
-            _compile_layer(block, state)
+            # Beneath the checkpointing, whose state would be compiled in: the base class wraps each class's forward,
+            # and only the outermost one checkpoints (in Transformers 5.0, `__call__` does). So the layer gets its own
+            # class, as in FSDP2.
+            layer_class = type(block)
+            forward = _compile_forward(getattr(layer_class.forward, "__wrapped__", layer_class.forward), state)
+            block.__class__ = type(layer_class.__name__, (layer_class,), {"forward": forward})
         else:
             block.forward = _compile_forward(block.forward, state)
         # Probes hook the parts of a block, but compiled code calls none of them: tell the guard.
@@ -146,7 +149,6 @@ def _compile_forward(eager_forward: Callable[..., Any], state: _CompileSwitch) -
 
 
 def _make_compile_error(error: Exception) -> DitLoraError:
-    """One-line error that says why a block cannot be compiled."""
     # Dynamo's errors are pages long; the first line, or the next if it ends with a colon, has the reason.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
@@ -154,18 +156,6 @@ def _make_compile_error(error: Exception) -> DitLoraError:
         f"train.compile: torch {torch.__version__} cannot compile a block: "
         f"{type(error).__name__}: {reason}; set it to false"
     )
-
-
-def _compile_layer(layer: GradientCheckpointingLayer, state: _CompileSwitch) -> None:
-    """Compile a Transformers layer beneath its checkpointing, which its class's forward calls.
-
-    The layer gets its own class, as in FSDP2: the layer's base class wraps each class's forward, and only the
-    outermost one checkpoints (in Transformers 5.0, `__call__` does).
-    """
-    layer_class = type(layer)
-    # The forward without its checkpointing wrapper, whose state would be compiled in.
-    forward = _compile_forward(getattr(layer_class.forward, "__wrapped__", layer_class.forward), state)
-    layer.__class__ = type(layer_class.__name__, (layer_class,), {"forward": forward})
 
 
 def _is_single_unit(state: _CompileSwitch, is_whole: Callable[[], bool] | None) -> bool:

@@ -2,8 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,18 +74,16 @@ class _FakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor:
-            # Replace each real mask by its integer indices, which give the result a known shape.
             tensor, indices = args
-            args = (tensor, [plain_index for index in indices for plain_index in _to_index_tensors(index)])
+            plain_indices: list[torch.Tensor | None] = []
+            for index in indices:
+                if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+                    plain_indices.append(index)
+                else:
+                    # Integer indices give the result a known shape: (true elements, dims) to one per dimension.
+                    plain_indices += index.nonzero().unbind(1)
+            args = (tensor, plain_indices)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-
-def _to_index_tensors(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """A mask's indices, one tensor per dimension; anything else is returned in a list."""
-    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
-        return [index]
-    # (true elements, dims) to one index of (true elements,) per dimension.
-    return index.nonzero().unbind(1)
 
 
 class _StepModule(nn.Module):
@@ -142,14 +139,12 @@ def _is_called_by_autograd() -> bool:
     """True if the autograd engine itself called the current op, rather than a Python backward function."""
     # Skip this function and the dispatch method that called it.
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_wrapper_frame(frame.f_code):
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_WRAPPER_FILES)
+    ):
         frame = frame.f_back
     # The Python function that starts the autograd engine: only C++ is between it and the op.
     return frame.f_code.co_name == "_engine_run_backward"
-
-
-def _is_wrapper_frame(code: CodeType) -> bool:
-    return code.co_name == "__torch_dispatch__" or code.co_filename.endswith(_WRAPPER_FILES)
 
 
 def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:

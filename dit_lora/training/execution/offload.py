@@ -52,16 +52,12 @@ def get_device_placement(*objects: Any) -> list[bool] | None:
 
 
 class Offload:
-    """Moves the frozen weights of a model's blocks and tracks where they are; between passes all are in host
-    memory.
-    """
+    """Moves the frozen weights of a model's blocks and tracks them; between passes all are in host memory."""
 
     def __init__(
         self, transformer: nn.Module, device: torch.device, directly_called_modules: Sequence[str] = ()
     ) -> None:
-        """Move all other tensors to `device` and register hooks. Raises `DitLoraError` if no weight can be
-        offloaded.
-        """
+        """Move all other tensors to `device` and register hooks; `DitLoraError` if no weight can be offloaded."""
         self.groups = _group_frozen_weights(transformer, directly_called_modules)
         self._device = device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None

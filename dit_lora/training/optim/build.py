@@ -100,9 +100,7 @@ def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, mi
 
 
 def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int) -> dict[str, float]:
-    """Set each group's learning rate for this step; returns them by name, multiplied by Prodigy's estimate if it has
-    one.
-    """
+    """Set each group's learning rate for this step; returns them by name, times Prodigy's estimate if it has one."""
     # Names of group keys that multiply the rate, such as Prodigy's estimate.
     factors = collect_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
     rates = {}
@@ -130,10 +128,7 @@ def compute_gradient_norms(
         # `compute_norms` returns one value per group, (groups,).
         return dict(zip(names, compute_norms(flat, groups_of, len(names)).unbind(), strict=True))
     device = groups[0]["params"][0].device
-    return {
-        name: compute_total_norm(group_gradients, device)
-        for name, group_gradients in zip(names, gradients, strict=True)
-    }
+    return {name: compute_total_norm(of_group, device) for name, of_group in zip(names, gradients, strict=True)}
 
 
 def compute_total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

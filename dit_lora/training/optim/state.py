@@ -58,8 +58,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
     tables = by_parameter.get("", {})
     for number, group in enumerate(inner_optimizer.param_groups):
         restore_scalars(group, group["name"], stored)
-        group_parameters = zip(group["param_names"], group["params"], strict=True)
-        for index, (name, parameter) in enumerate(group_parameters):
+        for index, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             inner_optimizer.state.pop(parameter, None)
             values = by_parameter.get(f"{group['name']}/{name}")
             # The parameter had no gradient before the checkpoint.

@@ -1,7 +1,8 @@
 """Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ _MAX_CANDIDATES = 4
 
 
 def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
-    """Load a checkpoint's `RunRecovery.record` (empty at a first start), and switch off again what it had switched
-    off.
-    """
+    """Load a checkpoint's `RunRecovery.state_dict` (empty at a first start), and switch off what it had off."""
     switches = list_fallbacks(setup.transformer)
     state = GuardState(**record.get("state", {}), **record.get("parity", {}))
     in_use = {switch.name for switch in switches}
@@ -52,14 +51,11 @@ def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         find_fallback(switches, name).disable()
         setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
     weights = get_trainable_parameters(setup.transformer).values()
-    return GuardStart(
-        state,
-        Policy(setup.recipe.guard.recovery_config, **record.get("policy", {})),
-        switches,
-        _load_quarantine(setup),
-        # Kept from the first start: slow growth of the weights must not raise the limit.
-        record.get("start_peak") or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward),
-    )
+    policy = Policy(setup.recipe.guard.recovery_config, **record.get("policy", {}))
+    quarantine = _load_quarantine(setup)
+    # Kept from the first start: slow growth of the weights must not raise the limit.
+    peak = record.get("start_peak") or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward)
+    return GuardStart(state, policy, switches, quarantine, peak)
 
 
 def build_recovery(
@@ -80,9 +76,7 @@ def build_recovery(
             get_snapshot_peaks=snapshots.compute_peaks,
             disabled_names=guard_start.state.switched_off,
             compute_decay_share=lambda: compute_decay_share(setup.optimizer.param_groups),
-            find_other_sample=lambda failing, excluded: _find_control_sample(
-                setup, guard_start.quarantine, failing, excluded
-            ),
+            find_other_sample=partial(_find_control_sample, setup, guard_start.quarantine),
         ),
         policy=guard_start.policy,
         state=guard_start.state,
@@ -96,26 +90,23 @@ def build_recovery(
         drop_state=engine.drop_optimizer_state,
         samples_per_step=setup.session.samples_per_step,
         files=files,
-        share_micro_batch=lambda local, owner: _share_micro_batch(setup, local, owner),
+        share_micro_batch=partial(_share_micro_batch, setup),
     )
 
 
 def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
     """Build the per-step monitoring that the recipe's `guard` section asks for."""
     config = setup.recipe.guard
-    monitor = None
+    monitor, spikes = None, None
     if config.monitor_every:
         monitor = Monitor(setup.transformer, interval_steps=config.monitor_every)
-    spikes = None
     if config.spike_threshold is not None:
         spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
     return StepWatcher(snapshots, monitor, spikes, config.adaptive_clip)
 
 
 def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
-    """The function for gradient norms, or None for PyTorch; equal on all ranks, or clipping would make weights
-    differ.
-    """
+    """The function for gradient norms, None for PyTorch; equal on all ranks, or clipping would make weights differ."""
     norms, reason_off = None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
     # Agree on errors first: a rank with an error would never reach the gather below.
@@ -134,7 +125,13 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     source_path = setup.recipe.guard.quarantine
     quarantine = Quarantine.load(own_list)
     if quarantine.records:
-        setup.session.say(_describe_quarantine(quarantine, setup.session.dir))
+        permanent = [record for record in quarantine.records if record.to_epoch is None]
+        lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in permanent]
+        summary = (
+            f"guard: {len(permanent)} left out for good, {len(quarantine.records) - len(permanent)} for an epoch; "
+            f"dit-lora quarantine {setup.session.dir} shows and undoes it"
+        )
+        setup.session.say(format_list(summary, lines))
     if quarantine.num_torn_lines:
         setup.session.say(f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)")
     if source_path is None:
@@ -146,28 +143,13 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
     ids = {entry.id for entry in setup.data.training_set.entries}
     earlier = [record for record in Quarantine.load(Path(source_path)).records if record.to_epoch is None]
-    quarantine.add(
-        [
-            # From the first epoch on: this run has not used them yet.
-            type(record)(**{**asdict(record), "from_epoch": 0, "from_copy": 0})
-            for record in earlier
-            if record.sample_id in ids
-        ]
-    )
+    # From the first epoch on: this run has not used them yet.
+    quarantine.add([replace(record, from_epoch=0, from_copy=0) for record in earlier if record.sample_id in ids])
     remaining = ids - {record.sample_id for record in quarantine.records}
     if not remaining:
         raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
     setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
     return quarantine
-
-
-def _describe_quarantine(quarantine: Quarantine, folder: Path) -> str:
-    """A message for a resumed run: which samples are excluded and why; the skipped ones only by number."""
-    for_good = [record for record in quarantine.records if record.to_epoch is None]
-    once = len(quarantine.records) - len(for_good)
-    counts = f"guard: {len(for_good)} left out for good, {once} for an epoch"
-    lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in for_good]
-    return format_list(f"{counts}; dit-lora quarantine {folder} shows and undoes it", lines)
 
 
 def _find_control_sample(
@@ -200,7 +182,6 @@ def _find_control_sample(
 def _share_micro_batch(setup: AnySetup, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Send the micro-batch of rank `owner` to every rank. Collective."""
     seed = setup.recipe.train.seed
-    # Sent from the rank `owner`; the other ranks pass None.
     (parts,) = broadcast_object_list([pack_for_sending(local_batch, seed) if local_batch is not None else None], owner)
     if local_batch is not None or parts is None:
         return local_batch

@@ -46,23 +46,19 @@ def replay_on_other_ranks(
             continue
         is_mine = PartialState().process_index == owner
         index = suspected[0] if is_mine else 0
-        outcomes = _replay_on_all_ranks(
-            share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner), diagnosis_context, kind
-        )
-        if is_mine:
-            micro_batch, diagnosis = local_diagnoses[index]
-            tried[index] = (micro_batch, _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts))
-            if tried[index][1].cause == "rank":
-                # The rank's other micro-batches of the step failed there too.
-                tried = [
-                    (micro_batch, _copy_rank_diagnosis(tried[index][1], diagnosis)) for micro_batch, diagnosis in tried
-                ]
+        shared_batch = share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner)
+        outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
+        if not is_mine:
+            continue
+        micro_batch, diagnosis = local_diagnoses[index]
+        conclusion = _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts)
+        tried[index] = (micro_batch, conclusion)
+        if conclusion.cause == "rank":
+            # The rank's other micro-batches of the step failed there too, unless facts or chance explain them.
+            for number, (micro_batch, diagnosis) in enumerate(tried):
+                if _is_from_replays(diagnosis):
+                    tried[number] = (micro_batch, replace(conclusion, micro_step=diagnosis.micro_step))
     return tried
-
-
-def _copy_rank_diagnosis(rank_diagnosis: Diagnosis, diagnosis: Diagnosis) -> Diagnosis:
-    """The diagnosis of a rank, for another of its micro-batches, unless facts or chance explain that one."""
-    return replace(rank_diagnosis, micro_step=diagnosis.micro_step) if _is_from_replays(diagnosis) else diagnosis
 
 
 def _is_from_replays(diagnosis: Diagnosis) -> bool:
@@ -78,9 +74,8 @@ def _replay_on_all_ranks(
 
     def run_once() -> IsHealthy:
         try:
-            return replay_micro_batch(micro_batch, diagnosis_context.model).is_healthy(
-                needs_gradient=kind == "zero_gradient"
-            )
+            replay = replay_micro_batch(micro_batch, diagnosis_context.model)
+            return replay.is_healthy(needs_gradient=kind == "zero_gradient")
         # The other ranks wait for this rank's result.
         except torch.OutOfMemoryError:
             return None
@@ -95,14 +90,17 @@ def _replay_on_all_ranks(
 
 def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[IsHealthy]]) -> Diagnosis:
     """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
-    # A rank that could not run it proves nothing.
+    # A rank that could not run it proves nothing, so no sample is excluded permanently.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
-        return _mark_unconfirmed(diagnosis)
+        if not diagnosis.sample_ids:
+            return diagnosis
+        message = f"{diagnosis.words}; not run on every rank, where it does not fit into memory"
+        return replace(diagnosis, cause="unknown", words=message)
     if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
-        evidence = {**diagnosis.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
         failed, times = runs.count(False), len(runs)
+        evidence = {**diagnosis.evidence, "replays": {"failed": failed, "of": times}}
         message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
         return _replace_cause(diagnosis, "transient", message, evidence)
     # From here on each rank's runs agree, so the first stands for all.
@@ -121,14 +119,6 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     return replace(_replace_cause(diagnosis, "rank", message, evidence), rank=failing[0])
 
 
-def _mark_unconfirmed(diagnosis: Diagnosis) -> Diagnosis:
-    """A verdict that does not exclude a sample permanently, because it was not replayed on other ranks."""
-    if not diagnosis.sample_ids:
-        return diagnosis
-    message = f"{diagnosis.words}; not run on every rank, where it does not fit into memory"
-    return replace(diagnosis, cause="unknown", words=message)
-
-
 def _replace_cause(diagnosis: Diagnosis, cause: Cause, message: str, evidence: Mapping[str, Any]) -> Diagnosis:
     """The verdict with another cause, without samples, switches and ops."""
     return Diagnosis(cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence)
@@ -138,5 +128,5 @@ def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
     if diagnosis.cause != "rank":
         return diagnosis
     host = hosts[diagnosis.rank]
-    evidence = {**diagnosis.evidence, "host": host}
-    return replace(diagnosis, words=f"{diagnosis.words} (rank {diagnosis.rank} is on {host})", evidence=evidence)
+    message = f"{diagnosis.words} (rank {diagnosis.rank} is on {host})"
+    return replace(diagnosis, words=message, evidence={**diagnosis.evidence, "host": host})

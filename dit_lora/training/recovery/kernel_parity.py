@@ -100,11 +100,8 @@ class ParityWatch:
 
     def record_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
         """Yield the same micro-batches, and keep the most recent ones for comparisons."""
-        if (
-            self._good_snapshots is not None
-            and self.recovery.state.passed is not None
-            and start_step < self.recovery.state.passed
-        ):
+        passed = self.recovery.state.passed
+        if self._good_snapshots is not None and passed is not None and start_step < passed:
             # The guard rolled back, so the held state belongs to a discarded step.
             self._take_snapshot(start_step)
         for batch in batches:
@@ -137,7 +134,7 @@ class ParityWatch:
     @property
     def blocks(self) -> list[str]:
         """Names of the blocks that contain a replaced op; of all blocks if a switch of another kind is on."""
-        names, replaced_modules = (find_blocks(self.setup.transformer), [module for _, module in self.replaced_ops])
+        names, replaced_modules = find_blocks(self.setup.transformer), [module for _, module in self.replaced_ops]
         fused_op_names = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in fused_op_names for s in self.fallbacks):
             return names
@@ -168,7 +165,14 @@ class ParityWatch:
 
         for switch, difference in iter_differences(self.fallbacks, compare):
             yield switch, difference, ranks[switch.name]
-        self._gather_coverage()
+        by_rank: list[Coverage] = gather_object([self.coverage])
+        # A block counts as compared only if every rank did: each GPU runs its own copy of the kernel.
+        compared = set.intersection(*(coverage.compared for coverage in by_rank))
+        missed = {name: reason for coverage in by_rank for name, reason in coverage.skipped.items()}
+        modules = [module for _, module in self.replaced_ops]
+        # A missed block matters only if a replaced op is inside it.
+        relevant = {n for n in missed if not modules or any(_contains_module(n, module) for module in modules)}
+        self.coverage = Coverage(compared, {n: missed[n] for n in relevant - compared})
 
     def _compare_kernel(
         self, micro_batch: MicroBatch, fallback: Fallback, other_fallbacks: Sequence[Fallback], num_passes: int
@@ -194,17 +198,6 @@ class ParityWatch:
             self.coverage.skipped[""] = _NO_MEMORY
             return None
 
-    def _gather_coverage(self) -> None:
-        """Combine the ranks' coverage: compared on every rank, and missed on any."""
-        by_rank: list[Coverage] = gather_object([self.coverage])
-        # A block counts as compared only if every rank did: each GPU runs its own copy of the kernel.
-        compared = set.intersection(*(coverage.compared for coverage in by_rank))
-        missed = {name: reason for coverage in by_rank for name, reason in coverage.skipped.items()}
-        replaced_modules = [module for _, module in self.replaced_ops]
-        # A missed block matters only if a replaced op is inside it.
-        telling = {n for n in missed if not replaced_modules or any(_contains_module(n, m) for m in replaced_modules)}
-        self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
-
     @property
     def replaced_ops(self) -> list[tuple[str, str]]:
         """Pairs of an op and the module in which it was replaced."""
@@ -226,9 +219,7 @@ class ParityWatch:
         return unreached
 
     def describe_affected_steps(self, step: int) -> str:
-        """A message naming the steps that may have been trained with a kernel found wrong after `step`; "" if there
-        are none.
-        """
+        """The steps that may have been trained with a kernel found wrong after `step`, as text; "" if none."""
         passed = self.recovery.state.passed
         if step == 0 or passed == step:
             return ""
@@ -274,13 +265,12 @@ class ParityWatch:
 
     def _find_rollback_step(self) -> int | None:
         """The held step, if its state is finite on every rank; else None."""
-        # Empty if no comparison has passed yet.
-        steps = self._good_snapshots.steps if self._good_snapshots is not None else []
-        if not steps or self._good_snapshots is None:
+        # No comparison has passed yet.
+        if self._good_snapshots is None or not self._good_snapshots.steps:
             return None
+        step = self._good_snapshots.steps[-1]
         # Bad on any rank counts: all ranks restore the same step.
-        bad = gather_object(self._good_snapshots.find_nonfinite(steps[-1]))
-        return None if bad else steps[-1]
+        return None if gather_object(self._good_snapshots.find_nonfinite(step)) else step
 
     def _roll_back(self, target: int) -> None:
         """Restore the held state and the guard's: later decisions were based on a wrong kernel."""
@@ -288,12 +278,11 @@ class ParityWatch:
         assert self._good_snapshots is not None
         guard.drop_state(self._good_snapshots.restore(target))
         guard.state.lr_scale = self._lr_scale
-        # Snapshots of the steps in between were trained with the wrong kernel.
+        # Later snapshots and checkpoints were trained with the wrong kernel.
         for later in [step for step in guard.snapshots.steps if step > target]:
             guard.snapshots.drop(later)
         # The next failed step needs a state to return to, and the later ones are gone.
         guard.snapshots.take(target)
-        # Later checkpoints were trained with the wrong kernel.
         guard.files.rewind(target, is_new_trajectory=True)
 
 
@@ -302,8 +291,7 @@ def _contains_module(block: str, module: str) -> bool:
 
 
 def choose_blocks(names: Sequence[str], offset: int) -> tuple[set[str], int]:
-    """Choose blocks to compare: those that are not repeated, the first and last repeated ones, and a few others in
-    turn.
+    """Choose blocks to compare: those not repeated, the first and last repeated ones, and a few others in turn.
 
     Returns the names and the next `offset`.
     """
@@ -313,6 +301,4 @@ def choose_blocks(names: Sequence[str], offset: int) -> tuple[set[str], int]:
     # The first and the last are in every comparison; the others take turns.
     between, count = repeated[1:-1], _MAX_BLOCKS - 2
     chosen = {between[(offset + k) % len(between)] for k in range(count)}
-    # Blocks that are not repeated are always compared.
-    left_out = {*between} - chosen
-    return {*names} - left_out, offset + count
+    return {*names} - ({*between} - chosen), offset + count

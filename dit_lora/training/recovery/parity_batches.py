@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -11,21 +10,16 @@ from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.recovery.recovery import RunRecovery
-from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable
+from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable, reseed
 from dit_lora.training.task import AnySetup
 
 MIN_SAMPLES = 2
-"""Minimum number of samples in a comparison: a kernel that uses the first sample's tables for all is right for one
-sample.
-"""
+"""Minimum number of samples: a kernel that uses the first sample's tables for all is right for one sample."""
 
 
 def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
-    """Extend the batch to at least `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with its own
-    sample, reseeded.
-    """
+    """Extend the batch to `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with itself reseeded."""
     if len(batch.ids) >= MIN_SAMPLES:
         return batch
     # Shapes without the batch dimension: samples of equal shapes can be joined.
@@ -36,9 +30,8 @@ def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
         if candidate.ids[0] != batch.ids[0]
         and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
-    # The same sample with another random seed, and so with other noise and another timestep.
-    reseeded = replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", 0) for draw in batch.sample_seeds))
-    return collate([batch, *fitting[:1], reseeded][:MIN_SAMPLES])
+    # The same sample with another random seed has other noise and another timestep.
+    return collate([batch, *fitting[:1], reseed(batch, 0)][:MIN_SAMPLES])
 
 
 def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
@@ -75,27 +68,24 @@ def select_usable_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
 
 def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
-    trained_on, size = (select_usable_entries(setup, quarantine), max(MIN_SAMPLES, setup.recipe.train.batch_size))
+    trained_on, size = select_usable_entries(setup, quarantine), max(MIN_SAMPLES, setup.recipe.train.batch_size)
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []
     # The largest bucket finds errors of size, the fullest one errors in the most common case.
     largest = max(counts, key=lambda shape: shape.volume)
-    kinds = [[entry] for entry in setup.data.training_set.select_example_entries()]
     fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
     groups = [[e for e in trained_on if e.shape == shape] for shape in (largest, fullest)]
     # The largest bucket may also be the fullest one.
     if groups[0] == groups[1]:
         groups.pop()
+    groups += [[entry] for entry in setup.data.training_set.select_example_entries()]
     batches = [read_good_samples(setup, entries, size) for entries in groups]
-    batches += [read_good_samples(setup, entries, size) for entries in kinds]
     return [collate(samples) for samples in batches if samples]
 
 
 def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
-    """Build `build_compared_batches` as micro-batches: the same number on every rank, and the same ones for collective
-    forwards.
-    """
+    """`build_compared_batches` as micro-batches: equally many on all ranks, the same ones for collective forwards."""
     choices = [build_compared_batches(setup, quarantine)]
     if setup.engine.collective_forward:
         broadcast_object_list(choices)

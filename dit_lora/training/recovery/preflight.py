@@ -1,6 +1,4 @@
-"""Checks a run before its first step, with its own model, shapes and samples; warns about problems or refuses to
-start.
-"""
+"""Checks a run before its first step, with its own model, shapes and samples; warns, or refuses to start."""
 
 import time
 from collections import Counter
@@ -58,15 +56,18 @@ _NUM_CANDIDATE_BATCHES = 3  # micro-batches
 def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
     """Check a run before its first step; returns events for everything it switched off. Collective.
 
-    Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing. Results
-    that depend only on files and versions are cached in the data cache.
+    Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing.
     """
     began, timing = time.perf_counter(), setup.session.phases.timing
     with timing("weights"):
-        findings = _merge_findings(
-            setup,
-            [*check_trainables(setup.transformer), *check_base_weights(setup.transformer), *_check_tokens(setup)],
-        )
+        findings = [*check_trainables(setup.transformer), *check_base_weights(setup.transformer)]
+        token_problems = setup.data.training_set.find_token_problems(setup.transformer)
+        if token_problems is not None:
+            # A token without an embedding is, on a GPU, an assert that kills the process.
+            message = format_list("these are not", token_problems) if token_problems else "every one is"
+            is_fatal = bool(token_problems)
+            findings.append(CheckFinding("tokens are embedded", not is_fatal, message, fatal=is_fatal))
+        findings = _merge_findings(setup, findings)
     micro_batch, records, error = None, _ForwardRecorder(setup.transformer), None
     try:
         # Hooks do not run inside a compiled block, so they could not name the module at fault.
@@ -81,7 +82,12 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
                     findings += _check_with_cache(setup, micro_batch, records)
     except torch.OutOfMemoryError:
         # The largest bucket is tried now, so that it does not end the run at a later step.
-        error = _make_too_large_error(setup)
+        (shape, _), size = setup.data.training_set.largest_shape, setup.recipe.train.batch_size
+        error = DitLoraError(
+            f"a batch of {size} samples of the largest shape, {shape}, does not fit the memory of "
+            f"{setup.session.accelerator.device}; lower train.batch_size, or the shape (data.frames, data.height, "
+            "data.width, data.buckets), or set train.checkpointing=full"
+        )
     # All problems in one error, so that a user can fix them together.
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
@@ -109,17 +115,6 @@ def _merge_findings(setup: AnySetup, findings: list[CheckFinding]) -> list[Check
     return [failed.get(finding.check, finding) for finding in findings]
 
 
-def _check_tokens(setup: AnySetup) -> list[CheckFinding]:
-    """Check that the model has an embedding for every token: on a GPU a missing one is an assert that kills the
-    process.
-    """
-    problems = setup.data.training_set.find_token_problems(setup.transformer)
-    if problems is None:
-        return []
-    message = format_list("these are not", problems) if problems else "every one is"
-    return [CheckFinding("tokens are embedded", not problems, message, fatal=bool(problems))]
-
-
 class _ForwardRecorder:
     """The module outputs' magnitudes and the attention calls of a model's forward pass."""
 
@@ -144,8 +139,7 @@ def _find_healthy_batch(
 ) -> tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]:
     """Find the first healthy micro-batch, and the findings of its passes; the first one if none is healthy.
 
-    The micro-batch is None if all data is bad. A bad sample is for the guard to exclude, not a reason to refuse the
-    run. Uses no more samples than a training step: a check must not need more memory.
+    The micro-batch is None if all data is bad: that is for the guard. Uses no more samples than a training step.
     """
     choices = [_read_candidate_batches(setup, quarantine)]
     # All ranks try the same samples: one that read a torn file would diverge.
@@ -154,7 +148,7 @@ def _find_healthy_batch(
     first_result: tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]
     first_result = (None, [], _ForwardRecorder(setup.transformer))
     for samples in choices[0]:
-        micro_batch, records = (make_micro_batch(setup, collate(samples)), _ForwardRecorder(setup.transformer))
+        micro_batch, records = make_micro_batch(setup, collate(samples)), _ForwardRecorder(setup.transformer)
         with record_grad_flags(setup.transformer) as learning, record_block_inputs(setup.transformer) as calls:
             findings = _check_gradients(setup, micro_batch, records)
         if first_result[0] is None:
@@ -173,8 +167,7 @@ def _find_healthy_batch(
 def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
     """A few micro-batches of good samples that are not excluded, each sample with its own random seed.
 
-    They have the largest shape: whatever does not fit into memory fails here, and not at the step where that bucket
-    first comes. If the bucket has too few samples, some are repeated with other seeds.
+    They have the largest shape, so that lack of memory shows here. A small bucket's samples repeat with other seeds.
     """
     size, entries = setup.recipe.train.batch_size, select_usable_entries(setup, quarantine)
     # A smaller shape is tried only if no sample of a larger one is good.
@@ -185,25 +178,14 @@ def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[lis
     return []
 
 
-def _make_too_large_error(setup: AnySetup) -> DitLoraError:
-    (shape, _), size = setup.data.training_set.largest_shape, setup.recipe.train.batch_size
-    return DitLoraError(
-        f"a batch of {size} samples of the largest shape, {shape}, does not fit the memory of "
-        f"{setup.session.accelerator.device}; lower train.batch_size, or the shape (data.frames, data.height, "
-        "data.width, data.buckets), or set train.checkpointing=full"
-    )
-
-
 def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
     """Check that gradients reach the trained parameters under the policy's autocast, with one pass per kind of sample.
 
     `recorder` records the micro-batch's forward pass for other checks.
     """
-    dtype = setup.dtype
     # Only bf16 training runs under autocast.
-    policy = dtype if dtype is torch.bfloat16 else None
+    policy = setup.dtype if setup.dtype is torch.bfloat16 else None
     findings: list[CheckFinding] = []
-
     clips = setup.data.training_set
     # Each kind of sample trains parts that others do not reach: text does not use the vision encoder.
     other_kinds = [make_micro_batch(setup, clips.read_sample(entry, 0)) for entry in clips.select_example_entries()]
@@ -225,12 +207,10 @@ def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _Forwar
 
 def _check_with_cache(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
     """Findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
-    path = get_preflight_cache_path(setup)
-    facts = _build_cache_key(setup, micro_batch)
+    path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, micro_batch)
     trusted = setup.recipe.guard.preflight != REMEASURE
-    return _merge_findings(
-        setup, check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
-    )
+    findings = check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
+    return _merge_findings(setup, findings)
 
 
 def _build_cache_key(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
@@ -248,22 +228,18 @@ def _build_cache_key(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, A
 
 
 def _check_outputs(setup: AnySetup, recorder: _ForwardRecorder) -> list[CheckFinding]:
-    """Check the outputs' magnitudes, and attention with this model's shapes and masks."""
     precision = check_stored_precision(
         read_stored_dtype(setup.task.build_reference_model(setup.checkpoint).list_weight_files()),
         setup.dtype,
         recorder.take_peak(),
         saturates=has_fp16_saturation(setup.transformer),
     )
-    # The backends that this model would call, with its own shapes and masks.
     backends, _ = check_attention_backends(recorder.attention_calls, setup.session.accelerator.device)
     return [*precision, *backends]
 
 
 def _switch_off_backends(recovery: RunRecovery, backends: list[str]) -> list[Event]:
-    """Switch off on all ranks the attention backends that are wrong on any, whatever `guard.on_nonfinite` is.
-    Collective.
-    """
+    """Switch off on all ranks the attention backends that are wrong on any, under any `guard.on_nonfinite`."""
     switches = {switch.name: switch for switch in recovery.diagnosis_context.fallbacks}
     events = []
     for backend in sorted(set(gather_object(backends))):
@@ -291,20 +267,16 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
             f"guard.preflight={REMEASURE} compares them again"
         )
         return []
-    parity_watch.selected_blocks = _select_representative_blocks(setup, parity_watch)
+    local_names = select_block_per_kind(
+        setup.transformer, parity_watch.blocks, parity_watch.block_calls, parity_watch.replaced_ops
+    )
+    # Blocks that represent all others, on any rank.
+    names_by_rank: list[list[str]] = gather_object([local_names])
+    parity_watch.selected_blocks = {name for names in names_by_rank for name in names}
     events = _compare_kernels(setup, recovery, parity_watch, batches)
     # Only a comparison that covered everything and found nothing may be skipped at the next start.
     memory.store(is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped)
     return events
-
-
-def _select_representative_blocks(setup: AnySetup, parity_watch: ParityWatch) -> set[str]:
-    """Blocks that represent all others: the union over all ranks. Collective."""
-    local_names = select_block_per_kind(
-        setup.transformer, parity_watch.blocks, parity_watch.block_calls, parity_watch.replaced_ops
-    )
-    names_by_rank: list[list[str]] = gather_object([local_names])
-    return {name for names in names_by_rank for name in names}
 
 
 def _compare_kernels(
@@ -322,12 +294,11 @@ def _compare_kernels(
         module = difference.module
         events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
     for switch, cause_text in parity_watch.find_uncompared():
-        message = f"kernel {switch.name} was not compared with its reference: {cause_text}"
+        state, action = "on, as it was asked for by name", "report"
         if not switch.required:
             disable_for_run(recovery, switch)
-        state = "on, as it was asked for by name" if switch.required else "switched off for this run"
-        action = "report" if switch.required else "fallback"
-        message = f"{message}; {state}"
+            state, action = "switched off for this run", "fallback"
+        message = f"kernel {switch.name} was not compared with its reference: {cause_text}; {state}"
         events.append(make_kernel_event(start, "preflight", message, switch.name, action=action))
     if events:
         # Without the kernel, more is kept for backward.

@@ -1,4 +1,4 @@
-"""Checks a run's state before it is saved, in addition to being finite: ranks agree, and averages are within bounds.
+"""Checks before a state is saved that ranks agree bit for bit, and that moving averages are within bounds.
 
 Both checks run only in steps with a checkpoint or a snapshot.
 """
@@ -26,9 +26,7 @@ _OUTLIER_FACTOR = 2.0
 
 
 def require_agreement(run: Run, step: int) -> None:
-    """Raise `BadStateError` on every rank if replicated state differs, or an average is out of bounds.
-    Collective.
-    """
+    """Raise `BadStateError` on all ranks if replicated state differs, or an average is out of bounds. Collective."""
     _require_ranks_agree(run, step)
     _require_sound_averages(run, step)
 
@@ -57,8 +55,7 @@ def diagnose_differing_rank(
 ) -> Diagnosis | None:
     """Diagnose which rank's tensors differ, equal on all ranks; None if all are bitwise equal. Collective.
 
-    It is the rank that the majority contradicts. Of two ranks it is the one further from `snapshot`, a state they
-    shared.
+    It is the rank that the majority contradicts; of two, the one further from `snapshot`, a state they shared.
     """
     # One number per rank: tensors are compared by name only if these differ.
     local_digest = torch.tensor([compute_digest(state.values())], device=accelerator.device)
@@ -75,7 +72,6 @@ def diagnose_differing_rank(
     if not at_fault:
         at_fault = _find_outlier_rank(moves, names)
     hosts = gather_object([socket.gethostname()])
-    # At most 20 names go into the event; `differing_tensors` counts all.
     evidence = {
         "ranks": at_fault or list(range(len(hosts))),
         "hosts": [hosts[rank] for rank in at_fault] or hosts,
@@ -107,7 +103,6 @@ def _find_minority_ranks(digests: Sequence[Mapping[str, int]], names: Sequence[s
     at_fault = set()
     for name in names:
         values = [by_name.get(name) for by_name in digests]
-        # The digest that most ranks have.
         value, count = Counter(values).most_common(1)[0]
         # A strict majority: two ranks cannot outvote each other.
         if 2 * count > len(values):
@@ -139,16 +134,15 @@ def _measure_change(tensor: torch.Tensor, snapshot_value: torch.Tensor | None) -
 def record_sound_averages(run: Run) -> None:
     """Take the run's state at its start as sound."""
     if run.ema is not None:
-        run.ema.bounds.widen(
-            get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages())
-        )
+        weights = get_trainable_parameters(run.setup.transformer)
+        run.ema.bounds.widen(weights, _strip_ema_prefix(run.ema.named_averages()))
 
 
 def _require_sound_averages(run: Run, step: int) -> None:
     """Raise if an average exceeds every magnitude its weight has had, which no mean of it can."""
     if run.ema is None:
         return
-    weights, averages = (get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages()))
+    weights, averages = get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages())
     exceeding = run.ema.bounds.find_exceeding(weights, averages)
     rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
     # Only ranks with a bad average report; the first of them is named.
@@ -158,7 +152,6 @@ def _require_sound_averages(run: Run, step: int) -> None:
         run.ema.bounds.widen(weights, averages)
         return
     rank, host, exceeding = reports[0]
-    # The message names one average, the evidence up to 20.
     name, (peak, bound) = next(iter(exceeding.items()))
     more = f" (and {len(exceeding) - 1} more)" if len(exceeding) > 1 else ""
     message = (
@@ -171,7 +164,6 @@ def _require_sound_averages(run: Run, step: int) -> None:
 
 
 def _strip_ema_prefix(averages: Tensors) -> dict[str, torch.Tensor]:
-    """The averages by their weights' names."""
     return {name.removeprefix("ema/"): tensor for name, tensor in averages.items()}
 
 

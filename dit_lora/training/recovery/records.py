@@ -1,4 +1,4 @@
-"""Changes the files of a run's folder for the guard: events, checkpoints, the quarantine, replay bundles."""
+"""Writes recovery's records to a run's folder: events, checkpoints, the quarantine, replay bundles."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,6 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from dit_lora.config.recipe import Recipe
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.sources.scan import find_class_names
 from dit_lora.environment.versions import probe_environment
@@ -102,27 +101,29 @@ class RecoveryFiles:
         if setup.engine.collective_forward and not setup.session.is_main:
             # All ranks have the same micro-batch and weights.
             return None
-        position = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
-        name = f"step_{micro_batch.step:06d}_{position}"
+        name = f"step_{micro_batch.step:06d}_rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
         # Bundles of the same step and micro-batch: the step failed before.
         earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))
         folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         try:
-            facts, limit = (self._build_bundle_metadata(micro_batch, event), setup.recipe.guard.bundle_mib)
+            facts, limit = self._build_bundle_metadata(micro_batch, event), setup.recipe.guard.bundle_mib
             write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
         # A run is worth more than a bundle.
         except OSError as error:
-            message = f"warning: cannot write {folder}: {error.strerror}"
-            tqdm.write(make_printable(message), file=sys.stderr)
+            tqdm.write(make_printable(f"warning: cannot write {folder}: {error.strerror}"), file=sys.stderr)
             return None
         return f"bundles/{folder.name}"
 
     def _build_bundle_metadata(self, micro_batch: MicroBatch, event: Event) -> dict[str, Any]:
         """Metadata to rerun a micro-batch elsewhere, in addition to its tensors and the weights."""
-        setup = self.setup
+        setup, recipe = self.setup, self.setup.recipe
+        if "class_labels" in micro_batch.tensors:
+            # A replay has no data set to read the class names from.
+            classes = tuple(find_class_names(recipe.data, recipe.cache_dir))
+            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": classes})})
         return {
             "event": event.to_record(),
-            "recipe": _fill_class_names(setup.recipe, micro_batch).model_dump(mode="json"),
+            "recipe": recipe.model_dump(mode="json"),
             "replay": {
                 "step": micro_batch.step,
                 "micro_step": micro_batch.micro_step,
@@ -140,12 +141,3 @@ class RecoveryFiles:
 
     def say(self, line: str) -> None:
         self.setup.session.say(line)
-
-
-def _fill_class_names(recipe: Recipe, micro_batch: MicroBatch) -> Recipe:
-    """The recipe with its class names filled in: a replay has no data set to read them from."""
-    if "class_labels" not in micro_batch.tensors:
-        return recipe
-    names = tuple(find_class_names(recipe.data, recipe.cache_dir))
-    data = recipe.data.model_copy(update={"classes": names})
-    return recipe.model_copy(update={"data": data})

@@ -36,6 +36,8 @@ from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
 from dit_lora.training.recovery.records import RecoveryFiles
 from dit_lora.training.recovery.state import GuardState
 
+_MEASUREMENTS = ("replays", "control", "control_with_the_same_draws", "losses")
+"""Evidence of a diagnosis that is written to the quarantine file."""
 _ACTION_TEXTS = {
     "retry": "taken again",
     "skip": "taken again without it, this once",
@@ -95,8 +97,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     def recover(self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         """Handle a failed step; returns the step to continue from. Collective.
 
-        `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on every rank if no action
-        applies.
+        `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on all ranks if no action applies.
         """
         resolution = self.resolve(RunFailure(failure, micro_batches, control))
         assert resolution.restored_step is not None  # a run's resolution always has a target
@@ -135,20 +136,18 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     def _diagnose(
         self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> list[tuple[MicroBatch, Diagnosis]]:
+        context = self.diagnosis_context
         if failure.kind in BAD_STATE_KINDS:
             last_batch = micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
-            diagnosis = find_bad_state(last_batch, self.diagnosis_context) or diagnose_diverged_weights(
-                last_batch, self.diagnosis_context
-            )
+            diagnosis = find_bad_state(last_batch, context) or diagnose_diverged_weights(last_batch, context)
             diagnoses = [replace(diagnosis, micro_step=None)]
-            if self.diagnosis_context.collective_forward:
+            if context.collective_forward:
                 broadcast_object_list(diagnoses)
             return [(last_batch, diagnoses[0])]
-        if self.diagnosis_context.collective_forward:
+        if context.collective_forward:
             return self._diagnose_collectively(failure, micro_batches, control)
-        # Each rank diagnoses its own micro-batches in parallel. A bad loss names its micro-batches; a bad gradient
-        # makes all suspect.
+        # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
         suspect_batches = [
             micro_batch
             for micro_batch in micro_batches
@@ -157,10 +156,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # In the first step, use another micro-batch of the same step.
         if control is None:
             control = next((micro_batch for micro_batch in micro_batches if micro_batch not in suspect_batches), None)
-        return [
-            (micro_batch, diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=control))
-            for micro_batch in suspect_batches
-        ]
+        return [(b, diagnose(b, context, kind=failure.kind, control=control)) for b in suspect_batches]
 
     def _diagnose_collectively(
         self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
@@ -173,9 +169,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # Sorted: all ranks must take the same micro-batch at the same time.
         positions = failure.micro_batches or sorted(gather_object(list(local_batches)))
         if control is None:
-            control = next(
-                (candidate for position, candidate in local_batches.items() if position not in positions), None
-            )
+            control = next((batch for position, batch in local_batches.items() if position not in positions), None)
         diagnosed = []
         for position in positions:
             owner, is_owner = position[0], position in local_batches
@@ -184,44 +178,37 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             if micro_batch is None:
                 raise ValueError(f"no rank has the micro-batch {position}")
             try:
-                shared_diagnosis = [
-                    diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=shared_control)
-                ]
+                diagnosis = diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=shared_control)
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
             # The owner's verdict counts on every rank: the loop must not branch on local evidence.
-            broadcast_object_list(shared_diagnosis, from_process=owner)
-            diagnosed.append((micro_batch, shared_diagnosis[0]))
-            if shared_diagnosis[0].cause in STATE_CAUSES:
+            (diagnosis,) = broadcast_object_list([diagnosis], from_process=owner)
+            diagnosed.append((micro_batch, diagnosis))
+            if diagnosis.cause in STATE_CAUSES:
                 break  # all ranks share the state: it is why the others fail
         return diagnosed
 
     def _make_out_of_memory_error(self, failure: StepFailure, micro_batch: MicroBatch) -> NonFiniteError:
-        """The error for a rank that runs out of memory in a shared forward pass; other ranks may wait in it
-        forever.
-        """
+        """The error for a rank without memory for a shared forward pass, in which other ranks may wait forever."""
         rank = PartialState().process_index
         message = (
             f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
             "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
             "train.batch_size, or more ranks"
         )
-        diagnosis = Diagnosis(
-            "unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=micro_batch.ids
-        )
+        ids = micro_batch.ids
+        diagnosis = Diagnosis("unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=ids)
         event = make_event(failure.step, failure.kind, diagnosis, "stop", 0.0)
         self.files.write_event(event)
-        kind = failure.kind.replace("_", " ")
-        summary = f"step {failure.step}: {kind}; nothing was saved at this step"
+        summary = f"step {failure.step}: {failure.kind.replace('_', ' ')}; nothing was saved at this step"
         return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
 
     def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
         if action.kind in ("skip", "quarantine") and action.samples:
             # A sample that is excluded for an epoch returns after it, so it does not count as lost.
-            for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
-            left_out = for_good | set(action.samples)
+            left_out = {r.sample_id for r in self.quarantine.records if r.to_epoch is None} | set(action.samples)
             if not set(self.order.ids) - left_out:
                 return Action("stop", reason="no sample is left: every one was at fault")
         if action.kind == "rollback" and not self._keep_finite_snapshots():
@@ -275,33 +262,37 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     def _exclude_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
         # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
         first_position = (step - 1) * self.samples_per_step
-        # The first use of each sample in this step.
         first_uses: dict[str, Occurrence] = {}
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.get_occurrence(position)
             first_uses.setdefault(self.order.ids[draw.sample_index], draw)
         # By sample: the verdict that names it.
         causes = {s: v for v in diagnoses for s in v.sample_ids}
-        self.quarantine.add(
-            QuarantineRecord(
+        records = []
+        for sample in action.samples:
+            use, diagnosis = first_uses[sample], causes[sample]
+            # Empty if no measurement was needed, because the message has the fact.
+            evidence = {name: diagnosis.evidence[name] for name in _MEASUREMENTS if name in diagnosis.evidence}
+            if evidence:
+                evidence |= {"rank": diagnosis.rank, "timesteps": list(diagnosis.timesteps)}
+            record = QuarantineRecord(
                 sample,
-                from_epoch=first_uses[sample].epoch,
-                from_copy=first_uses[sample].copy,
-                to_epoch=None if action.kind == "quarantine" else first_uses[sample].epoch,
+                from_epoch=use.epoch,
+                from_copy=use.copy,
+                to_epoch=None if action.kind == "quarantine" else use.epoch,
                 step=step,
-                cause=causes[sample].cause,
-                reason=causes[sample].words,
-                evidence=_select_evidence(causes[sample]),
+                cause=diagnosis.cause,
+                reason=diagnosis.words,
+                evidence=evidence,
             )
-            for sample in action.samples
-        )
+            records.append(record)
+        self.quarantine.add(records)
         # The order is computed ahead; without the sample all later ones move forward.
         self.order.reset()
         self.files.save_quarantine(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
         # A sample that is only skipped is read again in the next epoch, and its entry must not change.
-        for_good = action.kind == "quarantine"
-        return notes + (self.files.mark_bad_entries(action.samples) if for_good else [])
+        return notes + (self.files.mark_bad_entries(action.samples) if action.kind == "quarantine" else [])
 
     def make_stop_error(
         self, failure: RunFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
@@ -322,9 +313,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
         except DitLoraError as error:
             notes.append(f"{error}")
-        message = format_list(
-            f"step {failure.step}: {kind}; the weights are {state}", self.format_diagnoses(diagnoses)
-        )
+        summary = f"step {failure.step}: {kind}; the weights are {state}"
+        message = format_list(summary, self.format_diagnoses(diagnoses))
         return NonFiniteError("\n".join([message, f"stopped: {result.action.reason}", *notes]), event.to_record())
 
     def _restore_last_good(self, failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
@@ -345,16 +335,6 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             return None
         self.drop_state(self.snapshots.restore(steps[-1]))
         return steps[-1]
-
-
-def _select_evidence(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The measurements behind the diagnosis of a sample, for the quarantine file."""
-    names = ("replays", "control", "control_with_the_same_draws", "losses")
-    facts = {name: diagnosis.evidence[name] for name in names if name in diagnosis.evidence}
-    if not facts:
-        # No measurement was needed; the message has the fact.
-        return {}
-    return {**facts, "rank": diagnosis.rank, "timesteps": list(diagnosis.timesteps)}
 
 
 def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:

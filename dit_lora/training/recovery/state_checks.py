@@ -18,9 +18,7 @@ from dit_lora.training.ema import TrainedEMA
 
 
 def collect_local_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
-    """All live state that training changes: weights, optimizer state and averages; this rank's part of sharded
-    tensors.
-    """
+    """All live state that training changes: weights, optimizer state and averages; this rank's shards."""
     return engine.local_state_dict() | (ema.named_averages() if ema else {})
 
 
@@ -28,8 +26,7 @@ def require_finite_everywhere(accelerator: Accelerator, state: Mapping[str, torc
     """Raise `BadStateError` on every rank if any rank's state is not finite. Collective."""
     parts = {name: get_local_tensor(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
-    # On the first tensor's device: the optimizer's numbers are on the CPU. One read; names are looked up only if
-    # needed.
+    # One read, on the first tensor's device (the optimizer's numbers are on the CPU); names only if needed.
     is_bad = has_nonfinite(floats, floats[0].device)
     bad = gather_object(describe_nonfinite_tensors(parts.items()) if is_bad else [])
     if bad:
@@ -57,8 +54,7 @@ def require_unaltered(
 
 def require_not_diverged(engine: Engine, start_peak: float, step: int) -> None:
     """Raise `BadStateError`, equally on all ranks, if trained weights are finite but have diverged."""
-    peak = compute_weight_peak(
-        get_trainable_parameters(engine.unwrapped_model).values(), all_ranks=engine.collective_forward
-    )
+    weights = get_trainable_parameters(engine.unwrapped_model).values()
+    peak = compute_weight_peak(weights, all_ranks=engine.collective_forward)
     if is_unusable_magnitude(peak, start_peak):
         raise BadStateError(f"step {step}: trained weights reach {peak:.3g}", "diverged_weights")

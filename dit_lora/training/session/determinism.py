@@ -22,8 +22,7 @@ def set_workspace() -> None:
 
 @contextmanager
 def use_deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
-    """Use only deterministic algorithms of PyTorch inside the context, if `is_enabled`; call it before CUDA is first
-    used.
+    """If `is_enabled`, use only deterministic algorithms of PyTorch inside the context; enter it before using CUDA.
 
     Raises `DitLoraError` if an op has none. Uninitialized memory is not filled: no op here reads any.
     """

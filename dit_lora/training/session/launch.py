@@ -23,8 +23,7 @@ def find_waiting_launcher(environment: Mapping[str, str]) -> int | None:
 
 
 def is_started_alone(environment: Mapping[str, str], num_gpus: int) -> bool:
-    """True if `accelerate launch` was asked for several processes but started one. `num_gpus` is the machine's number
-    of GPUs.
+    """True if `accelerate launch` was asked for several processes but started one, on a machine with `num_gpus`.
 
     For several processes it sets their rendezvous address, but not their number (simple_launcher in
     accelerate/commands/launch.py). With --cpu it always sets the address on a machine with several GPUs.
@@ -48,8 +47,7 @@ class Sharding:
 def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     """Read and remove the launch's FSDP settings from the environment; None without FSDP.
 
-    Only the version and `reshard_after_forward` of the `fsdp_*` settings have an effect. Raises `DitLoraError` for
-    version 1 and for parameters in host memory.
+    Only `fsdp_version` and `reshard_after_forward` have an effect. Raises `DitLoraError` for unsupported settings.
     """
     # Popped, because Accelerate would shard with its own plugin, on GPUs only.
     if not _is_true(environment.pop("ACCELERATE_USE_FSDP", "")):
@@ -68,8 +66,7 @@ def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
 
 
 def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
-    """Read and remove the launch's DeepSpeed settings from the environment; returns the ZeRO stage, None without
-    DeepSpeed.
+    """Remove the launch's DeepSpeed settings from the environment; returns the ZeRO stage, None without DeepSpeed.
 
     Raises `DitLoraError` for settings that only DeepSpeed could honour, and if it is not installed.
     """
@@ -82,8 +79,7 @@ def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     refused = []
     if stage != "2":
-        remedy = "set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
-        refused.append(f"ZeRO stage {stage}: {remedy}")
+        refused.append(f"ZeRO stage {stage}: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml")
     for name, instead in _UNSUPPORTED_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
@@ -107,8 +103,7 @@ def require_shardable(
 ) -> None:
     """Raise `DitLoraError` with every option of the recipe that does not work with a sharded model.
 
-    These are options that read whole tensors or place weights. `has_idle_parameters`: a step may leave trained
-    parameters without a gradient.
+    These read whole tensors or place weights. `has_idle_parameters`: a step may give some parameters no gradient.
     """
     optimizer = recipe.optim.name
     # The optimizer stays if it can be sharded; else the advice names the default one.

@@ -1,6 +1,4 @@
-"""Runs work that training does not depend on (validation, samples): if it fails, a message says so and training goes
-on.
-"""
+"""Runs work that training does not depend on (validation, samples): if it fails, training goes on after a message."""
 
 import gc
 from collections.abc import Callable
@@ -49,8 +47,7 @@ class OptionalWork:
             step: The step at which it runs.
             work: Must leave the model unchanged, even if it raises.
             is_collective: True if its forward pass needs all ranks. An error on only one of several ranks is then
-                raised: the
-                other ranks cannot be reached.
+                raised: the other ranks cannot be reached.
 
         Raises:
             NonFiniteError, BadStateError, InterruptedRunError, torch.AcceleratorError: These end training too.

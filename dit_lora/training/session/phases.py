@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -37,8 +37,7 @@ class Phase:
 class Phases:
     """The phases that a process has been through, in order.
 
-    `synchronize` is called at the end of each phase before the first step, so that GPU time is counted in the right
-    phase. During training nothing waits.
+    `synchronize` ends each phase before the first step, to count GPU time in it. During training nothing waits.
     """
 
     synchronize: Callable[[], object] = lambda: None
@@ -66,7 +65,6 @@ class Phases:
     def add_time(self, name: str, seconds: float, cpu_seconds: float) -> None:
         """Add a measurement to a phase."""
         path = "/".join([*self._open_names, name])
-        # A phase that runs again adds to its first entry.
         phase = next((p for p in self.entries if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
             phase = Phase(path, self.stage)
@@ -88,8 +86,7 @@ class Phases:
             self._open_names.pop()
             # A phase that was open while the stage changed belongs to neither stage.
             if stage == self.stage:
-                took = time.perf_counter() - began[0], time.process_time() - began[1]
-                self.add_time(name, *took)
+                self.add_time(name, time.perf_counter() - began[0], time.process_time() - began[1])
 
     def begin_steps(self) -> None:
         """Start timing the first step."""
@@ -140,13 +137,7 @@ class Phases:
         record = {
             "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
             "phases": [
-                {
-                    "name": phase.name,
-                    "stage": phase.stage,
-                    "seconds": round(phase.seconds, 3),
-                    "cpu_seconds": round(phase.cpu_seconds, 3),
-                    "count": phase.count,
-                }
+                {**asdict(phase), "seconds": round(phase.seconds, 3), "cpu_seconds": round(phase.cpu_seconds, 3)}
                 for phase in self.entries
             ],
         }
@@ -154,7 +145,6 @@ class Phases:
 
 
 def _get_process_age_s(pid: int) -> float:
-    """Seconds since a process began."""
     try:
         # psutil is off by up to a second on Linux: the boot time in /proc is in whole seconds.
         # After the process name, which may contain spaces and brackets.

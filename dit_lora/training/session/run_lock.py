@@ -98,8 +98,7 @@ class RunLock:
         self._holder: Holder | None = None
 
     def acquire(self) -> None:
-        """Create the folder if necessary, and hold its lock until `release`. Waits only if the holder may be alive
-        elsewhere.
+        """Create the folder if necessary, and hold its lock. Waits only if the holder may be alive elsewhere.
 
         Raises `DitLoraError` if another process trains there. An earlier lock of this process is released.
         """
@@ -107,17 +106,17 @@ class RunLock:
         earlier = _held_locks.get(self._real_path)
         if earlier is not None:
             earlier.release()
+        folder = self.path.parent
         try:
-            self._make_folder()
+            self._created_folders = [part for part in (folder, *folder.absolute().parents) if not part.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
             holder = self._lock_file()
             # The lock is held: name this process as its holder.
             os.ftruncate(self._file_descriptor, 0)
             os.pwrite(self._file_descriptor, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
             self._remove_lock()
-            raise DitLoraError(
-                f"run.dir {self.path.parent} cannot be written: {self.path}: {error.strerror}"
-            ) from error
+            raise DitLoraError(f"run.dir {folder} cannot be written: {self.path}: {error.strerror}") from error
         self._holder = holder
         _held_locks[self._real_path] = self
         # A daemon thread: it must not keep a finished process alive.
@@ -144,19 +143,12 @@ class RunLock:
                 folder.rmdir()
 
     def get_takeover_error(self) -> DitLoraError | None:
-        """The error that another process has taken the folder, believing this process dead; None if that has not
-        happened.
-        """
+        """The error that another process has taken the folder, believing this one dead; None if none has."""
         return self._takeover_error
 
     @property
     def _real_path(self) -> str:
         return os.path.realpath(self.path)
-
-    def _make_folder(self) -> None:
-        folder = self.path.parent
-        self._created_folders = [parent for parent in (folder, *folder.absolute().parents) if not parent.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
 
     def _lock_file(self) -> Holder:
         """Open and lock the file, once the process that it names is known to be dead."""
@@ -273,9 +265,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def is_live(folder: Path) -> bool | None:
-    """True if the process that a run's lock names is still training; None without a lock, or if this cannot be
-    determined.
-    """
+    """True if the process that a run's lock names is still training; None without a lock, or if it is unknown."""
     path, holder = folder / LOCK_FILE, read_holder(folder)
     if holder is None:
         return None

@@ -121,7 +121,7 @@ class Session:
 def running(recipe: Recipe, *, after: Session | None = None, last: bool = True) -> Iterator[Session]:
     """Start a run; at the end close its trackers and its process group, even after an error.
 
-    `previous` is this process's earlier run. The process group is kept for the next run unless this is the `is_last`.
+    `after` is this process's earlier run. The process group is kept for the next run unless this is the `last`.
     """
     with (
         use_deterministic_algorithms(recipe.train.deterministic),
@@ -141,8 +141,7 @@ def _open_session(recipe: Recipe, previous: Session | None, *, is_last: bool) ->
         failed = False
     except DitLoraError as error:
         if error.collective:
-            # Show the error and wait for all ranks before any of them ends: the launcher then stops the others
-            # immediately.
+            # Show the error and wait for all ranks before any of them ends: the launcher then stops the others.
             print_error(error)
             wait_for_all_ranks(session.accelerator)
         raise
@@ -209,9 +208,7 @@ def _create_session(recipe: Recipe, previous: Session | None) -> Session:
 
 
 def _has_idle_parameters(recipe: Recipe) -> bool:
-    """True if some trained parameters may get no gradient in a step (DDP then needs `find_unused_parameters`), such as
-    the vision encoder's in a text-only batch.
-    """
+    """True if a step may leave trained parameters without a gradient, such as a vision encoder's without media."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
@@ -219,16 +216,14 @@ def _has_idle_parameters(recipe: Recipe) -> bool:
 def require_free_folder(session: Session) -> None:
     """Lock run.dir for this run until it ends; call it before anything in the folder is read. Collective.
 
-    Raises `DitLoraError` if the folder cannot be written, is not a run's, is used by another process, or holds another
-    run's steps (unless resuming).
+    Raises `DitLoraError` if it cannot be written, is not a run's, is in use, or holds steps (unless resuming).
     """
     with share_errors(session.accelerator):
         if session.is_main:
-            _lock_folder(session)
+            _lock_folder(session.recipe, session.dir, session.lock)
 
 
-def _lock_folder(session: Session) -> None:
-    folder = session.dir
+def _lock_folder(recipe: Recipe, folder: Path, lock: RunLock) -> None:
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -238,32 +233,26 @@ def _lock_folder(session: Session) -> None:
     if existing == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
     # Before the folder's files are read: another process may still be writing them.
-    session.lock.acquire()
-    if (folder / "metrics.jsonl").exists() and session.recipe.train.resume == "none":
-        session.lock.release()
-        raise DitLoraError(
+    lock.acquire()
+    if (folder / "metrics.jsonl").exists() and recipe.train.resume == "none":
+        lock.release()
+        message = (
             f"run.dir {folder} already holds a run; continue it with train.resume=auto, or choose another run.dir"
-            f"{_suggest_init(session.recipe, folder)}"
         )
-
-
-def _suggest_init(recipe: Recipe, folder: Path) -> str:
-    if recipe.train.mode != "lora" or recipe.model.family in CHAT_FAMILIES:
-        return ""
-    return f" (lora.init={folder} there trains on from its result)"
+        if recipe.train.mode == "lora" and recipe.model.family not in CHAT_FAMILIES:
+            message += f" (lora.init={folder} there trains on from its result)"
+        raise DitLoraError(message)
 
 
 def open_run_folder(session: Session) -> None:
     """Write config.yaml and environment.json. Call it after every check that can refuse the run."""
-    folder = session.dir
     if session.is_main:
-        write_atomically(folder / "config.yaml", dump_recipe(session.recipe))
+        write_atomically(session.dir / "config.yaml", dump_recipe(session.recipe))
         environment = asdict(probe_environment())
         environment["packages"] = environment.pop("versions")
         environment["processes"] = session.accelerator.num_processes
         environment["precision"] = f"{session.precision.dtype}: {session.precision.reason}"
-        text = json.dumps(environment, indent=2, sort_keys=True)
-        write_atomically(folder / "environment.json", text + "\n")
+        write_atomically(session.dir / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
     wait_for_all_ranks(session.accelerator)
 
 
@@ -278,8 +267,7 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def handle_stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Turn the first SIGINT or SIGTERM inside the context into a request for a clean stop; the second acts
-    immediately.
+    """Turn the first SIGINT or SIGTERM inside the context into a request for a clean stop; the second acts at once.
 
     Yields a function that returns the requested exit code: 130, 143, or 0. The end of the `launcher` counts as
     SIGTERM: `accelerate launch` ends on that signal and does not forward it. torchrun forwards it, also to ranks that
@@ -316,9 +304,7 @@ def handle_stop_signals(launcher: int | None = None) -> Iterator[Callable[[], in
 
 
 def raise_on_all_ranks(accelerator: Accelerator, error: DitLoraError | None) -> None:
-    """Raise on every rank if any rank passes an error, with the first one's message. Ranks wait as in
-    `wait_for_all_ranks`.
-    """
+    """Raise the first rank's error on every rank, if any rank passes one. Ranks wait as in `wait_for_all_ranks`."""
     local_error = None if error is None else (str(error), error.exit_code)
     errors_by_rank = gather_from_ranks(accelerator, local_error)
     first_error = next((item for item in errors_by_rank if item is not None), None)
@@ -342,9 +328,7 @@ def gather_from_ranks(accelerator: Accelerator, value: Any) -> list[Any]:
 
 @contextmanager
 def share_errors(accelerator: Accelerator) -> Iterator[None]:
-    """Raise on every rank a `DitLoraError` that any rank raises inside the context, as `raise_on_all_ranks` does.
-    Collective.
-    """
+    """Raise a `DitLoraError` inside the context on every rank, as `raise_on_all_ranks` does. Collective."""
     error = None
     try:
         yield
@@ -411,9 +395,7 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
-    """Raise `DitLoraError` for one process if several were requested: it would be a slow run. Also for unsupported
-    launches.
-    """
+    """Raise `DitLoraError` for unsupported launches, and for one process if several were requested: a slow run."""
     is_one = accelerator.num_processes == 1
     problem = find_launch_problem(
         is_multiple_requested=is_one and is_started_alone(os.environ, torch.cuda.device_count()),

@@ -1,4 +1,4 @@
-"""The validation loss of every task, on fixed samples with fixed noise and timesteps."""
+"""Measures the eval loss of every task, on fixed samples with fixed noise and timesteps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,16 +24,10 @@ class EvalSample(NamedTuple):
     weight: int = 1
 
 
-def compute_mean_loss(setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]) -> float | None:
-    """The loss of `measure_eval_loss`, without its second result."""
-    return measure_eval_loss(setup, training_set, eval_samples)[0]
-
-
 def measure_eval_loss(
     setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]
 ) -> tuple[float | None, bool]:
-    """Weighted mean loss over `eval_samples`; its noise is never used in training. None if `eval_samples` is empty.
-    Collective.
+    """Weighted mean loss over `eval_samples` with noise that training never uses; None if empty. Collective.
 
     The second result is True if no sample was left out. Ranks share the draws; all ranks of a sharded model run each
     draw together. Bad and unreadable samples are left out with a message; training stops at them.
@@ -51,7 +45,13 @@ def measure_eval_loss(
 
     def measure() -> None:
         for held_out in local_samples:
-            sample, sample_faults = _read_sample(training_set, held_out)
+            sample: Batch | None = None
+            try:
+                sample = training_set.read_sample(held_out.entry, held_out.sample_seed)
+                sample_faults = dict(sample.faults)
+            # Training will fail on it too.
+            except UnreadableError as error:
+                sample_faults = {held_out.entry.id: str(error)}
             # In a collective forward, leave the sample out if it is bad on any rank.
             is_bad = any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
             if is_bad or sample is None:
@@ -74,12 +74,3 @@ def measure_eval_loss(
     # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
     return (total / weight if weight else None), not left_out
-
-
-def _read_sample(training_set: TrainingSet, eval_sample: EvalSample) -> tuple[Batch | None, dict[str, str]]:
-    """Read a sample and describe its faults. None if it cannot be read from disk; training will fail on it too."""
-    try:
-        sample = training_set.read_sample(eval_sample.entry, eval_sample.sample_seed)
-    except UnreadableError as error:
-        return None, {eval_sample.entry.id: str(error)}
-    return sample, dict(sample.faults)

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
@@ -32,49 +31,9 @@ from dit_lora.training.tasks.diffusion.samples import read_headers
 
 FACTS_FILE = "facts.json"
 # Words that captions begin with whatever their subject: not a trigger.
-_COMMON_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "there",
-        "is",
-        "are",
-        "it",
-        "its",
-        "in",
-        "on",
-        "of",
-        "at",
-        "to",
-        "with",
-        "from",
-        "and",
-        "for",
-        "by",
-        "video",
-        "clip",
-        "image",
-        "photo",
-        "picture",
-        "shot",
-        "scene",
-        "footage",
-        "one",
-        "two",
-        "we",
-        "i",
-        "you",
-        "he",
-        "she",
-        "they",
-        "his",
-        "her",
-        "my",
-        "our",
-    ]
+_COMMON_WORDS = (
+    "a an the this that there is are it its in on of at to with from and for by video clip image photo picture shot "
+    "scene footage one two we i you he she they his her my our"
 )
 
 
@@ -100,23 +59,29 @@ def find_common_prefix(captions: Sequence[str]) -> str | None:
             break
         shared.append(column[0])
     # A trigger is a word that only these captions have: trailing words such as "a" and "of" are not part of it.
-    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _COMMON_WORDS:
+    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _COMMON_WORDS.split():
         shared.pop()
     return " ".join(shared) or None
 
 
 def _collect_facts(setup: Setup[Any, Any]) -> dict[str, Any]:
-    recipe = setup.recipe
-    data = recipe.data
+    recipe, data = setup.recipe, setup.recipe.data
     # Only names on the Hub; local paths are private.
     hub_names = {name for source in data.all_sources if (name := get_dataset_hub_name(source)) is not None}
     common = {"datasets": sorted(hub_names), "left_out": len(setup.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
-        model = get_original_class(setup.transformer)
+        model, entries = get_original_class(setup.transformer), setup.data.training_set.entries
         library = model.__module__.partition(".")[0]
+        conversations = {
+            "kind": "conversations",
+            "samples": len(entries),
+            "by_media": dict(Counter(entry.conversation.kind for entry in entries).most_common()),
+            "seconds": _summarize_durations([entry.header for entry in entries]),
+            "answer_tokens": _summarize([entry.answers for entry in entries]),
+        }
         return {
             "model": {"class": model.__name__, "module": model.__module__, "library": library},
-            "data": {**_describe_conversations(setup.data.training_set.entries), **common},
+            "data": {**conversations, **common},
         }
     # A clip that is cut into windows counts once.
     scanned = scan_sources(data, recipe.cache_dir).clips
@@ -157,18 +122,6 @@ def _count_references(clips: Sequence[Clip]) -> dict[str, int]:
     return {str(number): count for number, count in counted.most_common()} if any(counted) else {}
 
 
-def _describe_conversations(entries: Sequence[Any]) -> dict[str, Any]:
-    conversations: list[Conversation] = [entry.conversation for entry in entries]
-    headers = [entry.header for entry in entries]
-    return {
-        "kind": "conversations",
-        "samples": len(entries),
-        "by_media": dict(Counter(conversation.kind for conversation in conversations).most_common()),
-        "seconds": _summarize_durations(headers),
-        "answer_tokens": _summarize([entry.answers for entry in entries]),
-    }
-
-
 def _summarize_durations(headers: Sequence[Any]) -> dict[str, float] | None:
     # Pictures and unreadable files have no duration.
     durations = [
@@ -180,7 +133,6 @@ def _summarize_durations(headers: Sequence[Any]) -> dict[str, float] | None:
 
 
 def _summarize(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median, maximum and sum of the values."""
     return {
         "least": min(values),
         "median": statistics.median(values),
@@ -191,9 +143,7 @@ def _summarize(values: Sequence[float]) -> dict[str, float]:
 
 def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     """The pipeline's class, and the arguments that validation passes to it, for the most common kind of clip."""
-    checkpoint = setup.checkpoint
-    recipe = setup.recipe
-    cls = checkpoint.pipeline_class
+    checkpoint, recipe, cls = setup.checkpoint, setup.recipe, setup.checkpoint.pipeline_class
     # Any clip will do: only the kinds of arguments are read.
     prompt_kwargs = dict(checkpoint.prompt_kwargs(clips[0].caption))
     references = int(next(iter(_count_references(clips)), 0))
@@ -249,24 +199,20 @@ class _PipelineRecorder:
 
 def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], references: int) -> tuple[dict[str, Any], str]:
     """The arguments that validation would pass to the pipeline, and the name of the output it would read."""
-    checkpoint = setup.checkpoint
-    settings, recorder = setup.recipe.validation, _PipelineRecorder()
+    checkpoint, settings, recorder = setup.checkpoint, setup.recipe.validation, _PipelineRecorder()
     shape = VideoShape.from_data(setup.recipe.data)
     # An image-to-video family opens its first frame, so create one.
     with tempfile.TemporaryDirectory() as folder:
         pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.image_arguments}
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
-        steps, guidance = settings.inference_steps, settings.guidance_scale
         supported = checkpoint.references
         frames = shape.frames if supported and supported.is_clip else 1
         # (frames, H, W, 3)
         black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)
-        files = [
-            write_sample(Path(folder) / f"reference_{number}", black, setup.recipe.data.fps)
-            for number in range(references)
-        ]
-        inputs: dict[str, Any] = {**pictures, "references": tuple(files), "fps": setup.recipe.data.fps}
-        sampling = Sampling(shape, steps, guidance, settings.seed, **inputs)
+        fps = setup.recipe.data.fps
+        files = [write_sample(Path(folder) / f"reference_{k}", black, fps) for k in range(references)]
+        inputs: dict[str, Any] = {**pictures, "references": tuple(files), "fps": fps}
+        sampling = Sampling(shape, settings.inference_steps, settings.guidance_scale, settings.seed, **inputs)
         checkpoint.generate(recorder, prompt_kwargs, sampling)
     return recorder.call_kwargs, recorder.output_name

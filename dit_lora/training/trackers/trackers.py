@@ -220,9 +220,7 @@ def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any])
     from torch.utils.tensorboard.summary import hparams
 
     flat = flatten(config)
-    plain = {
-        key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value) for key, value in flat.items()
-    }
+    plain = {k: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for k, v in flat.items()}
     # Three records: the experiment, and the start and end of the session.
     for summary in hparams(plain, {}):
         tracker.tracker.file_writer.add_summary(summary)
@@ -273,8 +271,7 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
     frames[0].save(data, kind, save_all=kind == "GIF", append_images=frames[1:], duration=milliseconds, loop=0)
     width, height = frames[0].size
     picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data.getvalue())
-    summary_metadata = SummaryMetadata(summary_description=caption)
-    value = Summary.Value(tag=tag, image=picture, metadata=summary_metadata)
+    value = Summary.Value(tag=tag, image=picture, metadata=SummaryMetadata(summary_description=caption))
     writer.file_writer.add_summary(Summary(value=[value]), step)
 
 

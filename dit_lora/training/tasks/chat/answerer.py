@@ -101,9 +101,7 @@ def converse(
     instruction: str = "",
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[str]:
-    """Yield the answer to each prompt as it comes; the prompts are the turns of one conversation about the same
-    media.
-    """
+    """Yield the answer to each prompt as it comes: the turns of one conversation about the same media."""
     # Once: later turns use the same frames.
     frames = answerer.read_media(media)
     turns: list[Turn] = []
@@ -133,18 +131,16 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     """
     hide_progress_bars()
     origin = find_origin(target, model)
-    adapter = origin.adapter
-    family = origin.model.family
-    _require_chat(target, family)
-    checkpoint: ChatCheckpoint = get_family(family).open(origin.model)
+    _require_chat(target, origin.model.family)
+    checkpoint: ChatCheckpoint = get_family(origin.model.family).open(origin.model)
     # As in training, if that is known; else as the checkpoint does by default.
     viewing = origin.viewing or checkpoint.vision_settings
     checkpoint = checkpoint.with_vision_settings(replace(viewing, frames=frames or viewing.frames))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(origin.model.dtype, device).dtype
     net = checkpoint.load_model(dtype)
-    if adapter:
-        load_chat_adapter(cast(PreTrainedModel, net), adapter)
+    if origin.adapter:
+        load_chat_adapter(cast(PreTrainedModel, net), origin.adapter)
     net.requires_grad_(False).eval().to(device)
     return Answerer(checkpoint, net, device, dtype, system=origin.system)
 
@@ -160,20 +156,17 @@ class ModelOrigin:
     system: str = ""
 
 
-def _find_adapter(target: Path) -> Path | None:
-    """The folder with the trained weights: an adapter, base weights, or both; None if there is none."""
-    for folder in (target, target / "adapter"):
-        if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
-            return folder
-    return None
-
-
 def find_origin(target: Path, model: str | None) -> ModelOrigin:
     """Find the base in the run's recipe or the adapter's metadata; `model` overrides the base checkpoint.
 
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not name its base.
     """
-    adapter = _find_adapter(target)
+    adapter = None
+    for folder in (target, target / "adapter"):
+        # The trained weights are an adapter, base weights, or both.
+        if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
+            adapter = folder
+            break
     # `target` is a run's folder, or the folder `adapter` inside one.
     run = target if adapter in (None, target / "adapter") else target.parent
     if (run / "config.yaml").is_file():

@@ -1,6 +1,5 @@
 """Audits conversations: decodes and checks their files, and renders their text as training does."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from dit_lora.config.recipe import Recipe
@@ -21,9 +20,7 @@ Findings = dict[str, list[Finding]]
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
 ) -> tuple[list[AuditedSample], Findings, list[str]]:
-    """Audit all samples; returns each with its file's findings, the findings about texts, and notes on the whole
-    set.
-    """
+    """Audit all samples; returns each with its file's findings, findings about texts, and notes on the whole set."""
     root = recipe.cache_dir
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
     by_media: dict[Media, str] = {}
@@ -41,7 +38,7 @@ def audit_conversations(
         replace(of_file[by_media[samples.media[name]]], file=name) if name in samples.media else AuditedSample(name)
         for name in samples.names
     ]
-    return (samples_audited, _find_text_problems(samples, samples_audited), _summarize_lengths(samples))
+    return samples_audited, _find_text_problems(samples, samples_audited), _summarize_lengths(samples)
 
 
 def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSample]) -> Findings:
@@ -53,15 +50,12 @@ def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSampl
         if name not in at_fault
     }
     # Shortened questions still train: they only give a warning.
-    for name, dropped in _count_dropped_tokens(samples).items():
+    shortened = {entry.id: entry.num_dropped_tokens for entry in samples.entries if entry.num_dropped_tokens}
+    for name, dropped in shortened.items():
         message = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
         remedy = "raise chat.max_tokens, or shorten the question"
         findings.setdefault(name, []).append(Finding("question_long", message, "warn", remedy))
     return findings
-
-
-def _count_dropped_tokens(samples: ChatSamples) -> Mapping[str, int]:
-    return {entry.id: entry.num_dropped_tokens for entry in samples.entries if entry.num_dropped_tokens}
 
 
 def _summarize_lengths(samples: ChatSamples) -> list[str]:

@@ -1,6 +1,6 @@
 """Finds a recipe's conversations, renders each to learn its length, and assigns it to a bucket."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dit_lora.config.chat import ChatConfig
@@ -40,9 +40,8 @@ def find_conversations(recipe: Recipe, checkpoint: ChatCheckpoint, data: DataCon
     rejected = {problem.file: problem.message for problem in conversations.problems}
     with_media = [conversation for conversation in conversations.usable if conversation.media is not None]
     # Only headers: sizes give the bucket, durations the time stamps.
-    headers = read_headers(
-        [conversation.media for conversation in with_media if conversation.media], recipe, quiet=quiet
-    )
+    media_files = [conversation.media for conversation in with_media if conversation.media]
+    headers = read_headers(media_files, recipe, quiet=quiet)
     by_id = {conversation.id: header for conversation, header in zip(with_media, headers, strict=True)}
     entries = []
     for conversation in make_progress_bar("rendering conversations", "sample", quiet)(conversations.usable):
@@ -60,7 +59,14 @@ def find_conversations(recipe: Recipe, checkpoint: ChatCheckpoint, data: DataCon
 
 def compute_digest(entries: Sequence[ChatEntry]) -> str:
     """Digest of the texts, times, lengths and media headers; not of the media's content."""
-    return make_entry_key({"conversations": [_describe_entry(entry) for entry in entries]})
+    described = []
+    for entry in entries:
+        sample = entry.conversation
+        settings = (sample.start, sample.end, sample.times_per_epoch, sample.loss_weight)
+        texts = [text for turn in sample.turns for text in (turn.instruction, turn.question, turn.answer)]
+        facts = [repr(entry.header), str(entry.shape), str(entry.answers)]
+        described.append([sample.id, sample.system, repr(settings), *texts, *facts])
+    return make_entry_key({"conversations": described})
 
 
 def build_training_set(entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe) -> ChatSet:
@@ -70,9 +76,7 @@ def build_training_set(entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint,
 def _build_entry(
     conversation: Conversation, header: VideoHeader | ClipError | None, checkpoint: ChatCheckpoint, chat: ChatConfig
 ) -> ChatEntry:
-    """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned
-    from it.
-    """
+    """Render a conversation and choose its bucket. Raises `DitLoraError` if nothing can be learned from it."""
     if isinstance(header, ClipError) and conversation.media is not None:
         raise ClipError(describe_read_error(conversation.media, header))
     if isinstance(header, ClipError):
@@ -81,7 +85,10 @@ def _build_entry(
     if header is not None:
         pixels = checkpoint.shape(conversation.kind, header.height, header.width)
         if conversation.kind == "video" and pixels is not None:
-            seconds = _compute_latest_times(conversation, header, pixels.frames)
+            if header.seconds is None or header.fps is None:
+                raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
+            start, end = conversation.start, conversation.end
+            seconds = compute_latest_times(header.seconds, header.fps, pixels.frames, start=start, end=end)
     # With the longest time stamps: no random choice of frames gives more tokens.
     begun = _vary_first_turn(conversation, chat)
     renderings = [fit_to_length(checkpoint.render(rendered, pixels, seconds), chat.max_tokens) for rendered in begun]
@@ -94,14 +101,9 @@ def _build_entry(
     length = round_up_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)
-    return ChatEntry(
-        conversation,
-        header,
-        shape,
-        max(rendered.num_answer_tokens for rendered in renderings),
-        instruction,
-        sum(piece.num_dropped for piece in longest.pieces),
-    )
+    answers = max(rendered.num_answer_tokens for rendered in renderings)
+    num_dropped = sum(piece.num_dropped for piece in longest.pieces)
+    return ChatEntry(conversation, header, shape, answers, instruction, num_dropped)
 
 
 def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
@@ -119,23 +121,3 @@ def _vary_first_turn(conversation: Conversation, chat: ChatConfig) -> list[Conve
     # The position of one turn for each kind of beginning.
     firsts = {(turn.instruction, not turn.question): at for at, turn in enumerate(turns)}
     return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
-
-
-def _compute_latest_times(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:
-    if header.seconds is None or header.fps is None:
-        raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
-    return compute_latest_times(header.seconds, header.fps, frames, start=conversation.start, end=conversation.end)
-
-
-def _describe_entry(entry: ChatEntry) -> list[str]:
-    return [*_list_texts(entry.conversation), repr(entry.header), str(entry.shape), str(entry.answers)]
-
-
-def _list_texts(conversation: Conversation) -> Iterator[str]:
-    yield from (
-        conversation.id,
-        conversation.system,
-        repr((conversation.start, conversation.end, conversation.times_per_epoch, conversation.loss_weight)),
-    )
-    for turn in conversation.turns:
-        yield from (turn.instruction, turn.question, turn.answer)

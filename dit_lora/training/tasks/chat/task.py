@@ -28,7 +28,7 @@ from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.tasks.chat.validation import write_answers
 from dit_lora.training.tasks.diffusion.cache_plan import find_rejected_files
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
-from dit_lora.training.tasks.eval_loss import EvalSample, compute_mean_loss
+from dit_lora.training.tasks.eval_loss import EvalSample, measure_eval_loss
 from dit_lora.training.tasks.rejects import Rejects
 from dit_lora.verify.chat_model import ChatReferenceModel
 
@@ -71,9 +71,8 @@ class ChatTask:
             # The data of another file, read with the same settings.
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
             rejects.add(validation_samples.rejected, "these samples of validation.conversations cannot be used")
-            held_out = build_training_set(
-                rejects.filter_samples(validation_samples.entries, lambda entry: entry.id), checkpoint, recipe
-            )
+            usable = rejects.filter_samples(validation_samples.entries, lambda entry: entry.id)
+            held_out = build_training_set(usable, checkpoint, recipe)
         return ChatTrainingData(conversations, compute_digest(entries), model, rejects.reasons, held_out=held_out)
 
     def load_trainable(
@@ -84,13 +83,8 @@ class ChatTask:
         narrowed = quantize_if_requested(recipe, model, family.group_patterns)
         description = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
-            attached = attach_initialized_lora(
-                model,
-                recipe.lora,
-                select_default_targets(family, model),
-                seed=recipe.train.seed,
-                submodules=family.lora_parent_modules,
-            )
+            targets, parents = select_default_targets(family, model), family.lora_parent_modules
+            attached = attach_initialized_lora(model, recipe.lora, targets, seed=recipe.train.seed, submodules=parents)
             description = str(attached)
         groups = build_recipe_groups(model, recipe.optim.groups, family.group_patterns)
         return model, groups, f"{narrowed}{description}\n{patch_kernels(recipe, model)}"
@@ -101,11 +95,9 @@ class ChatTask:
     def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         family: ChatFamily = get_family(recipe.model.family)
         chat = recipe.model_dump(mode="json")["chat"] or {}
+        # Not configurable for these families; older checkpoints have it.
         if family.has_default_timestamps and chat.get("timestamps", "") is None:
-            chat["timestamps"] = (
-                # Not configurable for these families; older checkpoints have it.
-                True
-            )
+            chat["timestamps"] = True
         return {f"chat.{key}": value for key, value in chat.items()}
 
     def build_metadata(self, setup: ChatSetup) -> dict[str, Any]:
@@ -122,7 +114,8 @@ class ChatTask:
         if held_out is None:
             return None
         entries = held_out.entries[: setup.recipe.validation.held_out_clips]
-        return compute_mean_loss(setup, held_out, [EvalSample(entry, 0, entry.answers) for entry in entries])
+        eval_samples = [EvalSample(entry, 0, entry.answers) for entry in entries]
+        return measure_eval_loss(setup, held_out, eval_samples)[0]
 
     def write_samples(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)
@@ -136,9 +129,8 @@ class ChatTask:
 
 def select_default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
     """The family's LoRA targets that exist in this model: its language models differ."""
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     # The last part of each linear layer's name, which targets match.
-    present = {name.rpartition(".")[2] for name in linear}
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return tuple(target for target in family.lora_targets if target in present)
 
 
@@ -156,8 +148,7 @@ def _describe_conversations(conversations: ChatSet) -> str:
     answers = sum(entry.answers for entry in conversations.entries)
     shortened = sum(entry.num_dropped_tokens > 0 for entry in conversations.entries)
     return (
-        f"conversations: {', '.join(counts)}, in {len(conversations.padded_lengths)} buckets, "
-        f"the largest {conversations.largest_shape[0]}; "
-        f"{answers:,} answer tokens to learn"
+        f"conversations: {', '.join(counts)}, in {len(conversations.padded_lengths)} buckets, the largest "
+        f"{conversations.largest_shape[0]}; {answers:,} answer tokens to learn"
         + (f"; the questions of {shortened:,} are shortened" if shortened else "")
     )

@@ -1,7 +1,6 @@
 """Reads conversations for a run: decodes frames and renders text on the fly, each sample in its bucket.
 
-A sample's tensors have the shape of its bucket, so that all samples of a step can form one batch on any rank, with one
-kind of media.
+A sample's tensors have the shape of its bucket, so that any samples of a step form a batch, with one kind of media.
 """
 
 import dataclasses
@@ -127,9 +126,7 @@ class ChatSet:
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def select_example_entries(self) -> Sequence[ChatEntry]:
-        """One entry of each kind of media if there are several kinds; else empty. Text, for example, uses no vision
-        encoder.
-        """
+        """One entry of each kind of media if there are several kinds; else empty. Text uses no vision encoder."""
         by_kind: dict[ConversationKind, ChatEntry] = {}
         for entry in self.entries:
             by_kind.setdefault(entry.shape.kind, entry)
@@ -144,9 +141,7 @@ class ChatSet:
         return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
 
     def read_sample(self, entry: ChatEntry, sample_seed: int) -> Batch:
-        """Read one sample without randomness: middle frames, whole pictures, turns in order. `sample_seed` has no
-        effect.
-        """
+        """Read a sample without randomness: middle frames, whole pictures, turns in order, any `sample_seed`."""
         return self._read_sample(entry, sample_seed, None)
 
     def read_augmented(self, entry: ChatEntry, sample_seed: int, run_seed: int) -> Batch:
@@ -168,8 +163,8 @@ class ChatSet:
             # Media placeholders are replaced by features and need no embedding.
             ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
             problems += [
-                f"{entry.id}: {not_embedded[token]!r} is token {token}, "
-                f"and the model has embeddings of tokens 0..{count - 1}"
+                f"{entry.id}: {not_embedded[token]!r} is token {token}, and the model has embeddings of tokens "
+                f"0..{count - 1}"
                 for token in sorted(ids & not_embedded.keys())
             ]
         return problems
@@ -182,9 +177,14 @@ class ChatSet:
 
     def render(self, entry: ChatEntry, rng: torch.Generator | None) -> tuple[RenderedConversation, list[float]]:
         """The sample's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
-        conversation, shape = _shuffle_turns(entry.conversation, self.chat, rng), entry.shape.pixels
+        conversation = entry.conversation
+        if rng is not None and self.chat.shuffle_turns and conversation.is_independent:
+            # Independent turns may come in any order.
+            order = torch.randperm(len(conversation.turns), generator=rng).tolist()
+            turns = tuple(conversation.turns[index] for index in order)
+            conversation = dataclasses.replace(conversation, turns=turns)
         seconds = _sample_frame_times(entry, rng if self.chat.frames == "random" else None)
-        rendered = self.checkpoint.render(conversation, shape, seconds)
+        rendered = self.checkpoint.render(conversation, entry.shape.pixels, seconds)
         return fit_to_length(rendered, self.chat.max_tokens), seconds
 
     def _read_sample(self, entry: ChatEntry, sample_seed: int, rng: torch.Generator | None) -> Batch:
@@ -242,9 +242,8 @@ class ChatSet:
 class ChatDataset(OrderedDataset):
     """The sample at each position of a run, weighted so that every answer token of a step counts the same.
 
-    A sample's loss is the mean over its answer tokens. Multiplied by its share of the step's tokens, over all
-    micro-steps and ranks, the step's mean is the mean over tokens. All ranks know the samples of a step, so nothing is
-    communicated.
+    A sample's loss is the mean over its answer tokens. Multiplied by its share of the step's tokens on all ranks, the
+    step's mean is the mean over tokens. All ranks know the samples of a step, so nothing is communicated.
     """
 
     def __init__(self, clips: ChatSet, reading: Reading) -> None:
@@ -265,7 +264,6 @@ class ChatDataset(OrderedDataset):
         return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
 
     def _count_answer_tokens(self, step: int) -> int:
-        """Number of answer tokens in a step's samples."""
         # A step's samples are read one after another: cache the last sum.
         if self._cached_token_sum[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
@@ -279,25 +277,9 @@ def make_sample_generator(run_seed: int, sample_seed: int) -> torch.Generator:
     return make_generator(run_seed, "chat", sample_seed)
 
 
-def _shuffle_turns(conversation: Conversation, chat: ChatConfig, rng: torch.Generator | None) -> Conversation:
-    if rng is None or not (chat.shuffle_turns and conversation.is_independent):
-        return conversation
-    # Independent turns may come in any order.
-    order = torch.randperm(len(conversation.turns), generator=rng).tolist()
-    return dataclasses.replace(conversation, turns=tuple(conversation.turns[index] for index in order))
-
-
 def _sample_frame_times(entry: ChatEntry, rng: torch.Generator | None) -> list[float]:
     header, conversation = entry.header, entry.conversation
     if conversation.kind != "video" or header is None or header.seconds is None or header.fps is None:
         return []
-    return list(
-        sample_frame_times(
-            header.seconds,
-            header.fps,
-            entry.shape.frames,
-            start=conversation.start,
-            end=conversation.end,
-            generator=rng,
-        )
-    )
+    start, end, frames = conversation.start, conversation.end, entry.shape.frames
+    return list(sample_frame_times(header.seconds, header.fps, frames, start=start, end=end, generator=rng))

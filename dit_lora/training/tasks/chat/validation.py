@@ -20,32 +20,20 @@ ANSWERS = "answers.json"
 
 def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     """Write samples/step_NNNNNN/answers.json with the model's answers to `validation.prompts`. Collective."""
-    if not setup.recipe.validation.prompts:
-        return
-    # All ranks of a sharded model generate together, the same answer on each.
-    takes_part = setup.session.is_main or setup.engine.collective_forward
-    if takes_part:
-        _generate_answers(setup, step)
-
-
-def _generate_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     settings, accelerator = setup.recipe.validation, setup.session.accelerator
+    # All ranks of a sharded model generate together, the same answer on each.
+    if not settings.prompts or not (setup.session.is_main or setup.engine.collective_forward):
+        return
     answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype)
     answers = []
-    bar = tqdm(
-        settings.prompts,
-        desc=f"answering at step {step}",
-        unit="answer",
-        leave=False,
-        disable=not setup.session.is_main,
-    )
+    description, is_quiet = f"answering at step {step}", not setup.session.is_main
+    bar = tqdm(settings.prompts, desc=description, unit="answer", leave=False, disable=is_quiet)
     with use_eval_mode(setup.model):
         for index, prompt in enumerate(bar):
             file = settings.media[index] if settings.media else None
+            media = MediaFile(Path(file)) if file else None
             try:
-                answer = answerer.ask(
-                    MediaFile(Path(file)) if file else None, prompt, max_tokens=settings.max_answer_tokens
-                )
+                answer = answerer.ask(media, prompt, max_tokens=settings.max_answer_tokens)
             except ClipError as problem:
                 raise DitLoraError(f"validation.media: {problem}") from problem
             answers.append({"prompt": prompt, "media": file, "answer": answer})

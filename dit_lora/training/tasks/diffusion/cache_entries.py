@@ -1,6 +1,6 @@
 """Creates the cache entry of a sample or a caption, and the metadata that its key depends on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,25 +87,15 @@ class Encoding:
     @classmethod
     def from_recipe(cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
         def resolve_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-            """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
-            components = {
-                name: digests.hash_component(value) if isinstance(value, Path) else value
-                for name, value in facts.items()
-            }
+            components = {n: digests.hash_component(v) if isinstance(v, Path) else v for n, v in facts.items()}
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
-        return cls(
-            recipe,
-            digests,
-            resolve_facts(checkpoint.text_cache_key()),
-            resolve_facts(video_facts),
-            checkpoint.references,
-            any(source.has_masks for source in recipe.data.all_sources),
-            checkpoint.sound_format,
-        )
+        text_key, latent_key = resolve_facts(checkpoint.text_cache_key()), resolve_facts(video_facts)
+        has_masks = any(source.has_masks for source in recipe.data.all_sources)
+        return cls(recipe, digests, text_key, latent_key, checkpoint.references, has_masks, checkpoint.sound_format)
 
     @property
     def has_references_in_text(self) -> bool:
@@ -122,12 +112,13 @@ class Encoding:
             # By content, so that renamed or moved references keep their entry.
             facts["references"] = [self.digests.hash_pixels(reference) for reference in caption_references.media]
             facts["start"], facts["shape"] = caption_references.start, str(caption_references.shape)
-            return Job(
-                f"caption {caption!r}",
-                make_entry_key(facts),
-                facts,
-                self._make_referenced_encoder(caption, caption_references),
-            )
+
+            def make_with_references(encoder: EditTextEncoder) -> Tensors:
+                references = self._read_references(caption_references)
+                tensors = encoder.encode_with_references(caption, references, caption_references.shape)
+                return {name: tensor[0] for name, tensor in tensors.items()}
+
+            return Job(f"caption {caption!r}", make_entry_key(facts), facts, make_with_references)
 
         def make(encoder: TextEncoder) -> Tensors:
             # One caption at a time: in a batch the last bits of the result would depend on its neighbours.
@@ -135,24 +126,12 @@ class Encoding:
 
         return Job(f"caption {caption!r}", make_entry_key(facts), facts, make)
 
-    def _make_referenced_encoder(
-        self, caption: str, caption_references: CaptionReferences
-    ) -> Callable[[EditTextEncoder], Tensors]:
-        def make(encoder: EditTextEncoder) -> Tensors:
-            references = self._read_references(caption_references)
-            tensors = encoder.encode_with_references(caption, references, caption_references.shape)
-            return {name: tensor[0] for name, tensor in tensors.items()}
-
-        return make
-
     def _read_references(self, caption_references: CaptionReferences) -> tuple[torch.Tensor, ...]:
         assert self.supported_references is not None
         # Clips are read in the sample's shape, pictures at their own size.
         clip = caption_references.shape if self.supported_references.is_clip else None
-        fps = self.recipe.data.fps
-        return tuple(
-            read_reference(reference, clip, fps, caption_references.start) for reference in caption_references.media
-        )
+        fps, start = self.recipe.data.fps, caption_references.start
+        return tuple(read_reference(reference, clip, fps, start) for reference in caption_references.media)
 
     def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
@@ -200,20 +179,23 @@ class Encoding:
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
         references = self._read_references(CaptionReferences.from_sample(sample)) if sample.clip.references else ()
-        mask = self._read_mask(sample)
+        mask_file, mask = sample.clip.mask, None
+        if self.has_masks and mask_file is not None:
+            mask = read_mask(mask_file.media, alpha=mask_file.alpha, **size)
+        elif self.has_masks:
+            # Other samples have masks, and all samples of a batch need the same tensors.
+            mask = torch.ones(sample.shape.height, sample.shape.width)
         if mirrored:
-            video, references = (video.flip(-1), tuple(reference.flip(-1) for reference in references))
+            video, references = video.flip(-1), tuple(reference.flip(-1) for reference in references)
             mask = None if mask is None else mask.flip(-1)
-        return DecodedSample(video, image, references, mask, self._read_sound(sample))
-
-    def _read_sound(self, sample: BucketedSample) -> Sound | None:
-        if self.sound is None:
-            return None
-        frames, fps = sample.shape.frames, self.recipe.data.fps
-        # Recipes with data.sound have data.fps.
-        assert fps is not None
-        waveform = read_sound(sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start)
-        return Sound(waveform, self.sound.rate)
+        sound, fps = None, self.recipe.data.fps
+        if self.sound is not None:
+            # Recipes with data.sound have data.fps.
+            assert fps is not None
+            frames = sample.shape.frames
+            waveform = read_sound(sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start)
+            sound = Sound(waveform, self.sound.rate)
+        return DecodedSample(video, image, references, mask, sound)
 
     def make_silence(self, shape: VideoShape) -> Sound | None:
         """Silence as long as a sample of this shape; None without sound."""
@@ -222,12 +204,3 @@ class Encoding:
         samples = self.sound.count_samples(shape.frames, self.recipe.data.fps)
         # (channels, samples)
         return Sound(torch.zeros(self.sound.channels, samples), self.sound.rate)
-
-    def _read_mask(self, sample: BucketedSample) -> torch.Tensor | None:
-        if not self.has_masks:
-            return None
-        size, mask = {"height": sample.shape.height, "width": sample.shape.width}, sample.clip.mask
-        if mask is None:
-            # Other samples have masks, and all samples of a batch need the same tensors.
-            return torch.ones(sample.shape.height, sample.shape.width)
-        return read_mask(mask.media, alpha=mask.alpha, **size)

@@ -39,9 +39,7 @@ class PlannedSample:
     mirror: Job | None
     text: Job
     empty: Job | None = None
-    """The empty caption with the sample's references, if captions are encoded with references and dropped; else
-    None.
-    """
+    """The empty caption with the sample's references, if captions are encoded with them and dropped; else None."""
     preserve: tuple[Job, ...] = ()
     """The captions without the trigger, for `train.preserve`."""
     preserve_weight: float = 0.0
@@ -121,8 +119,7 @@ def make_plan(
 ) -> Plan:
     """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
 
-    `samples_per_step` is the number of samples per step. `sampling_checkpoint` is the checkpoint that samples are
-    generated with, if it differs.
+    `sampling_checkpoint` is the checkpoint that samples are generated with, if it differs.
     """
     digests = Digests(recipe.cache_dir / "digests.json")
     encoding = Encoding.from_recipe(recipe, checkpoint, dtype, digests)
@@ -137,7 +134,12 @@ def make_plan(
         # Wait for a missing file: without it the sample would be missing for the whole run.
         folder = Path(sample.clip.media.location).parent
         planned.append(read_with_retry(partial(_plan_sample, encoding, sample), folder))
-    _require_triggers(recipe, planned)
+    preserve = recipe.train.preserve
+    if preserve is not None and planned and not any(planned_sample.preserve_weight for planned_sample in planned):
+        raise DitLoraError(
+            f"train.preserve: none of {len(planned)} captions has the trigger {preserve.trigger!r} in it, as in "
+            f"{planned[0].sample.clip.caption!r}; name the words that captions have"
+        )
     if not quiet:
         digests.save()
     # By content, not by name: a file that was repaired since is audited again.
@@ -159,17 +161,12 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
-    texts = _plan_texts(encoding, sample)
-    return PlannedSample(sample, video, mirror, *texts, *_plan_preserved(encoding, sample))
-
-
-def _plan_texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:
-    """The jobs of a sample's caption and of its empty caption; None for the latter if all samples share it."""
     references = CaptionReferences.from_sample(sample)
-    text = encoding.make_text_job(sample.clip.caption, references)
+    text, empty = encoding.make_text_job(sample.clip.caption, references), None
+    # Otherwise all samples share the empty caption.
     if encoding.has_references_in_text and encoding.recipe.data.caption_dropout > 0:
-        return text, encoding.make_text_job("", references)
-    return text, None
+        empty = encoding.make_text_job("", references)
+    return PlannedSample(sample, video, mirror, text, empty, *_plan_preserved(encoding, sample))
 
 
 def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
@@ -177,24 +174,12 @@ def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[J
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
+    references = CaptionReferences.from_sample(sample)
     # Every sample of a batch needs such a caption, even if its loss does not count.
     if preserve.trigger not in caption:
-        return (encoding.make_text_job(caption, CaptionReferences.from_sample(sample)),), 0.0
-    references = CaptionReferences.from_sample(sample)
-    jobs = tuple(
-        encoding.make_text_job(other_caption, references) for other_caption in preserve.replace_trigger(caption)
-    )
-    return jobs, preserve.weight
-
-
-def _require_triggers(recipe: Recipe, planned_samples: Sequence[PlannedSample]) -> None:
-    preserve = recipe.train.preserve
-    if preserve is not None and planned_samples and not any(planned.preserve_weight for planned in planned_samples):
-        raise DitLoraError(
-            f"train.preserve: none of {len(planned_samples)} captions has the trigger "
-            f"{preserve.trigger!r} in it, as in "
-            f"{planned_samples[0].sample.clip.caption!r}; name the words that captions have"
-        )
+        return (encoding.make_text_job(caption, references),), 0.0
+    other_captions = preserve.replace_trigger(caption)
+    return tuple(encoding.make_text_job(other, references) for other in other_captions), preserve.weight
 
 
 def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationPrompt]:

@@ -1,6 +1,4 @@
-"""Generates samples with two experts while one trains: loads the other's adapter, and keeps one expert on the
-device.
-"""
+"""Generates samples with two experts while one trains: loads the other's adapter; only one is on the device."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,8 +34,8 @@ def find_other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
         parts_text = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())
         raise DitLoraError(
             f"validation.other_expert: {location} has no adapter of {other_part} "
-            f"({checkpoint.expert_names[other_part]}), "
-            f"while this run trains {checkpoint.part}: {parts_text or 'it has none at all'}"
+            f"({checkpoint.expert_names[other_part]}), while this run trains {checkpoint.part}: "
+            f"{parts_text or 'it has none at all'}"
         )
     return parts[other_part]
 
@@ -48,8 +46,7 @@ def use_both_experts(
 ) -> Iterator[None]:
     """Let a pipeline denoise with both experts, with only one of them on the device at a time.
 
-    The other expert gets its `adapter`, if given. The trained expert stays where it is if it is sharded or on several
-    devices.
+    The other gets its `adapter`, if given. The trained one stays where it is if it is sharded or on several devices.
     """
     names = [part for part in checkpoint.expert_names if part != checkpoint.part]
     if not names:

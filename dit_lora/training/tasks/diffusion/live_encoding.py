@@ -172,13 +172,13 @@ class LiveLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for samples in self.decoded_loader:
-            batch = collate([self._encode_sample(pick, pixels) for pick, pixels in samples])
+            encoded = []
+            for pick, pixels in samples:
+                # `LiveVideos.read` takes it out again, by the same key.
+                self.clips.videos.decoded_samples[pick.entry.choose_video_key(pick.sample_seed)] = pixels
+                encoded.append(self.clips.read(*pick))
+            batch = collate(encoded)
             yield batch.pin_memory() if self.pin_memory else batch
-
-    def _encode_sample(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
-        # `LiveVideos.read` takes it out again, by the same key.
-        self.clips.videos.decoded_samples[pick.entry.choose_video_key(pick.sample_seed)] = pixels
-        return self.clips.read(*pick)
 
 
 def _make_placeholder(spec: Spec) -> Tensors:

@@ -52,8 +52,7 @@ def precompute(
 ) -> DiffusionTrainingData:
     """Fill the caches for a recipe; unusable samples are refused or left out, all in one list.
 
-    Validation prompts are encoded for `sampling_checkpoint`, the checkpoint that samples are generated with, if it
-    differs. Collective.
+    Validation prompts are encoded for `sampling_checkpoint`, which generates the samples, if given. Collective.
     """
     recipe, accelerator = session.recipe, session.accelerator
     _require_validation_files(recipe.validation)
@@ -76,21 +75,25 @@ def precompute(
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
-    uncached = [
-        planned.sample
-        for planned in (_find_missing(videos, plan) if recipe.data.precompute else plan.planned_samples)
-        if planned.sample.id not in plan.rejected
-    ]
+    uncached = [planned for planned in plan.planned_samples if planned.sample.id not in plan.rejected]
+    if recipe.data.precompute:
+        # One query for all keys.
+        missing = set(videos.find_missing([planned.video.key for planned in plan.planned_samples]))
+        uncached = [planned for planned in uncached if planned.video.key in missing]
     # All at once: a user wants one list of the files to repair, not one file per start.
-    rejects.add({**plan.rejected, **find_header_problems(uncached, recipe, quiet=quiet)})
+    header_problems = find_header_problems([planned.sample for planned in uncached], recipe, quiet=quiet)
+    rejects.add({**plan.rejected, **header_problems})
     if recipe.data.precompute:
         clips = _fill_caches(session, checkpoint, plan, rejects, videos, sampling_checkpoint)
     else:
-        _require_same_text_encoder(plan)
+        if not plan.shares_text_encoder:
+            raise DitLoraError(
+                "validation.model has another text encoder than model.path, which data.precompute: false would keep "
+                "in memory beside it; set data.precompute to true"
+            )
         report_cut_captions(session, checkpoint, [planned.sample.clip for planned in plan.planned_samples])
-        clips = build_live_clips(
-            session, checkpoint, plan, rejects.filter_samples(plan.planned_samples, _get_sample_id)
-        )
+        planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
+        clips = build_live_clips(session, checkpoint, plan, planned_samples)
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
     raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
@@ -122,11 +125,10 @@ def _get_sample_id(planned: PlannedSample) -> str:
 
 
 def _list_keys(entry: Entry) -> list[str]:
-    keys = [entry.id, entry.video_key, entry.text_key]
     # Only if not the default, so that digests from before the option still match.
     weights = (entry.times_per_epoch, entry.loss_weight)
     return [
-        *keys,
+        *(entry.id, entry.video_key, entry.text_key),
         *([entry.mirror_key] if entry.mirror_key else []),
         *(map(str, weights) if weights != (1, 1) else []),
         *entry.preserve_text_keys,
@@ -143,13 +145,6 @@ def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
         f"train.preserve: {num_without} of {len(plan.planned_samples)} captions have no {trigger!r} in them, "
         "and are trained without it"
     ]
-
-
-def _find_missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
-    """The samples that are not in the cache yet."""
-    # One query for all keys.
-    missing = set(videos.find_missing([planned.video.key for planned in plan.planned_samples]))
-    return [planned for planned in plan.planned_samples if planned.video.key in missing]
 
 
 def _fill_caches(
@@ -179,9 +174,10 @@ def _fill_caches(
             bad |= _fill_cache(session, texts, prompt_jobs, sampling_checkpoint.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     raise_on_all_ranks(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
-    rejects.add(
-        {planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.texts if job.key in bad}
-    )
+    failed = {
+        planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.texts if job.key in bad
+    }
+    rejects.add(failed)
     planned_samples = rejects.filter_samples(planned_samples, _get_sample_id)
 
     jobs = [job for planned in planned_samples for job in planned.videos]
@@ -197,19 +193,8 @@ def _fill_caches(
     return CachedClips(entries, empty.key, videos, texts)
 
 
-def _require_same_text_encoder(plan: Plan) -> None:
-    if not plan.shares_text_encoder:
-        raise DitLoraError(
-            "validation.model has another text encoder than model.path, "
-            "which data.precompute: false would keep in memory "
-            "beside it; set data.precompute to true"
-        )
-
-
 def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
-    """Read the entries that all samples share, and drop bad ones: they are encoded again now, and no sample is at
-    fault later.
-    """
+    """Drop bad entries that all samples share: they are encoded again now, and no sample is at fault later."""
     for job in jobs if session.is_main else ():
         if cache.is_complete(job.key):
             _, fault = cache.read(job.key, {})
@@ -245,13 +230,8 @@ def _fill_cache(
             progress_bar.update(num_done - progress_bar.n)
 
     try:
-        filled = fill_cache(
-            cache,
-            jobs,
-            lambda: load_encoder(session.precision.dtype, accelerator.device),
-            launch_id=launch,
-            on_progress=show_progress,
-        )
+        load = partial(load_encoder, session.precision.dtype, accelerator.device)
+        filled = fill_cache(cache, jobs, load, launch_id=launch, on_progress=show_progress)
     except DitLoraError as problem:
         error = problem
     finally:

@@ -1,8 +1,5 @@
-"""Generates samples of the untrained model to train on in addition to the subject: prior preservation (arXiv
-2208.12242).
-"""
+"""Generates samples of the untrained model to train on too: prior preservation (arXiv 2208.12242)."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,7 +7,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
@@ -22,6 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.streams import derive_seed
+from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 
 
@@ -41,21 +38,14 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
         )
     (missing_samples,) = broadcast_object_list([_run_on_main(session, partial(_find_missing_samples, session))])
     sampler = _PriorSampler(session, checkpoint)
-    bar = tqdm(
-        missing_samples,
-        desc="sampling the prior",
-        unit="sample",
-        disable=not session.is_main or not missing_samples,
-        dynamic_ncols=True,
-    )
+    is_quiet = not session.is_main or not missing_samples
+    bar = tqdm(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet, dynamic_ncols=True)
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
         _run_on_main(session, partial(sampler.write_prior_sample, number, index))
     # Its pipeline must be freed before other models are loaded.
     del sampler
-    gc.collect()
-    if session.accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory()
 
 
 def _run_on_main(session: Session, work: Callable[[], Any]) -> Any:
@@ -88,12 +78,11 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
         missing = list(islice(free, max(0, source.generate - len(files))))
         if missing and recipe.model.from_scratch is not None:
             raise DitLoraError(
-                f"data.sources[{number}].generate needs a trained model, and model.from_scratch has none; "
-                "remove one of them"
+                f"data.sources[{number}].generate needs a trained model, and model.from_scratch has none; remove one "
+                "of them"
             )
         if missing:
-            have = f"{source.path} holds {len(files)} of {source.generate}"
-            session.say(f"prior: {have}; sampling {source.caption!r}")
+            session.say(f"prior: {source.path} holds {len(files)} of {source.generate}; sampling {source.caption!r}")
         jobs += [(number, index) for index in missing]
     return jobs
 

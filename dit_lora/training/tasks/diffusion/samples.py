@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dit_lora.config.data import DataConfig, VideoShape
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import collect_findings
 from dit_lora.data.audit.probe import probe_file
@@ -48,8 +48,7 @@ class Samples:
 def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> Samples:
     """Read the sources, and headers if shapes depend on them; decodes nothing.
 
-    `samples_per_step` is the number of samples per step. With a single shape, headers are left to
-    `find_header_problems`.
+    With a single shape, headers are left to `find_header_problems`.
     """
     data = recipe.data
     sources = scan_sources(data, recipe.cache_dir)
@@ -68,10 +67,9 @@ def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step
         shape = VideoShape.from_data(data)
         plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
         fitting, unfit = add_reference_shapes(plain_samples, checkpoint, _make_header_reader(recipe, quiet))
-        advice = advise_on_references([problem.shape for problem in fitting], samples_per_step)
-        clips_found = tuple(sources.clips)
+        advice = advise_on_references([sample.shape for sample in fitting], samples_per_step)
         lines = (*sources.notes, *advice)
-        return Samples(fitting, rejected | unfit, (shape,), clips_found, notes=lines)
+        return Samples(fitting, rejected | unfit, (shape,), tuple(sources.clips), notes=lines)
     notes = list(sources.notes)
     shapes = list_buckets(data, checkpoint.size_multiple, checkpoint.unsupported_reason, notes.append)
     # Size and length, which choose the bucket, are in the header; decoding would take hours.
@@ -94,9 +92,8 @@ def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step
     # Also on what found no bucket.
     report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
     fitting, unfit = add_reference_shapes(all_samples, checkpoint, _make_header_reader(recipe, quiet))
-    notes += advise_on_references([problem.shape for problem in fitting], samples_per_step)
-    clips_found = tuple(sources.clips)
-    return Samples(fitting, rejected | unfit, shapes, clips_found, report, tuple(notes))
+    notes += advise_on_references([sample.shape for sample in fitting], samples_per_step)
+    return Samples(fitting, rejected | unfit, shapes, tuple(sources.clips), report, tuple(notes))
 
 
 def _make_header_reader(recipe: Recipe, quiet: bool) -> Callable[[Sequence[Media]], list[VideoHeader | ClipError]]:
@@ -113,13 +110,14 @@ def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, q
             unusable[sample.id] = describe_read_error(sample.clip.media, header)
             continue
         if not header.is_image and data.fps is not None:
-            frames, start = sample.shape.frames, sample.start
-            short = find_shortage(header, frames=frames, fps=data.fps, start=start)
+            short = find_shortage(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
             if short:
                 unusable[sample.id] = f"{sample.clip.media.name}: {short}"
                 continue
         if data.sound:
-            deaf = _find_sound_problem(sample, header, data)
+            # Recipes with data.sound have data.fps.
+            assert data.fps is not None
+            deaf = find_sound_problem(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
             if deaf:
                 unusable[sample.id] = f"{sample.clip.media.name}: {deaf}"
                 continue
@@ -133,12 +131,6 @@ def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, q
         elif problem := find_mask_mismatch((header.height, header.width), (clip_header.height, clip_header.width)):
             unusable[sample_id] = problem
     return unusable
-
-
-def _find_sound_problem(sample: BucketedSample, header: VideoHeader, data: DataConfig) -> str | None:
-    # Recipes with data.sound have data.fps.
-    assert data.fps is not None
-    return find_sound_problem(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
 
 
 def describe_read_error(media: Media, error: ClipError) -> str:

@@ -1,9 +1,7 @@
 """Generates samples with a second checkpoint of the same architecture and the trained adapter (`validation.model`)."""
 
 import copy
-import gc
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,9 +53,8 @@ def require_only_adapter_trains(recipe: Recipe, model: nn.Module) -> None:
         )
     if recipe.validation.model is not None and trained:
         raise DitLoraError(
-            "validation.model: samples of it take the adapter alone, "
-            f"and {len(trained)} base weights train too, such as "
-            f"{next(iter(trained))}; leave one of them out"
+            f"validation.model: samples of it take the adapter alone, and {len(trained)} base weights train too, such "
+            f"as {next(iter(trained))}; leave one of them out"
         )
 
 
@@ -84,10 +81,8 @@ def load_sampling_transformer(
         for name, tensor in weights.items():
             # Keeps the dtype of the trained weights, and copies: the run's own weights go on training.
             parameters[name].data = tensor.detach().to("cpu", copy=True)
-    frozen_adapters, sample_adapters = (name_under_adapters(recipe, configs, stored), list_sample_adapters(recipe))
-    attach_frozen_adapters(
-        model, {name: adapter for name, adapter in frozen_adapters.items() if name in sample_adapters}
-    )
+    frozen_adapters, in_samples = name_under_adapters(recipe, configs, stored), list_sample_adapters(recipe)
+    attach_frozen_adapters(model, {n: adapter for n, adapter in frozen_adapters.items() if n in in_samples})
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.session.accelerator)
     if recipe.train.offload == "none":
@@ -95,20 +90,14 @@ def load_sampling_transformer(
     return model
 
 
-def release_memory(device: torch.device) -> None:
-    """Free the memory of an unreferenced transformer: it is part of reference cycles with its pipeline."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _list_differences(checkpoint: Checkpoint, sampling_checkpoint: Checkpoint) -> list[str]:
-    """One message for each difference between the two pipelines and transformer configs."""
     pipelines = [opened.pipeline_class.__name__ for opened in (sampling_checkpoint, checkpoint)]
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
     # Compared by key, so that a missing setting counts as a difference.
     sampling_config, trained_config = (
-        _select_architecture(opened.transformer_config) for opened in (sampling_checkpoint, checkpoint)
+        # Library names and versions are not part of the architecture.
+        {key: value for key, value in opened.transformer_config.items() if not key.startswith("_")}
+        for opened in (sampling_checkpoint, checkpoint)
     )
     messages += [
         f"{key} {sampling_config.get(key)}, not {trained_config.get(key)}"
@@ -116,8 +105,3 @@ def _list_differences(checkpoint: Checkpoint, sampling_checkpoint: Checkpoint) -
         if sampling_config.get(key) != trained_config.get(key)
     ]
     return messages
-
-
-def _select_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    # Library names and versions are not part of the architecture.
-    return {key: value for key, value in config.items() if not key.startswith("_")}

@@ -33,13 +33,9 @@ def copy_references(samples: Path, supported: ReferenceSpec | None, samplings: I
                 frames = read_reference(MediaFile(file), sampling.shape, sampling.fps).permute(0, 2, 3, 1)
                 write_video(path.with_suffix(".mp4"), frames, sampling.fps or 8.0)
             else:
-                write_atomically(path.with_suffix(".jpg"), _make_thumbnail(file))
-
-
-def _make_thumbnail(file: Path) -> bytes:
-    """A picture, or a video's first frame, as JPEG."""
-    (picture,) = to_pil_images([read_reference(MediaFile(file), None, None)])
-    picture.thumbnail((_MAX_EDGE_PIXELS, _MAX_EDGE_PIXELS), Image.Resampling.LANCZOS)
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=85)
-    return stream.getvalue()
+                # A picture, or a video's first frame.
+                (picture,) = to_pil_images([read_reference(MediaFile(file), None, None)])
+                picture.thumbnail((_MAX_EDGE_PIXELS, _MAX_EDGE_PIXELS), Image.Resampling.LANCZOS)
+                stream = io.BytesIO()
+                picture.save(stream, "JPEG", quality=85)
+                write_atomically(path.with_suffix(".jpg"), stream.getvalue())

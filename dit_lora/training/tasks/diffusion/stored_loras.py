@@ -41,9 +41,7 @@ class StoredLoras:
 def read_stored_loras(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, only_under: bool = False
 ) -> StoredLoras:
-    """Read the files for a model without adapters. Raises `DitLoraError` for missing files and files of another
-    model.
-    """
+    """Read the files for a model without adapters. Raises `DitLoraError` if they are missing or another model's."""
     lora, continued = recipe.lora, None
     if lora.has_file_init and not only_under:
         continued = _read_lora_file(recipe, checkpoint, model, lora.init, _INIT_OPTION)
@@ -77,9 +75,7 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
 
 
 def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
-    """Warnings about files that were trained on other weights than this checkpoint's: they fit, but may not work as
-    well.
-    """
+    """Warnings about files trained on other weights than this checkpoint's: they fit, but may not work as well."""
     options_and_paths = [(_INIT_OPTION, recipe.lora.init)] if recipe.lora.has_file_init else []
     options_and_paths += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
     lines = []
@@ -88,9 +84,8 @@ def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_dig
         # Files of other programs have no digest: there is nothing to warn about.
         if metadata.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
-                f"warning: {option}: {get_public_name(path)} was trained on {metadata.get('base_model')}, "
-                "with other weights than "
-                f"this {checkpoint.path.name}"
+                f"warning: {option}: {get_public_name(path)} was trained on {metadata.get('base_model')}, with other "
+                f"weights than this {checkpoint.path.name}"
             )
     return lines
 
@@ -148,8 +143,8 @@ def require_changed_adapter(
         meta_model = checkpoint.load_transformer(torch.float32)
     continued = read_stored_loras(recipe, checkpoint, meta_model).initial_file
     assert continued is not None
+    # One changed matrix is enough.
     for name, layer in continued.layers.items():
-        # One changed matrix is enough.
         for part, initial in (("lora_A", layer.a), ("lora_B", layer.b)):
             # The adapter's name follows, which PEFT puts between the part and `weight`.
             (current,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))

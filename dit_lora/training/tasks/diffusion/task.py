@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -39,7 +40,7 @@ from dit_lora.training.tasks.diffusion.stored_loras import (
     require_changed_adapter,
 )
 from dit_lora.training.tasks.diffusion.validation import sample_videos
-from dit_lora.training.tasks.eval_loss import EvalSample, compute_mean_loss, measure_eval_loss
+from dit_lora.training.tasks.eval_loss import EvalSample, measure_eval_loss
 from dit_lora.verify.diffusion_model import DiffusionReferenceModel
 
 DiffusionSetup: TypeAlias = Setup[DiffusionTrainingData, Checkpoint]
@@ -72,8 +73,7 @@ class DiffusionTask:
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Load the transformer; returns it, its parameter groups, and lines that describe what trains. Equal on all
-        ranks.
+        """Load the transformer, equal on all ranks; returns it, its parameter groups, and lines on what trains.
 
         In mode `lora` base weights are in `dtype` and trained weights are fp32; in mode `full` everything is fp32.
         """
@@ -91,10 +91,8 @@ class DiffusionTask:
             attached = attach_stored_loras(recipe, transformer, stored, targets)
             report = f"{narrowed}{attached}"
         if has_fp16_saturation(transformer):
-            report += (
-                f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
-                "checkpoint was trained"
-            )
+            report += f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, "
+            report += "in which this checkpoint was trained"
         groups = build_recipe_groups(transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode)
         require_only_adapter_trains(recipe, transformer)
         return transformer, groups, f"{report}\n{patch_kernels(recipe, transformer)}"
@@ -126,10 +124,10 @@ class DiffusionTask:
         }
 
     def build_metadata(self, setup: DiffusionSetup) -> dict[str, Any]:
-        data = setup.recipe.data
+        data, sampling_model = setup.recipe.data, setup.recipe.validation.model
         return {
             **setup.data.adapters,
-            **_describe_sample_model(setup.recipe),
+            **({} if sampling_model is None else {"samples_from": get_public_name(sampling_model)}),
             "index": setup.checkpoint.index_changes(),
             **({"part": setup.checkpoint.part} if setup.checkpoint.expert_names else {}),
             **setup.checkpoint.training_metadata(),
@@ -154,12 +152,11 @@ class DiffusionTask:
             for index, entry in enumerate(entries)
             for draw in range(num_draws)
         ]
+        measure = partial(measure_eval_loss, setup, setup.data.training_set, held_out)
         # Before the adapter has an effect, the loss is the base's, which is cached.
         if held_out and has_only_idle_adapters(setup.transformer):
-            return compute_base_eval_loss(
-                setup, held_out, lambda: measure_eval_loss(setup, setup.data.training_set, held_out)
-            )
-        return compute_mean_loss(setup, setup.data.training_set, held_out)
+            return compute_base_eval_loss(setup, held_out, measure)
+        return measure()[0]
 
     def write_samples(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)
@@ -181,11 +178,6 @@ class DiffusionTask:
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
             return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
         return save_adapter(setup.transformer, checkpoint.pipeline_class, folder / "adapter", metadata, weights)
-
-
-def _describe_sample_model(recipe: Recipe) -> dict[str, str]:
-    sampling_model = recipe.validation.model
-    return {} if sampling_model is None else {"samples_from": get_public_name(sampling_model)}
 
 
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:

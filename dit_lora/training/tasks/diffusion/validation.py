@@ -18,18 +18,18 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.experts import find_other_adapter, use_both_experts
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
-from dit_lora.training.tasks.diffusion.second_model import load_sampling_transformer, release_memory
+from dit_lora.training.tasks.diffusion.second_model import load_sampling_transformer
 from dit_lora.training.tasks.diffusion.shown_references import copy_references
 from dit_lora.training.tasks.diffusion.stored_loras import list_sample_adapters
 
 
 def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) -> None:
-    """Write samples/step_NNNNNN/prompt_NN.mp4 (.png for an image) for each validation prompt and seed, prompt by
-    prompt.
+    """Write samples/step_NNNNNN/prompt_NN.mp4 (.png for an image) for each validation prompt and its seeds.
 
     The unpatched pipeline denoises with the transformer in training, under the training autocast. With
     `validation.model` it uses that checkpoint's transformer with the present adapter.
@@ -47,7 +47,7 @@ def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) ->
             _generate_samples(setup, inputs, step, weights)
     finally:
         if sampling_checkpoint is not None:
-            release_memory(session.accelerator.device)
+            free_memory()
 
 
 def _build_inputs(setup: Setup[DiffusionTrainingData, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
@@ -87,9 +87,8 @@ def _generate_samples(
             _write_samples(setup, inputs, step, setup.checkpoint, setup.transformer)
         return
     with torch.no_grad():
-        _write_samples(
-            setup, inputs, step, sampling_checkpoint, load_sampling_transformer(setup, sampling_checkpoint, weights)
-        )
+        transformer = load_sampling_transformer(setup, sampling_checkpoint, weights)
+        _write_samples(setup, inputs, step, sampling_checkpoint, transformer)
 
 
 def _write_samples(
@@ -103,9 +102,7 @@ def _write_samples(
     unwritten: list[Exception] = []
 
     def write_on_main(write: Callable[..., object], *arguments: object) -> None:
-        """Write on the main process only; errors are kept, because other ranks of a sharded model need it to
-        continue.
-        """
+        """Write on the main process only; errors are kept, because other ranks of a sharded model need it."""
         try:
             if session.is_main and not unwritten:
                 write(*arguments)
@@ -121,8 +118,7 @@ def _write_samples(
             component.to(session.accelerator.device)
     VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
-    description = f"sampling at step {step}"
-    bar = tqdm(inputs, desc=description, unit="sample", leave=False, disable=not session.is_main)
+    bar = tqdm(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=not session.is_main)
     adapter = find_other_adapter(setup.recipe, setup.checkpoint)
     with use_both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
