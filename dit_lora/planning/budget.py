@@ -310,7 +310,6 @@ def _compute_host_bytes(
 
 
 def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights) -> dict[str, int]:
-    """Bytes on disk by kind of file."""
     trained = weights.trained_bytes
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(_count_optimizer_bytes(recipe.optim.name, weights))
     # An adapter, or the whole transformer.
@@ -320,14 +319,11 @@ def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: Mod
     sizes = {"checkpoints": num_checkpoints * checkpoint, "result": result}
     if estimator.is_chat or not recipe.data.precompute:
         return sizes
-    return {
-        "cache, a clip": estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1),
-        **sizes,
-    }
+    sample_bytes = estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1)
+    return {"cache, a clip": sample_bytes, **sizes}
 
 
 def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:
-    """Messages about what is assumed or not counted in this budget."""
     lines = []
     if estimator.is_gpu:
         lines.append(

@@ -54,8 +54,7 @@ class MemoryPlan:
         cheapest = None
         if change is not None:
             needs = change.budget.needed_bytes / GIB
-            overrides = list(change.overrides)
-            cheapest = {"overrides": overrides, "sharding": self.sharding, "needs": needs}
+            cheapest = {"overrides": list(change.overrides), "sharding": self.sharding, "needs": needs}
         return {
             "phases": _convert_to_gib(budget.phase_bytes),
             "fits": budget.fits,
@@ -144,7 +143,7 @@ class _RecipeVariants:
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
     def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """Memory needs of the recipe with these settings changed; None if they are not allowed."""
+        """As `compute_variant_budget`; None if the settings are not allowed."""
         try:
             return self.compute_variant_budget(changes)
         except DitLoraError:
@@ -203,7 +202,6 @@ def _drop_unneeded_changes(
 
 
 def _build_change(changes: Sequence[Settings], budget: MemoryBudget) -> PlanChange:
-    """The changes as command-line overrides."""
     return PlanChange(tuple(_format_overrides(_merge_settings(changes))), budget)
 
 
@@ -272,5 +270,4 @@ def _iterate_smaller_shapes(recipe: Recipe, estimator: MemoryEstimator) -> Itera
 
 
 def _convert_to_gib(sizes: Any) -> dict[str, float]:
-    """Convert bytes to GiB."""
     return {name: size / GIB for name, size in sizes.items()}

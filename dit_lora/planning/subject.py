@@ -38,8 +38,6 @@ from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")
 
-_NO_INTEGER_INPUTS: Mapping[str, torch.Tensor] = {}
-
 
 @dataclass(frozen=True)
 class ModelWeights:
@@ -90,17 +88,17 @@ class MemoryEstimator:
 
     @property
     def is_chat(self) -> bool:
-        """True for a family of chat models."""
         return self.recipe.model.family in CHAT_FAMILIES
 
     def get_model(self, recipe: Recipe) -> nn.Module:
         """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
+        unquantized = recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
         def load() -> nn.Module:
             # Parameters on the meta device have shapes and no memory.
             with _build_on_meta(), _assume_gpu_kernels(self.is_gpu):
                 model, _, _ = task_of(recipe.model.family).load_trainable(
-                    _remove_quantization(recipe), self.family, self.checkpoint, self.dtype
+                    unquantized, self.family, self.checkpoint, self.dtype
                 )
             return model.train()
 
@@ -112,10 +110,8 @@ class MemoryEstimator:
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         # Parameters that are also read outside their block stay on the device: they cannot be offloaded.
-        blocks, fixed = (
-            repeated_blocks(model),
-            {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)},
-        )
+        blocks = repeated_blocks(model)
+        fixed = {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)}
         in_blocks = [
             sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed) for block in blocks
         ]
@@ -130,7 +126,6 @@ class MemoryEstimator:
         )
 
     def _count_quantization_savings(self, recipe: Recipe) -> int:
-        """Bytes that `model.quantize` saves."""
         kind = recipe.model.quantize
         if kind is None:
             return 0
@@ -160,7 +155,13 @@ class MemoryEstimator:
         """For each shape: specs of a sample's tensors, and tensors with values that the model's shapes depend on."""
         if self.is_chat:
             return compute_chat_specs(self.recipe, self.checkpoint)
-        return {shape: (self._compute_encoded_spec(shape), _NO_INTEGER_INPUTS) for shape in self._list_video_shapes()}
+        # A set: samples of equal shape need one computation. Without data, all buckets of the recipe.
+        used = {sample.shape for sample in self.samples or ()}
+        buckets = used or list_buckets(
+            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
+        )
+        shapes = [self._add_references(shape) for shape in buckets]
+        return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
@@ -168,15 +169,6 @@ class MemoryEstimator:
         if self.is_chat or not is_data_available(self.recipe):
             return None
         return find_samples(self.recipe, self.checkpoint, samples_per_step=1, quiet=True).usable
-
-    def _list_video_shapes(self) -> Sequence[VideoShape]:
-        """Shapes that the samples have, or all buckets of the recipe if there is no data."""
-        # A set: samples of equal shape need one computation.
-        used = {sample.shape for sample in self.samples or ()}
-        buckets = used or list_buckets(
-            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
-        )
-        return tuple(self._add_references(shape) for shape in buckets)
 
     def _add_references(self, shape: VideoShape) -> VideoShape:
         """The shape with references of the same size, as many as a validation prompt has.
@@ -192,7 +184,6 @@ class MemoryEstimator:
 
     @property
     def _validation_shape(self) -> VideoShape:
-        """The shape of the videos sampled in validation."""
         shape = VideoShape.from_data(self.recipe.data)
         return replace(shape, references=self.shapes[0].references)
 
@@ -368,7 +359,6 @@ class MemoryEstimator:
         return sum(tensor.nbytes for tensor in noise.values())
 
     def _get_batch_spec(self, spec: Spec, size: int) -> Spec:
-        """Specs of a batch of `size` samples."""
         return {n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()}
 
     def get_integer_inputs(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
@@ -378,7 +368,6 @@ class MemoryEstimator:
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
     def _make_loss_function(self, size: int) -> Losses:
-        """The training loss for fake batches of `size` samples."""
         streams = RandomStreams(self.recipe.train.seed, range(size))
         return lambda model, batch: compute_training_losses(self.checkpoint, model, batch, streams)
 
@@ -386,11 +375,6 @@ class MemoryEstimator:
 def _get_model_key(recipe: Recipe) -> str:
     """Cache key: the recipe fields that change the model's structure."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
-
-
-def _remove_quantization(recipe: Recipe) -> Recipe:
-    """The recipe without `model.quantize`."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
 
 @contextmanager
