@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,10 +143,7 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as far as known"
     num_taken, lost = (sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost"))
-    event_counts: dict[str, int] = {}
-    for event in events:
-        for sample in _to_strings(event.get("sample_ids")):
-            event_counts[sample] = event_counts.get(sample, 0) + 1
+    event_counts = Counter(sample for event in events for sample in _to_strings(event.get("sample_ids")))
     # Row numbers are not names: they mean different samples in different micro-batches.
     named = {sample: count for sample, count in event_counts.items() if is_sample_name(sample)}
     worst = max(named, key=lambda sample: named[sample], default="")
@@ -190,11 +188,10 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
     if not facts:
         return Start(title, [], steps, lanes)
     ranks = _to_count(facts.get("ranks"))
-    loop = [
-        *(str(facts.get(name, "")) for name in ("script", "loop", "device")),
-        f"{ranks} processes" if ranks > 1 else "",
-    ]
-    rows = [("Loop", ", ".join(filter(None, loop)))]
+    parts = [str(facts.get(name, "")) for name in ("script", "loop", "device")]
+    if ranks > 1:
+        parts.append(f"{ranks} processes")
+    rows = [("Loop", ", ".join(filter(None, parts)))]
     models = facts.get("models")
     for model in map(ensure_dict, models if isinstance(models, list) else []):
         numbers = f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
@@ -212,7 +209,7 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
 
 
 def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
-    # Combine events at the same position in one tick: overlapping marks would show no more.
+    # Combine events at the same position in one mark: overlapping marks would show no more.
     # Events by position, an integer from 0 to the number of ticks.
     events_by_position: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -220,7 +217,7 @@ def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> 
         events_by_position.setdefault(min(position, _NUM_TICKS), []).append(event)
     ticks = []
     for position, position_events in sorted(events_by_position.items()):
-        # A stop colours the tick even if others share the position.
+        # A stop colours the mark even if others share the position.
         stops = any(event.get("action") == "stop" for event in position_events)
         more = f" and {len(position_events) - 1} more" if len(position_events) > 1 else ""
         text = f"step {position_events[0].get('step')}: {position_events[0].get('action')}{more}"

@@ -67,11 +67,9 @@ class CaptionFindings:
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
         """Update the findings to the table's current captions; equals `check_table_captions` of the table."""
+        old_captions = self._checked_captions
         # None for a file without a caption.
-        old_captions, current_captions = (
-            self._checked_captions,
-            {name: table.captions.get(name) for name in table.media},
-        )
+        current_captions = {name: table.captions.get(name) for name in table.media}
         changed = {
             name
             for name in old_captions.keys() | current_captions.keys()
@@ -198,7 +196,12 @@ def _build_card(
 ) -> CaptionCard:
     caption = table.captions.get(name, "")
     file = table.root / name
-    link = "" if page_dir is None else _make_link(file, page_dir)
+    link = ""
+    if page_dir is not None:
+        # Both resolved: a link to a file outside of the page's folder would not work for readers elsewhere.
+        target, root = file.resolve(), page_dir.resolve()
+        if target.is_relative_to(root):
+            link = encode_address(target.relative_to(root).as_posix())
     # Training treats an animated GIF as a video, and a browser treats it as a picture.
     is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
     address = encode_address(name)
@@ -214,10 +217,3 @@ def encode_address(name: str) -> str:
 def decode_address(address: str) -> str:
     """The file name of a URL path made by `encode_address`."""
     return unquote(address, errors="surrogateescape")
-
-
-def _make_link(file: Path, folder: Path) -> str:
-    """Link from a page in `folder` to a file; empty if the file is outside the folder."""
-    # Both resolved: a link to a file outside would not work for readers elsewhere.
-    target, root = file.resolve(), folder.resolve()
-    return encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""
