@@ -102,7 +102,13 @@ def write_guard_report(folder: Path) -> Path:
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
     state, color = _describe_state(events, starts)
-    heat = build_heat_maps(_read_module_history(folder))
+    lines, _ = read_json_lines(folder / STATISTICS_FILE)
+    history = ModuleHistory()
+    for line in lines:
+        # Steps of different guards overlap, so the map shows only the last guard that has any.
+        if line.get("guard") == lines[-1].get("guard"):
+            history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
+    heat = build_heat_maps(history)
     notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
     if torn:
         notes.append(f"{torn} torn lines of events.jsonl are left out.")
@@ -254,17 +260,6 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
         bundle=bundle if is_there else "",
         told=base_row,
     )
-
-
-def _read_module_history(folder: Path) -> ModuleHistory:
-    """Module statistics of the last guard that has any."""
-    history = ModuleHistory()
-    lines, _ = read_json_lines(folder / STATISTICS_FILE)
-    for line in lines:
-        # Steps of different guards overlap, so one map can show only one guard.
-        if line.get("guard") == lines[-1].get("guard"):
-            history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
-    return history
 
 
 def _describe_cause(event: Mapping[str, Any]) -> str:

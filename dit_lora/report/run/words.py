@@ -189,7 +189,7 @@ def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | Non
     listed = record.get("modules")
     modules = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     # The largest relative update first.
-    modules.sort(key=lambda entry: -_get_sort_size(entry))
+    modules.sort(key=_get_sort_size, reverse=True)
     # Show norms relative to the weights if any is known, else absolute norms.
     relative = any(math.isfinite(to_float_or_nan(entry.get("relative"))) for entry in modules)
     key = "relative" if relative else "norm"
