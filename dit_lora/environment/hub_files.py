@@ -56,9 +56,7 @@ def resolve_result_folder(target: str | Path, patterns: Sequence[str]) -> Path:
 
 
 def _download_files(name: str, patterns: Sequence[str], missing_message: str, revision: str | None) -> Path:
-    """Download files of a repository and return their folder. Errors are one line that begins with
-    `missing_message`.
-    """
+    """Download files of a repository and return their folder. `missing_message` begins the line of an error."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

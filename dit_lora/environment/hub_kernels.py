@@ -101,8 +101,7 @@ def hide_kernels_package() -> Iterator[None]:
 
 @contextmanager
 def read_configs_without_kernels() -> Iterator[None]:
-    """Read all configs of Transformers and Diffusers through `remove_kernels` inside the context, and fetch no
-    kernels.
+    """Read all configs of Transformers and Diffusers through `remove_kernels` inside the context; fetch no kernels.
 
     The two methods that are replaced here read every config: those that `configuration_files` names, and those of a
     pipeline's components.

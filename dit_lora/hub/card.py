@@ -255,7 +255,6 @@ def _describe_references(pipeline: Mapping[str, Any]) -> str:
 
 
 def _list_data_facts(contents: Contents) -> Iterator[str]:
-    """List items on the training data."""
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     # Chat models count conversations and tokens, diffusion models clips and samples.
@@ -295,7 +294,6 @@ def _format_range(values: Mapping[str, float]) -> str:
 
 
 def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
-    """Table rows of the most important settings."""
     config = contents.run.config
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.metadata.get("rank"):
@@ -325,7 +323,6 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
 
 
 def _list_results(contents: Contents) -> Iterator[str]:
-    """List items on losses and on what the guard did."""
     # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
         yield from (f"{_format_expert(expert_contents.expert)}: {line}" for line in _list_results(expert_contents))
@@ -386,7 +383,6 @@ def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
 
 
 def _list_versions(contents: Contents) -> Iterator[str]:
-    """List items on package versions, hardware and training time."""
     environment = contents.run.environment
     packages = environment.get("packages") or {}
     main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")

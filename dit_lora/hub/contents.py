@@ -271,7 +271,6 @@ def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[Card
 
 
 def _collect_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[CardSample]:
-    """A chat model's answers to the validation prompts before and after training."""
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
     for stage, folder in step_folders.items():
         file = folder / "answers.json"

@@ -83,10 +83,7 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) ->
 
 
 def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback) -> str:
-    """Commit all files on top of the newest commit; fails if another commit comes first.
-
-    Unchanged files are skipped.
-    """
+    """Commit all files on top of the newest commit; fails if another commit comes first."""
     repo_id, files = publication.repo_id, publication.files
     # The commit that is built upon; the Hub answers 412 if it is no longer the newest.
     head = api.model_info(repo_id)

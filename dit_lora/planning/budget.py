@@ -122,8 +122,7 @@ def compute_budget(
         estimator: Its checkpoint on the meta device.
         launch: Number of ranks and sharding.
         gpu_bytes: Bytes of the GPU. `train.checkpointing: auto` chooses what it would choose there. None: no limit,
-        and
-            `auto` chooses `none`.
+            and `auto` chooses `none`.
         mode: Activation checkpointing to assume instead of the run's choice.
     """
     # Shapes are sorted by volume; all peaks are computed for the largest.
@@ -228,13 +227,11 @@ def _count_micro_batch_bytes(recipe: Recipe, estimator: MemoryEstimator) -> int:
 
 
 def _count_optimizer_bytes(name: str, weights: ModelWeights) -> tuple[int, int]:
-    """Bytes of optimizer state on the device and on the host.
-
-    A paged optimizer is counted on the host, where its state goes when the device is full.
-    """
-    # Computed from the shapes of the trained parameters, which may be on the meta device.
+    """Bytes of optimizer state on the device and on the host, where a paged optimizer is counted."""
     record = OPTIMIZERS[name]
+    # Computed from the shapes of the trained parameters, which may be on the meta device.
     size = record.state_bytes(weights.trained_parameters)
+    # The state of a paged optimizer goes to the host when the device is full.
     return (size, 0) if record.unpaged_variant is None else (0, size)
 
 

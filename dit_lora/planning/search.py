@@ -158,10 +158,7 @@ class _RecipeVariants:
 
 
 def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> PlanChange | None:
-    """The first single change that makes the run fit, else several together.
-
-    Data shapes change only as the last resort.
-    """
+    """The first single change that makes the run fit, else several together. Data shapes are the last resort."""
     selected: list[Settings] = []
     # The smallest peak so far.
     min_bytes = budget.needed_bytes
@@ -188,10 +185,7 @@ def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> Pla
 def _drop_unneeded_changes(
     variants: _RecipeVariants, selected: list[Settings], fitting_budget: MemoryBudget
 ) -> PlanChange:
-    """Drop the changes that are not needed, starting with the last one.
-
-    For example, full checkpointing makes the selective checkpointing before it superfluous.
-    """
+    """Drop the changes that others make superfluous, as full checkpointing does the selective one before it."""
     # The last ones first: they cost the most.
     for change in reversed(selected):
         fewer = [other_change for other_change in selected if other_change is not change]
@@ -216,10 +210,7 @@ def _format_overrides(settings: Settings) -> list[str]:
 
 
 def _iterate_setting_changes(budget: MemoryBudget) -> Iterator[Settings]:
-    """Settings of the recipe to try, the cheapest first. The order is fixed, because no time is predicted.
-
-    VAE tiling, then more recomputation one mode at a time, smaller micro-batches, fewer bits, offload, sharding.
-    """
+    """Settings of the recipe to try, the cheapest first. The order is fixed, because no time is predicted."""
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     # Phases that do not fit. Tiling helps where the VAE runs; sampling can be turned off.
     too_much = {name for name, size in budget.phase_bytes.items() if size > (budget.gpu_bytes or size)}

@@ -171,10 +171,7 @@ class MemoryEstimator:
         return find_samples(self.recipe, self.checkpoint, samples_per_step=1, quiet=True).usable
 
     def _add_references(self, shape: VideoShape) -> VideoShape:
-        """The shape with references of the same size, as many as a validation prompt has.
-
-        Unchanged if the data has them.
-        """
+        """The shape with as many references as a validation prompt has; unchanged if the data has them."""
         # None for models without references.
         takes = self.checkpoint.references
         if takes is None or shape.references or self.samples is not None:

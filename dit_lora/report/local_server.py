@@ -120,9 +120,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def read_json_body(self, path: str, max_bytes: int) -> dict[str, Any] | None:
-        """The JSON object that an authorized page has posted to a path. Answers any other request, and
-        returns None.
-        """
+        """The JSON object that an authorized page posted to a path. Answers other requests, and returns None."""
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None

@@ -70,24 +70,14 @@ class CaptionFindings:
         old_captions = self._checked_captions
         # None for a file without a caption.
         current_captions = {name: table.captions.get(name) for name in table.media}
-        changed = {
-            name
-            for name in old_captions.keys() | current_captions.keys()
-            if name not in old_captions or name not in current_captions or old_captions[name] != current_captions[name]
-        }
+        # Files that are new, were removed, or have another caption.
+        changed = {name for name, _ in old_captions.items() ^ current_captions.items()}
         if changed:
-            # The audit counts equal captions, so other files with a changed caption's text are checked again too.
-            texts = {
-                _normalize_caption(captions.get(name))
-                for name in changed
-                for captions in (old_captions, current_captions)
-            }
-            # Compared without regard to whitespace, as the audit counts equal captions.
-            affected = {
-                name
-                for name in current_captions
-                if name in changed or _normalize_caption(current_captions[name]) in texts
-            }
+            # The audit counts equal captions, without regard to whitespace, so other files with a changed caption's
+            # text are checked again too. Every changed file's current text is among these.
+            texts = {_normalize_caption(old_captions.get(name)) for name in changed}
+            texts |= {_normalize_caption(current_captions.get(name)) for name in changed}
+            affected = {name for name, caption in current_captions.items() if _normalize_caption(caption) in texts}
             for name in changed | affected:
                 self._findings_by_file.pop(name, None)
             self._findings_by_file |= check_table_captions(table, self._rules, affected)

@@ -26,7 +26,7 @@ from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
 from dit_lora.report.run.words import (
     MAX_BARS,
     STATE_TEXTS,
-    build_event_rows,
+    build_event_row,
     build_figures,
     build_quarantine_rows,
     build_verification_rows,
@@ -61,9 +61,8 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
     names = ("config", "events", "quarantine", *OBJECT_FILES)
     run = replace(run, **{name: clean(getattr(run, name)) for name in names})
     # The recipe's prompts, by the index in the samples' file names.
-    texts = get_sample_prompts(ensure_dict(run.config.get("validation")))
-    run_samples = find_samples(run.folder, texts, embed=embed)
-    events, recipe = build_event_rows(run), run.status.get("recipe")
+    prompts = get_sample_prompts(ensure_dict(run.config.get("validation")))
+    events, recipe = [build_event_row(event) for event in run.events], run.status.get("recipe")
     packages = ensure_dict(run.environment.get("packages"))
     # Packages have a table of their own.
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
@@ -84,7 +83,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         window=choose_window(run),
         windows=list_windows(run),
         heat=build_heat_maps(run.metrics.modules),
-        sampled=run_samples,
+        sampled=find_samples(run.folder, prompts, embed=embed),
         token=token,
         form=choose_export_format(run.config),
         name=shlex.quote(run.folder.resolve().name),
@@ -130,7 +129,6 @@ def choose_export_format(config: Mapping[str, Any]) -> str | None:
 
 
 def _describe_run(run: RunFiles) -> list[tuple[str, str]]:
-    """Rows on the trained model and data, one line each."""
     model = ensure_dict(run.config.get("model"))
     base = str(model.get("path", "unknown model"))
     # Of a model with two experts, only one was trained.

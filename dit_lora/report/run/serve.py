@@ -23,15 +23,12 @@ _SAMPLE_PATTERN = re.compile(
     r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
 )
 
-
 ExportFunction = Callable[[Path, str, Path], object]
 """Called with a checkpoint file, an export format and a new folder; an exception gives the reason for a failure."""
 
 
 class ReportPages:
-    """The page of the folder's current state, rendered once per state; with `export`, steps can be exported
-    from it.
-    """
+    """The page of the folder's current state, rendered once per state; with `export`, it can export steps."""
 
     def __init__(self, folder: Path, export: ExportFunction | None = None) -> None:
         self.folder = Path(folder)

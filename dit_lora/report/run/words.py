@@ -146,11 +146,6 @@ def _build_held_out_figure(held_out: Mapping[int, float]) -> Figure:
     return Figure(label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps)
 
 
-def build_event_rows(run: RunFiles) -> list[EventRow]:
-    """The rows of the event table, in the order of events.jsonl."""
-    return [build_event_row(event) for event in run.events]
-
-
 def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
     """The table row of one line of events.jsonl; `actions` describes each action by its name."""
     verdict = ensure_dict(event.get("verdict"))
