@@ -21,8 +21,6 @@ from dit_lora.hub.contents import (
 )
 from dit_lora.verify.expert_pair import format_expert_filename
 
-MessageCallback = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Publication:
@@ -52,7 +50,7 @@ def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     return Publication(contents, repo_id, {CARD_FILE: card.encode(), **contents.files})
 
 
-def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) -> str:
+def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
     """Upload a run to a repository, which is created if needed. Returns the outcome in one line.
 
     In one commit, new and changed files are sent, and files of an earlier push that this run does not have are
@@ -82,7 +80,7 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) ->
         raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
 
 
-def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback) -> str:
+def _commit(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
     """Commit all files on top of the newest commit; fails if another commit comes first."""
     repo_id, files = publication.repo_id, publication.files
     # The commit that is built upon; the Hub answers 412 if it is no longer the newest.

@@ -71,11 +71,6 @@ class TrainingMemory:
         # All fields are bytes, so a new one is counted without a change here.
         return sum(vars(self).values()) - self.activations
 
-    @property
-    def total_bytes(self) -> int:
-        """Everything, activations included."""
-        return sum(vars(self).values())
-
 
 @dataclass(frozen=True)
 class MemoryBudget:

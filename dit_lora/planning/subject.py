@@ -210,23 +210,16 @@ class MemoryEstimator:
             encoder_tensors = [t for module in encoders for t in (*module.parameters(), *module.buffers())]
             # Tensors that exist before are not counted in the peak.
             with AllocationTracker([*encoder_tensors, pixels]) as live:
-                sound = self._make_silent_audio(shape)
+                sound, sound_format, fps = None, self.checkpoint.sound_format, self.recipe.data.fps
+                # Silent audio, (channels, samples), if both model and data have audio.
+                if sound_format is not None and fps is not None:
+                    silence = torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps))
+                    sound = Sound(silence, sound_format.rate)
                 sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
                 encoded = sample.encode(encode, shape)
             return encoded, live.max_bytes
 
         return self._get_cached(shape, run)
-
-    def _make_silent_audio(self, shape: VideoShape) -> Sound | None:
-        """Silent audio of a clip of this shape; None if the model or the data has no audio."""
-        sound_format, fps = self.checkpoint.sound_format, self.recipe.data.fps
-        if sound_format is None or fps is None:
-            return None
-        return Sound(
-            # (channels, samples).
-            torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps)),
-            sound_format.rate,
-        )
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:

@@ -25,7 +25,6 @@ class JsonLinesReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_last_line_incomplete = False
-        """True if the last line is incomplete."""
         self.damaged_lines: list[int] = []
         """Numbers of the complete lines that are not JSON objects."""
         self.read_error = ""

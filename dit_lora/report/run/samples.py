@@ -25,7 +25,7 @@ CONTENT_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 @dataclass(frozen=True)
 class SampleClip:
-    """One sample; `get_source` is a data URI or a link."""
+    """One sample; `source` is a data URI or a link."""
 
     step: int
     label: str
@@ -35,7 +35,7 @@ class SampleClip:
 
 @dataclass(frozen=True)
 class SampleReference:
-    """A reference that a prompt's samples are conditioned on; `get_source` is a data URI or a link."""
+    """A reference that a prompt's samples are conditioned on; `source` is a data URI or a link."""
 
     label: str
     kind: str
