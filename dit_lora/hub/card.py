@@ -15,7 +15,6 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, Contents
-from dit_lora.hub.licence import format_licence
 from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
 from dit_lora.hub.usage import (
     build_install_command,
@@ -74,7 +73,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         result=list(_list_results(contents)),
         checks=list(_list_checks(contents)),
         versions=list(_list_versions(contents)),
-        licence=format_licence(contents),
+        licence=_format_licence(contents),
     )
     return str(card)
 
@@ -367,6 +366,20 @@ def _list_events(contents: Contents) -> Iterator[str]:
 
 def _format_expert(expert: str | None) -> str:
     return str(expert).replace("_", " ")
+
+
+def _format_licence(contents: Contents) -> str:
+    """A sentence on the license of the base, as far as it is known."""
+    licence = get_family(contents.metadata["family"]).get_license(contents.base)
+    if contents.base is None:
+        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
+    where = f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
+    if licence is None:
+        return f"Not stated: see the licence of the base model, {where}, from which this is derived."
+    # Custom licences have a name and a link, standard ones only an id.
+    name = escape_markdown(licence.name or licence.id)
+    named = f"[{name}]({licence.link})" if licence.link else name
+    return f"{named}, the licence of the base model, {where}, from which this is derived."
 
 
 def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """A page of a folder's clips and pictures with their captions, and the audit's findings about each caption."""
 
 import hashlib
+import io
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,16 +9,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import torch
+from PIL import Image
+
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.chat.frames import sample_frame_times
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
-from dit_lora.report.film_strip import make_film_strip
 from dit_lora.report.pages import PagePictures, render_page, write_page
 
 CARDS_PER_PAGE = 60
@@ -159,16 +162,24 @@ def render_served_page(
 
 
 def _make_thumbnail(file: Path) -> bytes:
-    """JPEG of some frames of a clip, or of a picture; empty if it cannot be read."""
+    """JPEG of some frames of a clip in a row, or of a picture; empty if it cannot be read."""
     media, seconds = MediaFile(file), [0.0]
     try:
         header = read_header(media)
         # A picture has only the frame at 0 seconds.
         if not header.is_image and header.seconds and header.fps:
             seconds = list(sample_frame_times(header.seconds, header.fps, _FRAMES))
+        # Limit the aspect ratio of the thumbnail to between 1:4 and 4:1.
+        width = round(min(4.0, max(0.25, header.width / header.height)) * _HEIGHT)
+        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
+        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
     except ClipError:
         return b""
-    return make_film_strip(media, seconds, _HEIGHT)
+    stream = io.BytesIO()
+    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
+    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
+    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
+    return stream.getvalue()
 
 
 def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:

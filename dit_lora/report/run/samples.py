@@ -125,7 +125,8 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
             label = f"reference {position}" if len(references[index]) > 1 else "reference"
             shown_references.append(SampleReference(label, _get_media_kind(path), get_source(path)))
         samples.append(PromptSamples(prompt, _get_media_kind(paths[-1]), clips, shown_references))
-    sources = [entry.source for sample in samples for entry in (*sample.clips, *sample.references)]
+    sources = [clip.source for sample in samples for clip in sample.clips]
+    sources += [reference.source for sample in samples for reference in sample.references]
     linked = sum(1 for source in sources if not source.startswith("data:"))
     return RunSamples(samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder))
 
