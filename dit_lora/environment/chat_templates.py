@@ -89,8 +89,11 @@ class _Renderer:
         child = os.fork()
         if child == 0:
             try:
-                # In the child, which has copies of all open files of the parent.
-                _close_other_files(child_end.fileno())
+                # In the child, which has copies of all open files of the parent: open copies would keep its locks.
+                # 0 to 2 are the standard streams.
+                descriptor, max_files = child_end.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                os.closerange(3, descriptor)
+                os.closerange(descriptor + 1, max_files)
                 self._serve(child_end)
             finally:
                 os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
@@ -136,16 +139,6 @@ class _Renderer:
             # Cancel the alarm: waiting for the next request has no limit.
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer.encode())
-
-
-def _close_other_files(descriptor: int) -> None:
-    """Close all inherited files except the standard streams and this one: open copies would keep the parent's
-    locks.
-    """
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # 0 to 2 are the standard streams.
-    os.closerange(3, descriptor)
-    os.closerange(descriptor + 1, max_files)
 
 
 def _limit_memory() -> None:

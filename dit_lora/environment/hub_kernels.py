@@ -48,7 +48,10 @@ def remove_kernels(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     for key, value in config.items():
         # The key is left out of the copy, so that the default applies.
         if key in _BUILTIN_IMPLEMENTATIONS and value is not None and value not in _BUILTIN_IMPLEMENTATIONS[key]:
-            _refuse_repository(key, value, source)
+            names = value.values() if isinstance(value, dict) else [value]
+            # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
+            if any("/" in str(name) for name in names):
+                raise DitLoraError(f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it")
             continue
         if key == "quantization_config" and value is not None:
             _require_allowed_quantization(value, source)
@@ -61,13 +64,6 @@ def remove_kernels(config: Mapping[str, Any], source: str) -> dict[str, Any]:
             value = [remove_kernels(v, source) if isinstance(v, dict) else v for v in value]
         cleaned[key] = value
     return cleaned
-
-
-def _refuse_repository(key: str, value: Any, source: str) -> None:
-    names = value.values() if isinstance(value, dict) else [value]
-    # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
-    if any("/" in str(name) for name in names):
-        raise DitLoraError(f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it")
 
 
 def _require_allowed_quantization(value: Any, source: str) -> None:
@@ -105,8 +101,7 @@ def hide_kernels_package() -> Iterator[None]:
 
 @contextmanager
 def read_configs_without_kernels() -> Iterator[None]:
-    """Read all configs of Transformers and Diffusers through `remove_kernels` inside the context, and fetch no
-    kernels.
+    """Read all configs of Transformers and Diffusers through `remove_kernels` inside the context; fetch no kernels.
 
     The two methods that are replaced here read every config: those that `configuration_files` names, and those of a
     pipeline's components.

@@ -67,17 +67,13 @@ def _translate_load_errors(source: Path, model_class: Any) -> Iterator[None]:
     except Exception as error:
         # Transformers' message for a checkpoint that needs its own code.
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
-            raise _make_custom_code_error(source) from error
+            raise DitLoraError(
+                f"{source} can only be loaded by code of its own, which is never run, whoever says yes to it: give a "
+                "checkpoint whose classes Diffusers or Transformers has, without auto_map or Python files"
+            ) from error
         # One line: errors of Transformers span several.
         message = " ".join(str(error).split())[:400] or "no reason given"
         raise DitLoraError(
             f"cannot load {source} as {model_class.__name__}; its files may be damaged or of another version: "
             f"{type(error).__name__}: {message}"
         ) from error
-
-
-def _make_custom_code_error(source: Path) -> DitLoraError:
-    return DitLoraError(
-        f"{source} can only be loaded by code of its own, which is never run, whoever says yes to it: give a "
-        "checkpoint whose classes Diffusers or Transformers has, without auto_map or Python files"
-    )

@@ -83,9 +83,7 @@ class Environment:
     devices: tuple[Device, ...] = ()  # GPUs that torch can use; empty for a CPU run
 
     def get_release(self, name: str) -> Release | None:
-        """The first three numbers of a version; for a nightly, those of the release it precedes. None without a valid
-        version.
-        """
+        """The first three numbers of a version, or of the release that a nightly precedes. None if not a version."""
         try:
             return _parse_release(self.versions[name])
         except (KeyError, InvalidVersion):
@@ -101,9 +99,7 @@ _get_installed_version = cache(metadata.version)
 
 
 def probe_environment() -> Environment:
-    """Read the environment of this process. Imports torch; if that is missing, there is no CUDA version and no
-    device.
-    """
+    """Read the environment of this process. Imports torch; without it there is no CUDA version and no device."""
     # Every tested package, and those that only the diagnosis needs.
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
@@ -289,16 +285,14 @@ def find_launch_problem(
     """
     # The number for the commands in the message: at least 2, so that they start several processes.
     count = max(2, num_processes or 0)
-    on_cpu = (
-        f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
-        f"or `torchrun --nproc_per_node {count}`"
-    )
     lines = []
     if is_multiple_requested:
         lines.append(
             f"{num_processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
-            f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
+            f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, on a CPU "
+            f"`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
+            f"or `torchrun --nproc_per_node {count}`"
         )
     if is_fsdp_requested:
         lines.append(

@@ -68,7 +68,6 @@ def check_account(repo_id: str, *, private: bool) -> None:
 
 
 def _require_not_public(repo_id: str) -> None:
-    """Raise `HubError` if the repository exists and is public."""
     api = HfApi()
     try:
         repository = api.model_info(repo_id)

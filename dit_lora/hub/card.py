@@ -14,8 +14,7 @@ from dit_lora.adapters.kinds import describe_adapter
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.families import get_family
-from dit_lora.hub.contents import VERIFICATION_FILE, Contents
-from dit_lora.hub.licence import format_licence
+from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, Contents
 from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
 from dit_lora.hub.usage import (
     build_install_command,
@@ -37,6 +36,7 @@ _DIFFUSION_TASKS = {
     (True, "clips"): "image-to-video",
 }
 _CHAT_TASK = "video-text-to-text"
+_MEDIA_TEXTS = {"image": "an image", "video": "a video", "text": "text alone"}
 
 
 def write_card(contents: Contents, repo_id: str) -> str:
@@ -50,7 +50,8 @@ def write_card(contents: Contents, repo_id: str) -> str:
     pairs = [
         {
             "prompt": escape_markdown(card_sample.prompt),
-            **{stage: _format_sample(card_sample, stage) for stage in ("before", "after")},
+            "before": _format_output(card_sample, "before", card_sample.before),
+            "after": _format_output(card_sample, "after", card_sample.after),
         }
         for card_sample in contents.card_samples
     ]
@@ -66,15 +67,13 @@ def write_card(contents: Contents, repo_id: str) -> str:
         code=remove_tokens(render_usage_code(contents, repo_id, prompt)),
         notes=list(_list_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION_FILE)),
-        commands=[
-            remove_tokens(line) for line in build_sample_command(contents, repo_id, collapse_whitespace(prompt))
-        ],
+        commands=list(map(remove_tokens, build_sample_command(contents, repo_id, collapse_whitespace(prompt)))),
         data=list(_list_data_facts(contents)),
         values=list(_list_settings(contents)),
         result=list(_list_results(contents)),
         checks=list(_list_checks(contents)),
         versions=list(_list_versions(contents)),
-        licence=format_licence(contents),
+        licence=_format_licence(contents),
     )
     return str(card)
 
@@ -95,7 +94,6 @@ def get_hub_task(contents: Contents) -> str | None:
 
 
 def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
-    """The card's YAML metadata."""
     # A model trained from scratch only has the base's config, and no licence to inherit.
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
@@ -113,43 +111,34 @@ def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
         )
         if url
     ]
+    tags = ["dit-lora", str(contents.metadata["family"])]
+    if contents.kind != "pipeline":
+        tags.append("lora")
+    # The Hub's name of the library that loads the result.
+    library = "peft" if "adapter_config.json" in contents.files else "transformers"
+    if "pipeline" in contents.facts:
+        library = "diffusers"
+        tags.append("diffusers-training")
+        if contents.facts["pipeline"]["condition"] == "class_labels":
+            tags.append("class-conditional")
     results = _build_eval_results(contents)
     # `ModelCardData` leaves out entries that are None.
     values: dict[str, Any] = {
         "base_model": base if derived else None,
         "base_model_relation": relation if derived else None,
-        "library_name": _get_library_name(contents),
+        "library_name": library,
         "pipeline_tag": get_hub_task(contents),
         "license": licence.id if licence else None,
         "license_name": licence.name if licence else None,
         "license_link": licence.link if licence else None,
         "datasets": contents.facts["data"]["datasets"] or None,
-        "tags": _build_tags(contents),
+        "tags": tags,
         "instance_prompt": remove_tokens(trigger) if trigger else None,
         "widget": gallery or None,
     }
     if results:
         values |= {"eval_results": results, "model_name": repo_id.partition("/")[2]}
     return ModelCardData(**values)
-
-
-def _get_library_name(contents: Contents) -> str:
-    """The Hub's name of the library that loads the result."""
-    if "pipeline" in contents.facts:
-        return "diffusers"
-    return "peft" if "adapter_config.json" in contents.files else "transformers"
-
-
-def _build_tags(contents: Contents) -> list[str]:
-    """The card's tags."""
-    tags = ["dit-lora", str(contents.metadata["family"])]
-    if contents.kind != "pipeline":
-        tags.append("lora")
-    if "pipeline" in contents.facts:
-        tags.append("diffusers-training")
-        if contents.facts["pipeline"]["condition"] == "class_labels":
-            tags.append("class-conditional")
-    return tags
 
 
 def _get_eval_losses(contents: Contents) -> tuple[float, float] | None:
@@ -178,7 +167,6 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
 
 
 def _describe_eval_data(contents: Contents) -> str:
-    """What the eval loss is measured on."""
     if "pipeline" in contents.facts:
         return "training samples under noise that training never draws"
     return "conversations that are never trained on"
@@ -195,27 +183,23 @@ def _write_summary(contents: Contents) -> str:
     # Such as `LoRA (rank 16, alpha 16)`.
     adapter = describe_adapter(metadata)
     description = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
+    adapter_files = {ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(format_expert_filename, EXPERT_NAMES.values())}
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
         description = f"A model trained from scratch, by the config of {base}" if scratch else f"A fine-tune of {base}"
     # None of the adapter's file names: only base weights were trained.
-    elif not any(
-        name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(format_expert_filename, EXPERT_NAMES.values()))
-        for name in contents.files
-    ):
+    elif contents.files.keys().isdisjoint(adapter_files):
         description = f"Weights that were trained of {base}"
     if contents.expert and contents.kind != "pipeline":
-        description += (
-            " (both experts)" if contents.experts else f" (its expert for {_format_expert(contents.expert)})"
-        )
+        expert = "both experts" if contents.experts else f"its expert for {_format_expert(contents.expert)}"
+        description += f" ({expert})"
     # Both experts' steps, or those of the only run.
     steps = sum(expert_contents.run.num_steps_taken for expert_contents in contents.experts or (contents,))
     return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {metadata['version']}."
 
 
-def _format_sample(sample: Any, stage: str) -> str:
-    """Markdown for a sample: text, image, or link to a video."""
-    output = getattr(sample, stage)
+def _format_output(sample: CardSample, stage: str, output: str | None) -> str:
+    """Markdown for a sample's output: text, image, or link to a video."""
     if not output:
         return ""
     if sample.is_text:
@@ -243,15 +227,11 @@ def _list_notes(contents: Contents) -> Iterator[str]:
     # `lora.under` of the recipe: adapters that were active and frozen during training.
     for frozen in contents.metadata.get("under") or ():
         use = "load it beside this one" if frozen["in_samples"] else "it is not needed to use this one"
-        yield (
-            f"It was trained over the frozen adapter {escape_markdown(frozen['name'])}, scale "
-            f"{frozen['scale']:g}; {use}."
-        )
+        name = escape_markdown(frozen["name"])
+        yield f"It was trained over the frozen adapter {name}, scale {frozen['scale']:g}; {use}."
     if contents.metadata.get("samples_from"):
-        yield (
-            f"The samples were made with this adapter in "
-            f"{escape_markdown(contents.metadata['samples_from'])}, not in its base."
-        )
+        model = escape_markdown(contents.metadata["samples_from"])
+        yield f"The samples were made with this adapter in {model}, not in its base."
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
     if needs_dit_lora(contents):
@@ -259,7 +239,6 @@ def _list_notes(contents: Contents) -> Iterator[str]:
 
 
 def _describe_references(pipeline: Mapping[str, Any]) -> str:
-    """A sentence on the reference files that the example code uses."""
     # The same names as in the example code.
     files = list_reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
@@ -275,12 +254,11 @@ def _describe_references(pipeline: Mapping[str, Any]) -> str:
 
 
 def _list_data_facts(contents: Contents) -> Iterator[str]:
-    """List items on the training data."""
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     # Chat models count conversations and tokens, diffusion models clips and samples.
     if data["kind"] == "conversations":
-        media = ", ".join(f"{count:,} about {_describe_media(kind)}" for kind, count in data["by_media"].items())
+        media = ", ".join(f"{count:,} about {_MEDIA_TEXTS[kind]}" for kind, count in data["by_media"].items())
         yield f"{samples} conversations: {media}; {data['answer_tokens']['sum']:,} answer tokens"
     else:
         cut = "" if data["samples"] == data["clips"] else f", cut into {samples} samples"
@@ -298,24 +276,14 @@ def _list_data_facts(contents: Contents) -> Iterator[str]:
         counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
         yield f"references of a clip, with their clips: {', '.join(counts)}"
     if data.get("masked"):
-        yield (
-            f"{data['masked']:,} have a mask: what it leaves out counts "
-            f"{_get_mask_floor(contents):g} times in the loss"
-        )
+        mask_floor = float(contents.run.config["data"].get("mask_floor", 0.0))
+        yield f"{data['masked']:,} have a mask: what it leaves out counts {mask_floor:g} times in the loss"
     if data.get("classes"):
         yield f"{data['classes']:,} classes"
     for name in data["datasets"]:
         yield f"dataset: [{escape_markdown(name)}](https://huggingface.co/datasets/{name})"
     if data["left_out"]:
         yield f"{data['left_out']:,} samples could not be used and were left out before training"
-
-
-def _get_mask_floor(contents: Contents) -> float:
-    return float(contents.run.config["data"].get("mask_floor", 0.0))
-
-
-def _describe_media(kind: str) -> str:
-    return {"image": "an image", "video": "a video", "text": "text alone"}[kind]
 
 
 def _format_range(values: Mapping[str, float]) -> str:
@@ -325,7 +293,6 @@ def _format_range(values: Mapping[str, float]) -> str:
 
 
 def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
-    """Table rows of the most important settings."""
     config = contents.run.config
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.metadata.get("rank"):
@@ -338,17 +305,13 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
     yield "optimizer", escape_markdown(optim["name"])
     yield ("schedule, warmup steps", f"{escape_markdown(optim['schedule'])}, {optim['warmup_steps']:,}")
     ranks = contents.run.environment.get("processes", 1)
-    batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
-    yield "samples of a step", batch
+    yield "samples of a step", f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     for expert_contents in contents.experts or (contents,):
         suffix = f" of the expert for {_format_expert(expert_contents.expert)}" if expert_contents.expert else ""
         # A running total: the last value is the number of samples of the run.
         sample_counts = expert_contents.run.metrics.get_column("samples")
-        yield (
-            f"steps{suffix}",
-            f"{expert_contents.run.num_steps_taken:,}"
-            + (f" ({int(sample_counts[-1]):,} samples)" if sample_counts else ""),
-        )
+        num_samples = f" ({int(sample_counts[-1]):,} samples)" if sample_counts else ""
+        yield f"steps{suffix}", f"{expert_contents.run.num_steps_taken:,}{num_samples}"
     yield "seed", str(train["seed"])
     if train.get("ema"):
         yield "weights' moving average", f"{train['ema']:g}"
@@ -359,7 +322,6 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
 
 
 def _list_results(contents: Contents) -> Iterator[str]:
-    """List items on losses and on what the guard did."""
     # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
         yield from (f"{_format_expert(expert_contents.expert)}: {line}" for line in _list_results(expert_contents))
@@ -374,9 +336,8 @@ def _list_results(contents: Contents) -> Iterator[str]:
     if held_out:
         first_loss, last_loss = held_out
         change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
-        yield (
-            f"held-out loss ({_describe_eval_data(contents)}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
-        )
+        measured_on = _describe_eval_data(contents)
+        yield f"held-out loss ({measured_on}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
     yield from _list_events(contents)
 
 
@@ -395,10 +356,8 @@ def _list_events(contents: Contents) -> Iterator[str]:
         yield "guard: no step tripped"
     for (kind, cause, action), count in counted.most_common():
         times = "once" if count == 1 else f"{count:,} times"
-        yield (
-            f"guard: {escape_markdown(kind)}, cause {escape_markdown(cause)}: {times}; action: "
-            f"{escape_markdown(action)}"
-        )
+        guard_event = f"{escape_markdown(kind)}, cause {escape_markdown(cause)}"
+        yield f"guard: {guard_event}: {times}; action: {escape_markdown(action)}"
     # A sample can be left out several times.
     left_out = len({line.get("sample_id") for line in contents.run.quarantine})
     if left_out:
@@ -407,6 +366,20 @@ def _list_events(contents: Contents) -> Iterator[str]:
 
 def _format_expert(expert: str | None) -> str:
     return str(expert).replace("_", " ")
+
+
+def _format_licence(contents: Contents) -> str:
+    """A sentence on the license of the base, as far as it is known."""
+    licence = get_family(contents.metadata["family"]).get_license(contents.base)
+    if contents.base is None:
+        return "Not stated: the base model was a local folder. What is derived from it is under its licence."
+    where = f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
+    if licence is None:
+        return f"Not stated: see the licence of the base model, {where}, from which this is derived."
+    # Custom licences have a name and a link, standard ones only an id.
+    name = escape_markdown(licence.name or licence.id)
+    named = f"[{name}]({licence.link})" if licence.link else name
+    return f"{named}, the licence of the base model, {where}, from which this is derived."
 
 
 def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
@@ -423,7 +396,6 @@ def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
 
 
 def _list_versions(contents: Contents) -> Iterator[str]:
-    """List items on package versions, hardware and training time."""
     environment = contents.run.environment
     packages = environment.get("packages") or {}
     main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
@@ -435,9 +407,7 @@ def _list_versions(contents: Contents) -> Iterator[str]:
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
     yield escape_markdown(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
-    seconds = [
-        step_seconds for step_seconds in contents.run.metrics.get_column("seconds") if math.isfinite(step_seconds)
-    ]
+    seconds = [value for value in contents.run.metrics.get_column("seconds") if math.isfinite(value)]
     if seconds:
         spent = sum(seconds)
         duration = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"

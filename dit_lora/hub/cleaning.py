@@ -36,17 +36,16 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     data = _get_section(values, "data")
     # The first source is `data` itself, further ones are in `data.sources`.
     for number, source in enumerate([data, *(data.get("sources") or ())]):
+        suffix = f"_{number}" if number else ""
         if source.get("path") not in (None, *datasets, *(f"{HUB_PREFIX}{name}" for name in datasets)):
-            source["path"] = f"path/to/data_{number}" if number else "path/to/data"
+            source["path"] = f"path/to/data{suffix}"
         if source.get("media") is not None:
-            source["media"] = f"path/to/media_{number}" if number else "path/to/media"
+            source["media"] = f"path/to/media{suffix}"
         if source.get("mask_folder") is not None:
-            source["mask_folder"] = f"path/to/masks_{number}" if number else "path/to/masks"
+            source["mask_folder"] = f"path/to/masks{suffix}"
         if source.get("reference_folders"):
-            source["reference_folders"] = [
-                f"path/to/references_{number}_{position}" if number else f"path/to/references_{position}"
-                for position in range(len(source["reference_folders"]))
-            ]
+            num_folders = len(source["reference_folders"])
+            source["reference_folders"] = [f"path/to/references{suffix}_{index}" for index in range(num_folders)]
     # A path of the machine that trained, which readers do not need.
     data["cache"] = None
     validation = _get_section(values, "validation")

@@ -98,7 +98,12 @@ def collect_contents(run_dir: Path) -> Contents:
     require_regular(run_dir)
     # The state is not shown on the card, so it need not be derived.
     run = RunReader(run_dir).read("finished")
-    _require_complete_records(run)
+    # The card shows values of these records. Each call raises for missing keys or wrong types.
+    message_prefix = f"{run.folder} is not pushed"
+    validate_value(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
+    validate_value(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
+    if run.verification:
+        validate_value(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}")
     result, kind = _find_result(run)
     _require_verified(run)
     # The file with the training metadata.
@@ -134,19 +139,18 @@ def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
         folders = ", ".join(str(item.run.folder) for item in with_base_weights)
         raise DitLoraError(
             f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; "
-            f"push the runs "
-            f"of each to a repository of its own: {folders}"
+            f"push the runs of each to a repository of its own: {folders}"
         )
     last_expert = experts[-1]
     files = {name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES_PREFIX)}
     for contents in experts:
-        # Verifications have one name in both runs: put each in its expert's folder.
-        expert_files = {name: item for name, item in contents.files.items() if not name.startswith(SAMPLES_PREFIX)}
-        files |= {
-            f"{contents.expert}/{name}" if name == VERIFICATION_FILE else name: item
-            for name, item in expert_files.items()
-        }
-    base, datasets = (str(last_expert.metadata.get("base_model")), last_expert.facts["data"]["datasets"])
+        for name, item in contents.files.items():
+            # Verifications have one name in both runs: put each in its expert's folder.
+            if name == VERIFICATION_FILE:
+                files[f"{contents.expert}/{name}"] = item
+            elif not name.startswith(SAMPLES_PREFIX):
+                files[name] = item
+    base, datasets = str(last_expert.metadata.get("base_model")), last_expert.facts["data"]["datasets"]
     files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
     return replace(last_expert, files=files, experts=tuple(experts))
 
@@ -165,20 +169,9 @@ def _find_result(run: RunFiles) -> tuple[Path, str]:
     full = run.config.get("train", {}).get("mode") == "full"
     path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
-        f"{folder} has no result yet: no {path}; it is at step {run.num_steps_taken:,} of "
-        f"{run.max_steps or 0:,}. Go on with: "
-        f"accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
+        f"{folder} has no result yet: no {path}; it is at step {run.num_steps_taken:,} of {run.max_steps or 0:,}. "
+        f"Go on with: accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
     )
-
-
-def _require_complete_records(run: RunFiles) -> None:
-    """Raise `DitLoraError` if the run's records do not have what the card shows of them."""
-    message_prefix = f"{run.folder} is not pushed"
-    # Each call raises for missing keys or wrong types.
-    validate_value(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
-    validate_value(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
-    if run.verification:
-        validate_value(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}")
 
 
 def _require_verified(run: RunFiles) -> None:
@@ -225,9 +218,9 @@ def _read_facts(run: RunFiles) -> dict[str, Any]:
         return public
     except (OSError, ValueError) as error:
         raise DitLoraError(
-            f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, "
-            f"cannot be used: {error}. "
-            f"Write it anew with: accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
+            f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, cannot be used: "
+            f"{error}. Write it anew with: "
+            f"accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
         ) from error
 
 
@@ -278,7 +271,6 @@ def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[Card
 
 
 def _collect_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[CardSample]:
-    """A chat model's answers to the validation prompts before and after training."""
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
     for stage, folder in step_folders.items():
         file = folder / "answers.json"

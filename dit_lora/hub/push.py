@@ -21,8 +21,6 @@ from dit_lora.hub.contents import (
 )
 from dit_lora.verify.expert_pair import format_expert_filename
 
-MessageCallback = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Publication:
@@ -52,7 +50,7 @@ def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     return Publication(contents, repo_id, {CARD_FILE: card.encode(), **contents.files})
 
 
-def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) -> str:
+def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
     """Upload a run to a repository, which is created if needed. Returns the outcome in one line.
 
     In one commit, new and changed files are sent, and files of an earlier push that this run does not have are
@@ -72,32 +70,31 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) ->
         say(line)
     try:
         check_account(repo_id, private=private)
-        return _upload(publication, private=private, say=say)
+        api = HfApi()
+        # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
+        request_with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
+        url = f"{api.endpoint}/{repo_id}"
+        return request_with_retries(lambda: _commit(api, publication, url, say), say)
     except HubError as error:
         command = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
         raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
 
 
-def _upload(publication: Publication, *, private: bool, say: MessageCallback) -> str:
-    """Create the repository if needed and commit the files; retries transient errors."""
-    api, repo_id = HfApi(), publication.repo_id
-    # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
-    request_with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
-    url = f"{api.endpoint}/{repo_id}"
-    return request_with_retries(lambda: _commit(api, publication, url, say), say)
-
-
-def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback) -> str:
-    """Commit all files on top of the newest commit; fails if another commit comes first.
-
-    Unchanged files are skipped.
-    """
+def _commit(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
+    """Commit all files on top of the newest commit; fails if another commit comes first."""
     repo_id, files = publication.repo_id, publication.files
     # The commit that is built upon; the Hub answers 412 if it is no longer the newest.
     head = api.model_info(repo_id)
     existing = [item.rfilename for item in head.siblings or ()]
-    # Only files that an earlier push wrote: others, such as pictures added by hand, stay.
-    removes = [CommitOperationDelete(name) for name in existing if _is_pushed_file(name) and name not in files]
+    # Only files that an earlier push may have written: others, such as pictures added by hand, stay.
+    pushed_names = {*ADAPTER_FILES, VERIFICATION_FILE}
+    for expert in EXPERT_NAMES.values():
+        pushed_names |= {format_expert_filename(expert), f"{expert}/{VERIFICATION_FILE}"}
+    removes = [
+        CommitOperationDelete(name)
+        for name in existing
+        if (name in pushed_names or name.startswith(SAMPLES_PREFIX)) and name not in files
+    ]
     # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
     visibility, size = ("private" if head.private else "public", sum(publication.get_sizes().values()))
@@ -116,15 +113,7 @@ def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback
     return f"pushed {len(files)} files to {url}"
 
 
-def _is_pushed_file(name: str) -> bool:
-    """True for file names that a push of ours may have written."""
-    experts = EXPERT_NAMES.values()
-    pairs = [file for expert in experts for file in (format_expert_filename(expert), f"{expert}/{VERIFICATION_FILE}")]
-    return name in (*ADAPTER_FILES, VERIFICATION_FILE, *pairs) or name.startswith(SAMPLES_PREFIX)
-
-
 def _format_size(num_bytes: int) -> str:
-    """Format a number of bytes."""
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
 
 

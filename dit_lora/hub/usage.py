@@ -50,6 +50,17 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     """Python source that loads the result from the Hub repository `repo_id` and samples with `prompt`."""
     is_pipeline = "pipeline" in contents.facts
     name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
+    base = quote_literal(contents.base or _BASE_PLACEHOLDER)
+    # The revision pins the base to the commit that was trained on.
+    if contents.base is not None and contents.metadata.get("revision"):
+        base += f", revision={quote_literal(contents.metadata['revision'])}"
+    # Lines that load the adapter, one per expert; none for a full pipeline.
+    load_lines = []
+    if is_pipeline and contents.kind != "pipeline":
+        if needs_dit_lora(contents):
+            load_lines = [f"dit_lora.load_adapter(pipe, {quote_literal(repo_id)})"]
+        else:
+            load_lines = [_build_load_line(expert, repo_id) for expert in contents.experts or (contents,)]
     # Not autoescaped: the result is Python. Values are inserted by `repr` or as quoted literals.
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
@@ -59,11 +70,11 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,
         prompt=prompt,
-        base=_format_base(contents),
+        base=base,
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
-        loading=_list_load_lines(contents, repo_id) if is_pipeline else (),
+        loading=load_lines,
         in_peft_format=_get_adapter_kind(contents) in PEFT_ONLY_KINDS,
         is_whole=contents.kind == "pipeline",
         is_video=_is_video(contents),
@@ -93,15 +104,6 @@ def _get_adapter_kind(contents: Contents) -> str:
     return str(contents.metadata.get("kind", "lora"))
 
 
-def _list_load_lines(contents: Contents, repo_id: str) -> list[str]:
-    """Lines that load the adapter, one per expert; empty for a full pipeline."""
-    if contents.kind == "pipeline":
-        return []
-    if needs_dit_lora(contents):
-        return [f"dit_lora.load_adapter(pipe, {quote_literal(repo_id)})"]
-    return [_build_load_line(expert_contents, repo_id) for expert_contents in contents.experts or (contents,)]
-
-
 def _build_load_line(contents: Contents, repo_id: str) -> str:
     """Line that loads one adapter with Diffusers, or with PEFT for kinds that Diffusers cannot read."""
     part = contents.metadata.get("part", "transformer")
@@ -119,18 +121,8 @@ def _build_load_line(contents: Contents, repo_id: str) -> str:
 
 
 def _is_video(contents: Contents) -> bool:
-    """True if the pipeline makes videos."""
     pipeline = contents.facts.get("pipeline") or {}
     return pipeline.get("output") == "frames" and bool(pipeline["fps"])
-
-
-def _format_base(contents: Contents) -> str:
-    """Arguments that load the base; a placeholder path if it was a local folder."""
-    if contents.base is None:
-        return quote_literal(_BASE_PLACEHOLDER)
-    # The revision pins the base to the commit that was trained on.
-    base, revision = quote_literal(contents.base), contents.metadata.get("revision")
-    return f"{base}, revision={quote_literal(revision)}" if revision else base
 
 
 def _format_dtype(contents: Contents) -> str:

@@ -71,11 +71,6 @@ class TrainingMemory:
         # All fields are bytes, so a new one is counted without a change here.
         return sum(vars(self).values()) - self.activations
 
-    @property
-    def total_bytes(self) -> int:
-        """Everything, activations included."""
-        return sum(vars(self).values())
-
 
 @dataclass(frozen=True)
 class MemoryBudget:
@@ -122,8 +117,7 @@ def compute_budget(
         estimator: Its checkpoint on the meta device.
         launch: Number of ranks and sharding.
         gpu_bytes: Bytes of the GPU. `train.checkpointing: auto` chooses what it would choose there. None: no limit,
-        and
-            `auto` chooses `none`.
+            and `auto` chooses `none`.
         mode: Activation checkpointing to assume instead of the run's choice.
     """
     # Shapes are sorted by volume; all peaks are computed for the largest.
@@ -228,13 +222,11 @@ def _count_micro_batch_bytes(recipe: Recipe, estimator: MemoryEstimator) -> int:
 
 
 def _count_optimizer_bytes(name: str, weights: ModelWeights) -> tuple[int, int]:
-    """Bytes of optimizer state on the device and on the host.
-
-    A paged optimizer is counted on the host, where its state goes when the device is full.
-    """
-    # Computed from the shapes of the trained parameters, which may be on the meta device.
+    """Bytes of optimizer state on the device and on the host, where a paged optimizer is counted."""
     record = OPTIMIZERS[name]
+    # Computed from the shapes of the trained parameters, which may be on the meta device.
     size = record.state_bytes(weights.trained_parameters)
+    # The state of a paged optimizer goes to the host when the device is full.
     return (size, 0) if record.unpaged_variant is None else (0, size)
 
 
@@ -310,7 +302,6 @@ def _compute_host_bytes(
 
 
 def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights) -> dict[str, int]:
-    """Bytes on disk by kind of file."""
     trained = weights.trained_bytes
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(_count_optimizer_bytes(recipe.optim.name, weights))
     # An adapter, or the whole transformer.
@@ -320,14 +311,11 @@ def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: Mod
     sizes = {"checkpoints": num_checkpoints * checkpoint, "result": result}
     if estimator.is_chat or not recipe.data.precompute:
         return sizes
-    return {
-        "cache, a clip": estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1),
-        **sizes,
-    }
+    sample_bytes = estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1)
+    return {"cache, a clip": sample_bytes, **sizes}
 
 
 def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:
-    """Messages about what is assumed or not counted in this budget."""
     lines = []
     if estimator.is_gpu:
         lines.append(

@@ -54,8 +54,7 @@ class MemoryPlan:
         cheapest = None
         if change is not None:
             needs = change.budget.needed_bytes / GIB
-            overrides = list(change.overrides)
-            cheapest = {"overrides": overrides, "sharding": self.sharding, "needs": needs}
+            cheapest = {"overrides": list(change.overrides), "sharding": self.sharding, "needs": needs}
         return {
             "phases": _convert_to_gib(budget.phase_bytes),
             "fits": budget.fits,
@@ -144,7 +143,7 @@ class _RecipeVariants:
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
     def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """Memory needs of the recipe with these settings changed; None if they are not allowed."""
+        """As `compute_variant_budget`; None if the settings are not allowed."""
         try:
             return self.compute_variant_budget(changes)
         except DitLoraError:
@@ -159,10 +158,7 @@ class _RecipeVariants:
 
 
 def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> PlanChange | None:
-    """The first single change that makes the run fit, else several together.
-
-    Data shapes change only as the last resort.
-    """
+    """The first single change that makes the run fit, else several together. Data shapes are the last resort."""
     selected: list[Settings] = []
     # The smallest peak so far.
     min_bytes = budget.needed_bytes
@@ -189,10 +185,7 @@ def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> Pla
 def _drop_unneeded_changes(
     variants: _RecipeVariants, selected: list[Settings], fitting_budget: MemoryBudget
 ) -> PlanChange:
-    """Drop the changes that are not needed, starting with the last one.
-
-    For example, full checkpointing makes the selective checkpointing before it superfluous.
-    """
+    """Drop the changes that others make superfluous, as full checkpointing does the selective one before it."""
     # The last ones first: they cost the most.
     for change in reversed(selected):
         fewer = [other_change for other_change in selected if other_change is not change]
@@ -203,7 +196,6 @@ def _drop_unneeded_changes(
 
 
 def _build_change(changes: Sequence[Settings], budget: MemoryBudget) -> PlanChange:
-    """The changes as command-line overrides."""
     return PlanChange(tuple(_format_overrides(_merge_settings(changes))), budget)
 
 
@@ -218,10 +210,7 @@ def _format_overrides(settings: Settings) -> list[str]:
 
 
 def _iterate_setting_changes(budget: MemoryBudget) -> Iterator[Settings]:
-    """Settings of the recipe to try, the cheapest first. The order is fixed, because no time is predicted.
-
-    VAE tiling, then more recomputation one mode at a time, smaller micro-batches, fewer bits, offload, sharding.
-    """
+    """Settings of the recipe to try, the cheapest first. The order is fixed, because no time is predicted."""
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     # Phases that do not fit. Tiling helps where the VAE runs; sampling can be turned off.
     too_much = {name for name, size in budget.phase_bytes.items() if size > (budget.gpu_bytes or size)}
@@ -272,5 +261,4 @@ def _iterate_smaller_shapes(recipe: Recipe, estimator: MemoryEstimator) -> Itera
 
 
 def _convert_to_gib(sizes: Any) -> dict[str, float]:
-    """Convert bytes to GiB."""
     return {name: size / GIB for name, size in sizes.items()}

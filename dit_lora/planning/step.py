@@ -138,10 +138,7 @@ def measure_step_peak(
 
 
 def _wrap_block_caller(block_caller: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Wrap the block caller so that blocks recomputed in backward also run in `CudaAutocast`.
-
-    PyTorch turns function modes off in the backward pass.
-    """
+    """Run blocks in `CudaAutocast` also when backward recomputes them, where PyTorch turns function modes off."""
     # No public function tells whether a function mode is active.
     modes = _get_current_function_mode_stack()
     if block_caller is None or not any(isinstance(mode, CudaAutocast) for mode in modes):

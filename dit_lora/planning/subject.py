@@ -38,8 +38,6 @@ from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")
 
-_NO_INTEGER_INPUTS: Mapping[str, torch.Tensor] = {}
-
 
 @dataclass(frozen=True)
 class ModelWeights:
@@ -90,17 +88,17 @@ class MemoryEstimator:
 
     @property
     def is_chat(self) -> bool:
-        """True for a family of chat models."""
         return self.recipe.model.family in CHAT_FAMILIES
 
     def get_model(self, recipe: Recipe) -> nn.Module:
         """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
+        unquantized = recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
         def load() -> nn.Module:
             # Parameters on the meta device have shapes and no memory.
             with _build_on_meta(), _assume_gpu_kernels(self.is_gpu):
                 model, _, _ = task_of(recipe.model.family).load_trainable(
-                    _remove_quantization(recipe), self.family, self.checkpoint, self.dtype
+                    unquantized, self.family, self.checkpoint, self.dtype
                 )
             return model.train()
 
@@ -112,10 +110,8 @@ class MemoryEstimator:
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         # Parameters that are also read outside their block stay on the device: they cannot be offloaded.
-        blocks, fixed = (
-            repeated_blocks(model),
-            {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)},
-        )
+        blocks = repeated_blocks(model)
+        fixed = {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)}
         in_blocks = [
             sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed) for block in blocks
         ]
@@ -130,7 +126,6 @@ class MemoryEstimator:
         )
 
     def _count_quantization_savings(self, recipe: Recipe) -> int:
-        """Bytes that `model.quantize` saves."""
         kind = recipe.model.quantize
         if kind is None:
             return 0
@@ -160,7 +155,13 @@ class MemoryEstimator:
         """For each shape: specs of a sample's tensors, and tensors with values that the model's shapes depend on."""
         if self.is_chat:
             return compute_chat_specs(self.recipe, self.checkpoint)
-        return {shape: (self._compute_encoded_spec(shape), _NO_INTEGER_INPUTS) for shape in self._list_video_shapes()}
+        # A set: samples of equal shape need one computation. Without data, all buckets of the recipe.
+        used = {sample.shape for sample in self.samples or ()}
+        buckets = used or list_buckets(
+            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
+        )
+        shapes = [self._add_references(shape) for shape in buckets]
+        return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
@@ -169,20 +170,8 @@ class MemoryEstimator:
             return None
         return find_samples(self.recipe, self.checkpoint, samples_per_step=1, quiet=True).usable
 
-    def _list_video_shapes(self) -> Sequence[VideoShape]:
-        """Shapes that the samples have, or all buckets of the recipe if there is no data."""
-        # A set: samples of equal shape need one computation.
-        used = {sample.shape for sample in self.samples or ()}
-        buckets = used or list_buckets(
-            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
-        )
-        return tuple(self._add_references(shape) for shape in buckets)
-
     def _add_references(self, shape: VideoShape) -> VideoShape:
-        """The shape with references of the same size, as many as a validation prompt has.
-
-        Unchanged if the data has them.
-        """
+        """The shape with as many references as a validation prompt has; unchanged if the data has them."""
         # None for models without references.
         takes = self.checkpoint.references
         if takes is None or shape.references or self.samples is not None:
@@ -192,7 +181,6 @@ class MemoryEstimator:
 
     @property
     def _validation_shape(self) -> VideoShape:
-        """The shape of the videos sampled in validation."""
         shape = VideoShape.from_data(self.recipe.data)
         return replace(shape, references=self.shapes[0].references)
 
@@ -222,23 +210,16 @@ class MemoryEstimator:
             encoder_tensors = [t for module in encoders for t in (*module.parameters(), *module.buffers())]
             # Tensors that exist before are not counted in the peak.
             with AllocationTracker([*encoder_tensors, pixels]) as live:
-                sound = self._make_silent_audio(shape)
+                sound, sound_format, fps = None, self.checkpoint.sound_format, self.recipe.data.fps
+                # Silent audio, (channels, samples), if both model and data have audio.
+                if sound_format is not None and fps is not None:
+                    silence = torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps))
+                    sound = Sound(silence, sound_format.rate)
                 sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
                 encoded = sample.encode(encode, shape)
             return encoded, live.max_bytes
 
         return self._get_cached(shape, run)
-
-    def _make_silent_audio(self, shape: VideoShape) -> Sound | None:
-        """Silent audio of a clip of this shape; None if the model or the data has no audio."""
-        sound_format, fps = self.checkpoint.sound_format, self.recipe.data.fps
-        if sound_format is None or fps is None:
-            return None
-        return Sound(
-            # (channels, samples).
-            torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps)),
-            sound_format.rate,
-        )
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:
@@ -368,7 +349,6 @@ class MemoryEstimator:
         return sum(tensor.nbytes for tensor in noise.values())
 
     def _get_batch_spec(self, spec: Spec, size: int) -> Spec:
-        """Specs of a batch of `size` samples."""
         return {n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()}
 
     def get_integer_inputs(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
@@ -378,7 +358,6 @@ class MemoryEstimator:
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
     def _make_loss_function(self, size: int) -> Losses:
-        """The training loss for fake batches of `size` samples."""
         streams = RandomStreams(self.recipe.train.seed, range(size))
         return lambda model, batch: compute_training_losses(self.checkpoint, model, batch, streams)
 
@@ -386,11 +365,6 @@ class MemoryEstimator:
 def _get_model_key(recipe: Recipe) -> str:
     """Cache key: the recipe fields that change the model's structure."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
-
-
-def _remove_quantization(recipe: Recipe) -> Recipe:
-    """The recipe without `model.quantize`."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
 
 @contextmanager

@@ -67,21 +67,21 @@ def _encode_pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> l
     """Data URI and time of at most `MAX_FRAMES` frames."""
     if frames is None:
         return []
+    from PIL import Image
+
     count = min(len(frames), MAX_FRAMES)
     # Evenly spaced frames, including the first and the last.
     chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
     # A picture has no time.
     times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
-    return [(_encode_picture(frames[index]), times[index]) for index in chosen]
-
-
-def _encode_picture(frame: torch.Tensor) -> str:
-    from PIL import Image
-
-    # (3, H, W) to (H, W, 3).
-    picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
-    # In place; keeps the aspect ratio and never enlarges.
-    picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=80)
-    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()
+    pictures = []
+    for index in chosen:
+        # (3, H, W) to (H, W, 3).
+        picture = Image.fromarray(frames[index].permute(1, 2, 0).contiguous().numpy())
+        # In place; keeps the aspect ratio and never enlarges.
+        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
+        stream = io.BytesIO()
+        picture.save(stream, "JPEG", quality=80)
+        uri = f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        pictures.append((uri, times[index]))
+    return pictures

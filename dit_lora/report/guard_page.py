@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tick:
+class LaneMark:
     """A mark on a lane: its position in percent, color class and text."""
 
     at: float
@@ -67,7 +68,7 @@ class Lane:
 
     cause: str
     count: int
-    ticks: Sequence[Tick]
+    ticks: Sequence[LaneMark]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,17 @@ def write_guard_report(folder: Path) -> Path:
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
     state, color = _describe_state(events, starts)
-    heat = build_heat_maps(_read_module_history(folder))
+    lines, _ = read_json_lines(folder / STATISTICS_FILE)
+    history = ModuleHistory()
+    for line in lines:
+        # Steps of different guards overlap, so the map shows only the last guard that has any.
+        if line.get("guard") == lines[-1].get("guard"):
+            history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
+    heat = build_heat_maps(history)
+    notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
+    if torn:
+        notes.append(f"{torn} torn lines of events.jsonl are left out.")
+    weights = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
     page = render_page(
         "guard_page.html",
         scripts=("page.js",) if heat else (),
@@ -114,9 +125,9 @@ def write_guard_report(folder: Path) -> Path:
         rows_open=rows[:_NUM_VISIBLE_ROWS],
         rows_more=rows[_NUM_VISIBLE_ROWS:],
         earlier=max(0, len(events) - _MAX_EVENTS),
-        notes=_build_notes(starts, torn),
+        notes=notes,
         heat=heat,
-        weights=_list_weight_files(folder),
+        weights=[(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in weights],
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
         script=next((str(start["script"]) for start in reversed(starts) if start.get("script")), ""),
     )
@@ -138,49 +149,37 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as far as known"
     num_taken, lost = (sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost"))
-    event_counts: dict[str, int] = {}
-    for event in events:
-        for sample in _to_strings(event.get("sample_ids")):
-            event_counts[sample] = event_counts.get(sample, 0) + 1
+    event_counts = Counter(sample for event in events for sample in _to_strings(event.get("sample_ids")))
     # Row numbers are not names: they mean different samples in different micro-batches.
     named = {sample: count for sample, count in event_counts.items() if is_sample_name(sample)}
     worst = max(named, key=lambda sample: named[sample], default="")
     most_frequent = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(event_counts) - len(named)
     rows = f"and {unnamed} not named" if unnamed else ""
-    switched_off_names = sorted(_find_switched_off(events, starts))
+    # Each fallback is an event, and guard.json lists what was off at its last write: take both.
+    switched_off = {name for start in starts for name in _to_strings(start.get("switched_off"))}
+    for event in events:
+        if event.get("action") == "fallback":
+            switched_off.add(str(ensure_dict(event.get("verdict")).get("switch", "")))
+    switched_off.discard("")
+    share = f"{100 * lost / (num_taken + lost):.1f}% of {num_taken + lost:,}" if lost else ""
     return [
         Figure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
-        Figure("Steps not taken", f"{lost:,}" if starts else NO_VALUE, _format_share(lost, num_taken + lost)),
+        Figure("Steps not taken", f"{lost:,}" if starts else NO_VALUE, share),
         Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
-        Figure(
-            "Switched off", f"{len(switched_off_names):,}", ", ".join(switched_off_names) or "no kernel, no backend"
-        ),
+        Figure("Switched off", f"{len(switched_off):,}", ", ".join(sorted(switched_off)) or "no kernel, no backend"),
     ]
-
-
-def _format_share(part: int, total: int) -> str:
-    return f"{100 * part / total:.1f}% of {total:,}" if part and total else ""
-
-
-def _find_switched_off(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> set[str]:
-    # Each fallback is an event, and guard.json lists what was off at its last write: take both.
-    from_events = {str(ensure_dict(entry.get("verdict")).get("switch", "")) for entry in events if _is_fallback(entry)}
-    from_starts = {name for entry in starts for name in _to_strings(entry.get("switched_off"))}
-    return (from_events | from_starts) - {""}
-
-
-def _is_fallback(event: Mapping[str, Any]) -> bool:
-    return event.get("action") == "fallback"
 
 
 def _build_starts(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Start]:
     """The known guards, and an extra entry for events that none of them has written."""
-    guard_ids = {str(entry["id"]) for entry in starts}
-    # guard.json may be missing or damaged while events.jsonl is complete.
-    unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
     entries = [_build_start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts]
-    return [*entries, *([_build_start({}, unmatched_events)] if unmatched_events else [])]
+    # guard.json may be missing or damaged while events.jsonl is complete.
+    guard_ids = {str(entry["id"]) for entry in starts}
+    unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
+    if unmatched_events:
+        entries.append(_build_start({}, unmatched_events))
+    return entries
 
 
 def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
@@ -190,44 +189,33 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
     # In order of first appearance.
     causes = dict.fromkeys(_describe_cause(event) for event in events)
     lanes = [_build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps) for cause in causes]
+    # Events may exist without an entry in guard.json, if that file is missing or damaged.
+    title = str(facts.get("started", "")) or "of a start that guard.json does not know"
+    if not facts:
+        return Start(title, [], steps, lanes)
+    ranks = _to_count(facts.get("ranks"))
+    parts = [str(facts.get(name, "")) for name in ("script", "loop", "device")]
+    if ranks > 1:
+        parts.append(f"{ranks} processes")
+    rows = [("Loop", ", ".join(filter(None, parts)))]
     models = facts.get("models")
-    rows = [
-        ("Loop", _describe_loop(facts)),
-        *(("Model", _describe_model(ensure_dict(model))) for model in (models if isinstance(models, list) else [])),
+    for model in map(ensure_dict, models if isinstance(models, list) else []):
+        numbers = f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
+        dtypes = format_value(model.get("dtypes"))
+        rows.append(("Model", f"{model.get('name')}: {numbers}" + (f", in {dtypes}" if dtypes else "")))
+    ending = "" if facts.get("ended") is True else "; it has not said that it ended"
+    rows += [
         ("Optimizers", format_value(facts.get("optimizers"))),
         ("Checks", format_value(facts.get("checks"))),
-        ("Steps", _describe_steps(facts)),
+        ("Steps", f"{_to_count(facts.get('taken')):,} taken, {_to_count(facts.get('lost')):,} not{ending}"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in ensure_dict(facts.get("versions")).items())),
         ("Settings", format_value(ensure_dict(facts.get("settings")))),
     ]
-    # Events may exist without an entry in guard.json, if that file is missing or damaged.
-    title = str(facts.get("started", "")) or "of a start that guard.json does not know"
     return Start(title, [(name, text) for name, text in rows if text], steps, lanes)
 
 
-def _describe_loop(facts: Mapping[str, Any]) -> str:
-    if not facts:
-        return ""
-    ranks = _to_count(facts.get("ranks"))
-    parts = [str(facts.get("script", "")), str(facts.get("loop", "")), str(facts.get("device", ""))]
-    return ", ".join([*filter(None, parts), *([f"{ranks} processes"] if ranks > 1 else [])])
-
-
-def _describe_model(model: Mapping[str, Any]) -> str:
-    dtypes = format_value(model.get("dtypes"))
-    numbers = f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
-    return f"{model.get('name')}: {numbers}" + (f", in {dtypes}" if dtypes else "")
-
-
-def _describe_steps(facts: Mapping[str, Any]) -> str:
-    if not facts:
-        return ""
-    ending = "" if facts.get("ended") is True else "; it has not said that it ended"
-    return f"{_to_count(facts.get('taken')):,} taken, {_to_count(facts.get('lost')):,} not{ending}"
-
-
 def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
-    # Combine events at the same position in one tick: overlapping marks would show no more.
+    # Combine events at the same position in one mark: overlapping marks would show no more.
     # Events by position, an integer from 0 to the number of ticks.
     events_by_position: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -235,14 +223,11 @@ def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> 
         events_by_position.setdefault(min(position, _NUM_TICKS), []).append(event)
     ticks = []
     for position, position_events in sorted(events_by_position.items()):
-        # A stop colours the tick even if others share the position.
+        # A stop colours the mark even if others share the position.
         stops = any(event.get("action") == "stop" for event in position_events)
-        first_event, more = (
-            position_events[0],
-            f" and {len(position_events) - 1} more" if len(position_events) > 1 else "",
-        )
-        text = f"step {first_event.get('step')}: {first_event.get('action')}{more}"
-        ticks.append(Tick(100 * position / _NUM_TICKS, "reject" if stops else "warn", text))
+        more = f" and {len(position_events) - 1} more" if len(position_events) > 1 else ""
+        text = f"step {position_events[0].get('step')}: {position_events[0].get('action')}{more}"
+        ticks.append(LaneMark(100 * position / _NUM_TICKS, "reject" if stops else "warn", text))
     return Lane(cause, len(events), ticks)
 
 
@@ -275,28 +260,6 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
         bundle=bundle if is_there else "",
         told=base_row,
     )
-
-
-def _build_notes(starts: Sequence[Mapping[str, Any]], num_torn_lines: int) -> list[str]:
-    notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
-    return notes + ([f"{num_torn_lines} torn lines of events.jsonl are left out."] if num_torn_lines else [])
-
-
-def _read_module_history(folder: Path) -> ModuleHistory:
-    """Module statistics of the last guard that has any."""
-    history = ModuleHistory()
-    lines, _ = read_json_lines(folder / STATISTICS_FILE)
-    for line in lines:
-        # Steps of different guards overlap, so one map can show only one guard.
-        if line.get("guard") == lines[-1].get("guard"):
-            history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
-    return history
-
-
-def _list_weight_files(folder: Path) -> list[tuple[str, str]]:
-    """Names and sizes of the files with the last good weights."""
-    paths = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
-    return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in paths]
 
 
 def _describe_cause(event: Mapping[str, Any]) -> str:

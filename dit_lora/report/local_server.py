@@ -106,7 +106,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         # The check has already answered the request if it fails.
         if not self._check_host():
             return
-        if self.headers.get("Origin", "") not in self._get_origins():
+        if self.headers.get("Origin", "") not in [f"http://{name}" for name in self._get_host_names()]:
             self.refuse(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
             return
         self.handle_post()
@@ -120,9 +120,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def read_json_body(self, path: str, max_bytes: int) -> dict[str, Any] | None:
-        """The JSON object that an authorized page has posted to a path. Answers any other request, and
-        returns None.
-        """
+        """The JSON object that an authorized page posted to a path. Answers other requests, and returns None."""
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
@@ -182,15 +180,11 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """True if the request has the server's token, or the server needs none."""
         if not self.server.token:
             return True
-        cookies = self.headers.get("Cookie", "").split(";")
-        cookie_tokens = [
-            value
-            for name, _, value in (cookie.strip().partition("=") for cookie in cookies)
-            if name == self._cookie_name
-        ]
         # A browser may send several cookies of this name; any valid one is accepted.
-        if any(map(self.server.is_token, cookie_tokens)):
-            return True
+        for cookie in self.headers.get("Cookie", "").split(";"):
+            name, _, value = cookie.strip().partition("=")
+            if name == self._cookie_name and self.server.is_token(value):
+                return True
         with suppress(ValueError):  # an invalid URL
             # The cookie itself is set with the response's headers.
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
@@ -213,10 +207,6 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
         return False
 
-    def _get_origins(self) -> tuple[str, ...]:
-        """The origins of this server's pages."""
-        return tuple(f"http://{name}" for name in self._get_host_names())
-
     def _get_host_names(self) -> tuple[str, ...]:
         _, port = self.connection.getsockname()
         return f"{HOST}:{port}", f"localhost:{port}"
@@ -233,23 +223,29 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             self._send_range(file, content_type)
 
     def _send_range(self, file: BinaryIO, content_type: str) -> None:
-        """Send a file, or the requested range of it."""
         # Size of the open file: its path may be replaced at any time.
         size = os.fstat(file.fileno()).st_size
         byte_range = self._parse_range(size)
         if byte_range is None:
-            range = {"Content-Range": f"bytes */{size}"}
-            self.send_message(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
+            self.send_message(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", {"Content-Range": f"bytes */{size}"})
             return
         start, end, partly = byte_range
         more = {"Accept-Ranges": "bytes"}
         if partly:
             more["Content-Range"] = f"bytes {start}-{end}/{size}"
         status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
-        self._send_headers(status, content_type, end - start + 1, more)
+        num_bytes = end - start + 1
+        self._send_headers(status, content_type, num_bytes, more)
         # HEAD has the same headers as GET, without a body.
-        if self.command != "HEAD":
-            self._send_bytes(file, start, end - start + 1)
+        if self.command == "HEAD":
+            return
+        # In chunks: a video need not fit into memory.
+        file.seek(start)
+        while num_bytes > 0 and (part := file.read(min(_CHUNK_BYTES, num_bytes))):
+            self.wfile.write(part)
+            num_bytes -= len(part)
+        # The file was truncated meanwhile: close, so that the next response is not read as the missing bytes.
+        self.close_connection |= num_bytes > 0
 
     def _parse_range(self, num_bytes: int) -> tuple[int, int, bool] | None:
         """First and last requested byte, and whether that is only a part; None if the range is beyond the file."""
@@ -261,17 +257,8 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if start == "":
             first_byte, last_byte = max(0, num_bytes - int(end)), num_bytes - 1
         else:
-            first_byte, last_byte = (int(start), min(int(end) if end else num_bytes - 1, num_bytes - 1))
+            first_byte, last_byte = int(start), min(int(end) if end else num_bytes - 1, num_bytes - 1)
         return (first_byte, last_byte, True) if first_byte <= last_byte else None
-
-    def _send_bytes(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        # In chunks: a video need not fit into memory.
-        file.seek(offset)
-        while num_bytes > 0 and (part := file.read(min(_CHUNK_BYTES, num_bytes))):
-            self.wfile.write(part)
-            num_bytes -= len(part)
-        # The file was truncated meanwhile: close, so that the next response is not read as the missing bytes.
-        self.close_connection |= num_bytes > 0
 
     def refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer with a line of text and close the connection, so that the request's body is not read as a request."""

@@ -17,7 +17,6 @@ _DATA_URI_PREFIXES = ("data:image/png;base64,", "data:image/jpeg;base64,", "data
 # Nothing may be loaded or submitted except what a page's `sources` adds.
 _CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
 
-
 MAX_PICTURE_BYTES = 7 * 2**20
 """Maximum bytes of base64 pictures on one page, which keeps the page below 10 MB."""
 _MAX_TEXT_LENGTH = 400  # maximum characters of one text
@@ -74,14 +73,11 @@ def render_page(
     policy = f"{_CONTENT_POLICY}; {sources}"
     # Only these scripts may run: the policy lists their hashes.
     if texts:
-        policy += "; script-src " + " ".join(f"'sha256-{_compute_digest(text)}'" for text in texts)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        policy += "; script-src " + " ".join(f"'sha256-{digest}'" for digest in digests)
     page = _get_environment().get_template(template)
     clean = make_redactor() if redact else str
     return str(page.render(policy=policy, scripts=texts, clean=clean, **values))
-
-
-def _compute_digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache

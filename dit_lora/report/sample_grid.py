@@ -26,7 +26,9 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
     """Write a page that links to the samples in the same folder; `samples` are in the order of rows and columns."""
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
-        label = "" if strength is None else _format_strength(strength)
+        label = "" if strength is None else f"strength {strength:g}"
+        if strength == 0:
+            label = "without the adapter"
         # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
     is_video = samples[0][3].suffix == ".mp4"
@@ -42,7 +44,3 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
         is_video=is_video,
     )
     return write_page(path, page)
-
-
-def _format_strength(strength: float) -> str:
-    return "without the adapter" if strength == 0 else f"strength {strength:g}"

@@ -80,6 +80,13 @@ def write_audit_page(
     """
     pictures = PagePictures()
     rejects, warnings = _build_groups(samples, pictures)
+    # Findings about latents or embeddings.
+    outliers = [
+        (finding.verdict, sample.file, finding.words)
+        for sample in samples
+        for finding in sample.findings
+        if finding.code.startswith(("latent_", "embedding_"))
+    ]
     page = render_page(
         "audit_page.html",
         title=title,
@@ -98,7 +105,7 @@ def write_audit_page(
         drawn_channels=_MAX_CHANNELS,
         channel_chart=ChannelChart,
         number=format_number,
-        outliers=_list_encoded_findings(samples) if encoded else [],
+        outliers=sorted(outliers) if encoded else [],
         duplicates=_list_duplicates(samples),
         lines=_MAX_LINES,
     )
@@ -107,7 +114,7 @@ def write_audit_page(
 
 def _build_groups(samples: Sequence[AuditedSample], pictures: PagePictures) -> tuple[AuditGroup, list[AuditGroup]]:
     """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
-    rejected, warned = (_group_by_first_code(samples, "reject"), _group_by_first_code(samples, "warn"))
+    rejected, warned = _group_by_first_code(samples, "reject"), _group_by_first_code(samples, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     # Rejected samples may use the cards that warnings leave free.
     max_cards = _divide_cards(rejected, max(_MAX_REJECT_CARDS, MAX_CARDS - warnings))
@@ -207,17 +214,6 @@ def _build_charts(samples: Sequence[AuditedSample]) -> list[BarChart | Histogram
         make_histogram("Caption length", read_column("caption_tokens"), "tokens"),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def _list_encoded_findings(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, str]]:
-    """Verdict, file and message of each finding about latents or embeddings."""
-    findings = [
-        (finding.verdict, sample.file, finding.words)
-        for sample in samples
-        for finding in sample.findings
-        if finding.code.startswith(("latent_", "embedding_"))
-    ]
-    return sorted(findings)
 
 
 def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:

@@ -51,15 +51,13 @@ def tint_picture(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     `picture`, `mask` and the result are JPEG bytes.
     """
     image, grey = decode_jpeg(picture), decode_jpeg(mask).convert("L")
-    # A mask has the shape of one frame.
-    # The strip's aspect ratio divided by the mask's: the number of frames side by side.
+    # A mask has the shape of one frame, so the ratio of both aspect ratios is the number of frames side by side.
     ratio = image.width * grey.height / (image.height * grey.width)
     frames = max(1, round(ratio)) if is_video else 1
     frame_mask = np.asarray(grey.resize((max(1, image.width // frames), image.height)), np.float32) / 255
     # (H, W, 1) between 0 and 1. The strip's width may not be a multiple of the frames: pad with the last column.
-    learned = np.pad(
-        np.tile(frame_mask, frames), ((0, 0), (0, image.width - frame_mask.shape[1] * frames)), mode="edge"
-    )[..., None]
+    padding = image.width - frame_mask.shape[1] * frames
+    learned = np.pad(np.tile(frame_mask, frames), ((0, 0), (0, padding)), mode="edge")[..., None]
     levels = np.asarray(image, np.float32)
     # The picture with the tint over all of it, from which the excluded part is taken.
     covered = (1 - _TINT_OPACITY) * levels + _TINT_OPACITY * np.array(_TINT_COLOR, np.float32)

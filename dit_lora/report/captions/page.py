@@ -1,6 +1,7 @@
 """A page of a folder's clips and pictures with their captions, and the audit's findings about each caption."""
 
 import hashlib
+import io
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,16 +9,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import torch
+from PIL import Image
+
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.chat.frames import sample_frame_times
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
-from dit_lora.report.film_strip import make_film_strip
 from dit_lora.report.pages import PagePictures, render_page, write_page
 
 CARDS_PER_PAGE = 60
@@ -67,29 +70,17 @@ class CaptionFindings:
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
         """Update the findings to the table's current captions; equals `check_table_captions` of the table."""
+        old_captions = self._checked_captions
         # None for a file without a caption.
-        old_captions, current_captions = (
-            self._checked_captions,
-            {name: table.captions.get(name) for name in table.media},
-        )
-        changed = {
-            name
-            for name in old_captions.keys() | current_captions.keys()
-            if name not in old_captions or name not in current_captions or old_captions[name] != current_captions[name]
-        }
+        current_captions = {name: table.captions.get(name) for name in table.media}
+        # Files that are new, were removed, or have another caption.
+        changed = {name for name, _ in old_captions.items() ^ current_captions.items()}
         if changed:
-            # The audit counts equal captions, so other files with a changed caption's text are checked again too.
-            texts = {
-                _normalize_caption(captions.get(name))
-                for name in changed
-                for captions in (old_captions, current_captions)
-            }
-            # Compared without regard to whitespace, as the audit counts equal captions.
-            affected = {
-                name
-                for name in current_captions
-                if name in changed or _normalize_caption(current_captions[name]) in texts
-            }
+            # The audit counts equal captions, without regard to whitespace, so other files with a changed caption's
+            # text are checked again too. Every changed file's current text is among these.
+            texts = {_normalize_caption(old_captions.get(name)) for name in changed}
+            texts |= {_normalize_caption(current_captions.get(name)) for name in changed}
+            affected = {name for name, caption in current_captions.items() if _normalize_caption(caption) in texts}
             for name in changed | affected:
                 self._findings_by_file.pop(name, None)
             self._findings_by_file |= check_table_captions(table, self._rules, affected)
@@ -171,16 +162,24 @@ def render_served_page(
 
 
 def _make_thumbnail(file: Path) -> bytes:
-    """JPEG of some frames of a clip, or of a picture; empty if it cannot be read."""
+    """JPEG of some frames of a clip in a row, or of a picture; empty if it cannot be read."""
     media, seconds = MediaFile(file), [0.0]
     try:
         header = read_header(media)
         # A picture has only the frame at 0 seconds.
         if not header.is_image and header.seconds and header.fps:
             seconds = list(sample_frame_times(header.seconds, header.fps, _FRAMES))
+        # Limit the aspect ratio of the thumbnail to between 1:4 and 4:1.
+        width = round(min(4.0, max(0.25, header.width / header.height)) * _HEIGHT)
+        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
+        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
     except ClipError:
         return b""
-    return make_film_strip(media, seconds, _HEIGHT)
+    stream = io.BytesIO()
+    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
+    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
+    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
+    return stream.getvalue()
 
 
 def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:
@@ -198,7 +197,12 @@ def _build_card(
 ) -> CaptionCard:
     caption = table.captions.get(name, "")
     file = table.root / name
-    link = "" if page_dir is None else _make_link(file, page_dir)
+    link = ""
+    if page_dir is not None:
+        # Both resolved: a link to a file outside of the page's folder would not work for readers elsewhere.
+        target, root = file.resolve(), page_dir.resolve()
+        if target.is_relative_to(root):
+            link = encode_address(target.relative_to(root).as_posix())
     # Training treats an animated GIF as a video, and a browser treats it as a picture.
     is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
     address = encode_address(name)
@@ -214,10 +218,3 @@ def encode_address(name: str) -> str:
 def decode_address(address: str) -> str:
     """The file name of a URL path made by `encode_address`."""
     return unquote(address, errors="surrogateescape")
-
-
-def _make_link(file: Path, folder: Path) -> str:
-    """Link from a page in `folder` to a file; empty if the file is outside the folder."""
-    # Both resolved: a link to a file outside would not work for readers elsewhere.
-    target, root = file.resolve(), folder.resolve()
-    return encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""

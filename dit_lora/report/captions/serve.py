@@ -107,7 +107,11 @@ class CaptionEdits:
             if _normalize_line_ends(caption) != _normalize_line_ends(current):
                 if version != compute_caption_version(current):
                     raise StaleCaptionError(self._build_state(table, name))
-                table.write_captions({name: _restore_line_ends(caption, current)})
+                num_crlf = current.count("\r\n")
+                # Use CRLF if the current caption uses only CRLF.
+                if num_crlf > 0 and current.count("\n") == current.count("\r") == num_crlf:
+                    caption = _normalize_line_ends(caption).replace("\n", "\r\n")
+                table.write_captions({name: caption})
             return self._build_state(table, name)
 
     def _read_table(self) -> CaptionTable:
@@ -126,13 +130,6 @@ class CaptionEdits:
 def _normalize_line_ends(caption: str) -> str:
     """The caption with line ends as in a browser's text area."""
     return caption.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _restore_line_ends(caption: str, current: str) -> str:
-    """The edited caption, with CRLF if the current caption uses only CRLF."""
-    num_crlf = current.count("\r\n")
-    is_crlf = num_crlf > 0 and current.count("\n") == current.count("\r") == num_crlf
-    return _normalize_line_ends(caption).replace("\n", "\r\n") if is_crlf else caption
 
 
 class CaptionServer(LocalServer):

@@ -32,9 +32,7 @@ class ModuleHistory:
     _num_steps_seen: int = 0
 
     def add_step(self, step: int, modules: Mapping[str, Any]) -> None:
-        """Add a step. A row combines its modules: joint norm, largest ratio and output. null stands for a non-finite
-        value.
-        """
+        """Add a step. A row combines its modules: joint norm, largest ratio and output. null is a non-finite value."""
         # Counts every step offered, also those that are not recorded.
         self._num_steps_seen += 1
         if (self._num_steps_seen - 1) % self._step_interval:

@@ -85,24 +85,37 @@ def list_windows(run: RunFiles) -> list[int]:
 def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     """The page's charts, in order; charts without data are left out."""
     metrics = run.metrics
+    losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
+    if run.held_out:
+        losses.append(Curve("held-out", list(run.held_out.values()), 1, smooth=False, steps=list(run.held_out)))
+    norms = metrics.get_groups("grad_norm_groups")
+    # With one parameter group, its norm is the total norm.
+    total_name = "all groups" if len(norms) > 1 else "gradient norm"
+    gradients = [Curve(total_name, metrics.get_column("grad_norm"), 0, faint=True)]
+    if len(norms) > 1:
+        gradients += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
+    rates = metrics.get_groups("lr_groups")
+    rate_curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
+    # Compare the peaks: a warm-up or a decay to zero is readable on a linear axis.
+    log = should_use_log_scale([np.max(rate, where=np.isfinite(rate), initial=0.0) for rate in rates.values()])
     seconds, waiting = metrics.get_column("seconds"), metrics.get_column("data_seconds")
     with np.errstate(divide="ignore", invalid="ignore"):
         # Steps without a duration give NaN, which the page leaves out.
         share = 100 * (np.asarray(waiting) / np.asarray(seconds))
-    rate = Curve("samples per second", compute_samples_per_second(metrics), 2, faint=True)
-    whole_step, waiting_part = (Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1))
+    throughput = Curve("samples per second", compute_samples_per_second(metrics), 2, faint=True)
+    whole_step, waiting_part = Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)
     percentage = Curve("waiting for data", share, 1)
     peak = Curve("peak", metrics.get_column("peak_gib"), 4, smooth=False)
     charts = [
-        _build_loss_chart(run),
+        _build_chart("Loss", "loss", losses),
         _build_line_chart(metrics, "loss_by_timestep", "Loss by timestep, over the run"),
         _build_bar_chart(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
         _build_timestep_chart(metrics),
         _build_line_chart(metrics, "loss_by_media", "Loss by kind of media, over the run"),
         _build_bar_chart(metrics, "loss_by_media", "Loss by kind of media, at the end"),
-        _build_gradient_chart(metrics),
-        _build_rate_chart(metrics),
-        _build_chart("Throughput", "samples per second", [rate], from_zero=True),
+        _build_chart("Gradient norm", "norm before clipping", gradients),
+        _build_chart("Learning rate", "learning rate", rate_curves, log=log, from_zero=True),
+        _build_chart("Throughput", "samples per second", [throughput], from_zero=True),
         _build_chart("Time per step", "seconds", [whole_step, waiting_part], from_zero=True),
         _build_chart("Share of the time waiting for data", "percent", [percentage], from_zero=True),
         _build_chart("Peak memory so far", "GiB", [peak], from_zero=True),
@@ -137,19 +150,11 @@ def list_event_marks(run: RunFiles) -> list[tuple[int, str]]:
 
 def compute_samples_per_second(metrics: Metrics) -> Values:
     """Samples per second of each step; metrics.jsonl counts samples from the beginning of the run."""
-    counts, seconds = (np.asarray(metrics.get_column("samples")), np.asarray(metrics.get_column("seconds")))
+    counts, seconds = np.asarray(metrics.get_column("samples")), np.asarray(metrics.get_column("seconds"))
     # Steps without new samples or without a duration have no rate.
     new = np.diff(counts, prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((new > 0) & (seconds > 0), new / seconds, np.nan)
-
-
-def _build_loss_chart(run: RunFiles) -> LineChart | None:
-    curves = [Curve("training", run.metrics.get_column("loss"), 0, faint=True)]
-    if run.held_out:
-        losses = list(run.held_out.values())
-        curves.append(Curve("held-out", losses, 1, smooth=False, steps=list(run.held_out)))
-    return _build_chart("Loss", "loss", curves)
 
 
 def _build_line_chart(metrics: Metrics, key: str, title: str) -> LineChart | None:
@@ -179,18 +184,17 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
 
 def _build_timestep_chart(metrics: Metrics) -> BarChart | None:
     """The fraction of all samples so far with a timestep in each range."""
-    counts = {
-        # NaN for steps without a sample in this range.
-        name: int(np.nansum(column))
-        for name, column in _sort_parts(metrics.get_groups("drawn_by_timestep"))
-    }
+    parts = _sort_parts(metrics.get_groups("drawn_by_timestep"))
+    # NaN for steps without a sample in this range.
+    counts = {name: int(np.nansum(column)) for name, column in parts}
     total = sum(counts.values())
+    if not total:
+        return None
     bars = [
         Bar(_format_range(name), count / total, format_percent(count / total), f"{count:,} drawn")
         for name, count in counts.items()
-        if total
     ]
-    return BarChart("Timesteps drawn", bars, f"share of {total:,} samples") if bars else None
+    return BarChart("Timesteps drawn", bars, f"share of {total:,} samples")
 
 
 def _sort_parts(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:
@@ -201,25 +205,6 @@ def _sort_parts(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequenc
 def _format_range(name: str) -> str:
     """`0-249` with an en dash."""
     return name.replace("-", "\u2013")
-
-
-def _build_gradient_chart(metrics: Metrics) -> LineChart | None:
-    norms = metrics.get_groups("grad_norm_groups")
-    # With one parameter group, its norm is the total norm.
-    name = "all groups" if len(norms) > 1 else "gradient norm"
-    curves = [Curve(name, metrics.get_column("grad_norm"), 0, faint=True)]
-    if len(norms) > 1:
-        curves += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
-    return _build_chart("Gradient norm", "norm before clipping", curves)
-
-
-def _build_rate_chart(metrics: Metrics) -> LineChart | None:
-    rates = metrics.get_groups("lr_groups")
-    curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
-    peaks = [np.max(values, where=np.isfinite(values), initial=0.0) for values in rates.values()]
-    # Compare the peaks: a warm-up or a decay to zero is readable on a linear axis.
-    log = should_use_log_scale(peaks)
-    return _build_chart("Learning rate", "learning rate", curves, log=log, from_zero=True)
 
 
 def _build_chart(

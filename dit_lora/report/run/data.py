@@ -32,10 +32,13 @@ def describe_data(run: RunFiles) -> DataDescription | None:
         return None
     # The files may be damaged or of another version, so every value is checked for its type.
     totals, rejected = ensure_dict(run.audit.get("totals")), ensure_dict(run.data.get("rejected"))
-    counts = [
-        (name.replace("_", " "), _format_fact(value))
-        for name, value in list(ensure_dict(run.facts.get("data")).items())[:MAX_ROWS]
-    ]
+    counts = []
+    for name, value in list(ensure_dict(run.facts.get("data")).items())[:MAX_ROWS]:
+        text = format_value(value) or "none"
+        # facts.json describes distributions by these three values and a sum.
+        if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
+            text = f"{value['least']} to {value['most']}, median {value['median']}"
+        counts.append((name.replace("_", " "), text))
     # Without facts.json, use the sample count of data.json.
     if not counts:
         counts = [("samples", _format_count(run.data.get("samples")))]
@@ -52,14 +55,6 @@ def describe_data(run: RunFiles) -> DataDescription | None:
         codes=[(code, _format_count(n)) for code, n in list(ensure_dict(totals.get("codes")).items())[:MAX_ROWS]],
         notes=[format_value(note) for note in notes],
     )
-
-
-def _format_fact(value: Any) -> str:
-    """A value of facts.json as text; a distribution as a range."""
-    # facts.json describes distributions by these three values and a sum.
-    if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
-        return f"{value['least']} to {value['most']}, median {value['median']}"
-    return format_value(value) or "none"
 
 
 def _format_count(value: Any) -> str:

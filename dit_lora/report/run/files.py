@@ -56,7 +56,6 @@ class RunFiles:
 
     @property
     def num_steps_taken(self) -> int:
-        """Number of steps taken."""
         return self.metrics.steps[-1] if self.metrics.steps else 0
 
     @property

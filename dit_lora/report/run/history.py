@@ -25,7 +25,6 @@ class JsonLinesReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_last_line_incomplete = False
-        """True if the last line is incomplete."""
         self.damaged_lines: list[int] = []
         """Numbers of the complete lines that are not JSON objects."""
         self.read_error = ""
@@ -46,13 +45,8 @@ class JsonLinesReader:
             # Nothing was read so far, so a missing file is not a replaced one.
             if self._offset == 0:
                 return False
-        (self._offset, self._num_lines, self._last_bytes, self.damaged_lines, self.is_last_line_incomplete) = (
-            0,
-            0,
-            b"",
-            [],
-            False,
-        )
+        self._offset, self._num_lines, self._last_bytes = 0, 0, b""
+        self.damaged_lines, self.is_last_line_incomplete = [], False
         return True
 
     def read_new_lines(self) -> Iterator[dict[str, Any]]:
@@ -91,7 +85,7 @@ class JsonLinesReader:
         if self.read_error:
             yield self.read_error
         if self.is_last_line_incomplete and not is_running:
-            yield (f"The last line of {name} is cut off: the run was stopped while writing it. It is left out.")
+            yield f"The last line of {name} is cut off: the run was stopped while writing it. It is left out."
         for number in self.damaged_lines[:8]:
             yield f"Line {number} of {name} is not a JSON object. It is left out."
         if self.damaged_lines[8:]:
@@ -114,7 +108,11 @@ class Metrics:
             return
         # A resumed run repeats steps, so drop the earlier values of this step and of later ones.
         if self.steps and step <= self.steps[-1]:
-            self._drop_from(step)
+            num_kept = bisect_left(self.steps, step)
+            del self.steps[num_kept:]
+            for column in self.columns.values():
+                del column[num_kept:]
+            self.modules.drop_from(step)
         for key in _SCALAR_FIELDS:
             # A missing field becomes NaN.
             self._append_value((key, ""), line.get(key))
@@ -144,14 +142,6 @@ class Metrics:
                 return
             self.columns[key] = array("d", [math.nan]) * len(self.steps)
         self.columns[key].append(to_float_or_nan(value))
-
-    def _drop_from(self, step: int) -> None:
-        # Steps ascend, so all later ones stand behind this index.
-        num_kept = bisect_left(self.steps, step)
-        del self.steps[num_kept:]
-        for column in self.columns.values():
-            del column[num_kept:]
-        self.modules.drop_from(step)
 
 
 def ensure_dict(value: Any) -> dict[str, Any]:

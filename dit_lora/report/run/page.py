@@ -26,7 +26,7 @@ from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
 from dit_lora.report.run.words import (
     MAX_BARS,
     STATE_TEXTS,
-    build_event_rows,
+    build_event_row,
     build_figures,
     build_quarantine_rows,
     build_verification_rows,
@@ -57,11 +57,12 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
     A served page compares the fingerprint `fingerprint` with the server's; `token` enables exports.
     """
     # Redact before anything is computed: names of groups or events could hold a path.
-    run = _redact_run(run)
+    clean = make_redactor()
+    names = ("config", "events", "quarantine", *OBJECT_FILES)
+    run = replace(run, **{name: clean(getattr(run, name)) for name in names})
     # The recipe's prompts, by the index in the samples' file names.
-    texts = get_sample_prompts(ensure_dict(run.config.get("validation")))
-    run_samples = find_samples(run.folder, texts, embed=embed)
-    events, recipe = build_event_rows(run), run.status.get("recipe")
+    prompts = get_sample_prompts(ensure_dict(run.config.get("validation")))
+    events, recipe = [build_event_row(event) for event in run.events], run.status.get("recipe")
     packages = ensure_dict(run.environment.get("packages"))
     # Packages have a table of their own.
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
@@ -82,7 +83,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         window=choose_window(run),
         windows=list_windows(run),
         heat=build_heat_maps(run.metrics.modules),
-        sampled=run_samples,
+        sampled=find_samples(run.folder, prompts, embed=embed),
         token=token,
         form=choose_export_format(run.config),
         name=shlex.quote(run.folder.resolve().name),
@@ -127,30 +128,20 @@ def choose_export_format(config: Mapping[str, Any]) -> str | None:
     return "peft" if lora.get("kind") in PEFT_ONLY_KINDS else "diffusers"
 
 
-def _redact_run(run: RunFiles) -> RunFiles:
-    """The run's files with secrets and absolute paths redacted, for charts too."""
-    clean = make_redactor()
-    names = ("config", "events", "quarantine", *OBJECT_FILES)
-    return replace(run, **{name: clean(getattr(run, name)) for name in names})
-
-
 def _describe_run(run: RunFiles) -> list[tuple[str, str]]:
-    """Rows on the trained model and data, one line each."""
-    model, data = ensure_dict(run.config.get("model")), ensure_dict(run.config.get("data"))
+    model = ensure_dict(run.config.get("model"))
+    base = str(model.get("path", "unknown model"))
+    # Of a model with two experts, only one was trained.
+    expert = EXPERT_NAMES.get(str(model.get("part")))
+    if expert:
+        base += f", the expert for {expert.replace('_', ' ')}"
     rows = [
-        ("Model", _describe_model(model)),
+        ("Model", base),
         ("Family", str(model.get("family", "unknown family"))),
         ("Trained", _describe_training(run.config)),
-        ("Data", _describe_data(data, run)),
+        ("Data", _describe_data(run)),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def _describe_model(model: Mapping[str, Any]) -> str:
-    """The base model's path, and which of two experts was trained."""
-    expert = EXPERT_NAMES.get(str(model.get("part")))
-    path = str(model.get("path", "unknown model"))
-    return f"{path}, the expert for {expert.replace('_', ' ')}" if expert else path
 
 
 def _describe_training(config: Mapping[str, Any]) -> str:
@@ -168,7 +159,8 @@ def _describe_training(config: Mapping[str, Any]) -> str:
     return f"{text}; of the base {' and '.join(base)}" if base else text
 
 
-def _describe_data(data: Mapping[str, Any], run: RunFiles) -> str:
+def _describe_data(run: RunFiles) -> str:
+    data = ensure_dict(run.config.get("data"))
     sources = data.get("sources")
     paths = [str(data["path"])] if data.get("path") else []
     if isinstance(sources, list):
@@ -179,4 +171,4 @@ def _describe_data(data: Mapping[str, Any], run: RunFiles) -> str:
     parts = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]
     parts += [f"{count:,} samples"] if isinstance(count, int) else []
     parts += [f"{'x'.join(shape)} (frames, height, width)"] if "None" not in shape else []
-    return "; ".join(word for word in parts if word)
+    return "; ".join(filter(None, parts))

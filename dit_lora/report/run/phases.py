@@ -21,11 +21,19 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
     listed = run.phases.get("phases")
     # phases.json may be missing or damaged.
     phases = [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
+    names = [str(phase.get("name")) for phase in phases]
+
+    def get_position(phase: dict[str, Any]) -> tuple[int, int]:
+        # Parts of a phase end before it; False sorts first, so that they follow their phase.
+        name = str(phase.get("name"))
+        parent = name.partition("/")[0]
+        return (names.index(parent) if parent in names else len(names)), "/" in name
+
     charts = []
     for stage, title in _STAGE_TITLES.items():
         # Seconds of the whole stage.
         total = to_float_or_nan(ensure_dict(run.phases.get("stages")).get(stage))
-        stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=_make_sort_key(phases))
+        stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=get_position)
         bars = [_build_bar(p) for p in stage_phases if to_float_or_nan(p.get("seconds")) >= _MIN_SECONDS]
         if not math.isfinite(total) or not bars:
             continue
@@ -36,19 +44,6 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
             bars.append(Bar("other", total - named, _format_seconds(total - named)))
         charts.append(BarChart(f"{title}: {total:,.1f} s", bars, "seconds"))
     return charts
-
-
-def _make_sort_key(phases: list[dict[str, Any]]) -> Any:
-    """A sort key that places the parts of a phase, which end before it, after it."""
-    names = [str(p.get("name")) for p in phases]
-
-    def get_position(phase: dict[str, Any]) -> tuple[int, int]:
-        name = str(phase.get("name"))
-        parent = name.partition("/")[0]
-        # False sorts first: the phase, then its parts.
-        return (names.index(parent) if parent in names else len(names)), "/" in name
-
-    return get_position
 
 
 def _build_bar(phase: dict[str, Any]) -> Bar:

@@ -39,8 +39,9 @@ def compare_with_shipped(config: Mapping[str, Any], file: str | None) -> RecipeD
     candidates: list[tuple[bool, int, RecipeDiff]] = []
     for name, shipped in _load_family_recipes(str(model.get("family"))).items():
         shipped_model = ensure_dict(shipped.get("model"))
-        # A recipe may be copied with or without its family in the file name.
-        same_file = file is not None and PurePosixPath(file).stem in _list_file_stems(name)
+        # A recipe may be copied to another folder, with or without its family in the file name.
+        stems = (name.rpartition("/")[2], name.replace("/", "_"))
+        same_file = file is not None and PurePosixPath(file).stem in stems
         same_model = PurePosixPath(str(shipped_model.get("path", ""))).name.lower() == path
         if same_file or same_model:
             changed = _list_changes(shipped, config)
@@ -85,18 +86,13 @@ def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
     return {recipe.name: recipe.values for recipe in recipes if line.search(recipe.text)}
 
 
-def _list_file_stems(name: str) -> set[str]:
-    """Possible file names of a recipe: within its family's folder, or in another folder."""
-    return {name.rpartition("/")[2], name.replace("/", "_")}
-
-
 def _list_changes(shipped: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]] | None:
     """The keys that differ, including defaults; None if this version cannot read the shipped recipe."""
     try:
         shipped_recipe = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:
         return None
-    shipped_values, run_values = (dict(flatten_section(shipped_recipe)), dict(flatten_section(dict(config))))
+    shipped_values, run_values = dict(flatten_section(shipped_recipe)), dict(flatten_section(dict(config)))
     # In the order of this run's recipe, then what only the shipped one has.
     keys = [*run_values, *(key for key in shipped_values if key not in run_values)]
     return [

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ CONTENT_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 @dataclass(frozen=True)
 class SampleClip:
-    """One sample; `get_source` is a data URI or a link."""
+    """One sample; `source` is a data URI or a link."""
 
     step: int
     label: str
@@ -35,7 +35,7 @@ class SampleClip:
 
 @dataclass(frozen=True)
 class SampleReference:
-    """A reference that a prompt's samples are conditioned on; `get_source` is a data URI or a link."""
+    """A reference that a prompt's samples are conditioned on; `source` is a data URI or a link."""
 
     label: str
     kind: str
@@ -103,41 +103,31 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     references = _find_references(folder)
     # Embed the most informative files first: references, both ends of every prompt, then the latest steps.
     ordered_paths = [path for index in chosen for path in references.get(index, ())]
-    ordered_paths += [
-        # First and last step of every prompt: the comparison that readers look for.
-        files[i][step]
-        for i, steps in chosen.items()
-        for step in {steps[0], steps[-1]}
-    ]
-    ordered_paths += [
-        files[i][step]
-        for step in sorted({s for steps in chosen.values() for s in steps}, reverse=True)
-        for i, steps in chosen.items()
-        if step in steps
-    ]
-    max_embedded_bytes = EMBED_LIMIT_BYTES if embed else 0
-    # Files that do not fit are linked, in the order above.
-    embedded = _embed_files(folder, ordered_paths, max_embedded_bytes)
+    ordered_paths += [files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}]
+    for step in sorted({step for steps in chosen.values() for step in steps}, reverse=True):
+        ordered_paths += [files[i][step] for i, steps in chosen.items() if step in steps]
+    # Files that do not fit are linked.
+    embedded = _embed_files(folder, ordered_paths, EMBED_LIMIT_BYTES if embed else 0)
 
     def get_source(path: Path) -> str:
         return embedded.get(path) or path.relative_to(folder).as_posix()
 
-    samples = [
-        PromptSamples(
-            prompts[index] if index < len(prompts) else f"prompt {index}",
-            _get_media_kind(files[index][steps[-1]]),
-            [
-                SampleClip(step, format_step(step), get_source(path), _has_sound(path))
-                for step in steps
-                for path in [files[index][step]]
-            ],
-            _list_references(references.get(index, ()), get_source),
-        )
-        for index, steps in chosen.items()
-    ]
-    sources = [clip.source for entry in samples for clip in entry.clips]
-    sources += [entry.source for sample in samples for entry in sample.references]
-    linked = sum(1 for entry in sources if not entry.startswith("data:"))
+    samples = []
+    for index, steps in chosen.items():
+        prompt = prompts[index] if index < len(prompts) else f"prompt {index}"
+        paths = [files[index][step] for step in steps]
+        clips = [
+            SampleClip(step, format_step(step), get_source(path), _has_sound(path))
+            for step, path in zip(steps, paths, strict=True)
+        ]
+        shown_references = []
+        for position, path in enumerate(references.get(index, ()), start=1):
+            label = f"reference {position}" if len(references[index]) > 1 else "reference"
+            shown_references.append(SampleReference(label, _get_media_kind(path), get_source(path)))
+        samples.append(PromptSamples(prompt, _get_media_kind(paths[-1]), clips, shown_references))
+    sources = [clip.source for sample in samples for clip in sample.clips]
+    sources += [reference.source for sample in samples for reference in sample.references]
+    linked = sum(1 for source in sources if not source.startswith("data:"))
     return RunSamples(samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder))
 
 
@@ -147,7 +137,6 @@ def get_checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def _find_checkpoint_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint."""
     # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in matches if match)
@@ -155,7 +144,6 @@ def _find_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def _has_sound(path: Path) -> bool:
-    """True if a sample file has an audio track."""
     try:
         return read_header(path).has_sound
     except DitLoraError:  # it was removed meanwhile, or is incomplete
@@ -171,14 +159,6 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
         if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
             numbered_paths.setdefault(int(match[1]), []).append((int(match[2]), path))
     return {index: [path for _, path in sorted(paths)] for index, paths in numbered_paths.items()}
-
-
-def _list_references(references: Sequence[Path], get_source: Callable[[Path], str]) -> list[SampleReference]:
-    several = len(references) > 1
-    return [
-        SampleReference(f"reference {position}" if several else "reference", _get_media_kind(path), get_source(path))
-        for position, path in enumerate(references, start=1)
-    ]
 
 
 def _get_media_kind(path: Path) -> str:
@@ -216,11 +196,11 @@ def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[P
 def _find_answers(folder: Path) -> list[PromptAnswers]:
     """The answers to every validation prompt of a chat model's run; damaged files are left out."""
     by_step: dict[int, list[dict[str, Any]]] = {}
-    paths = {
-        int(match[1]): path
-        for path in (folder / "samples").glob("step_*/answers.json")
-        if (match := re.fullmatch(r"step_(\d{1,12})", path.parent.name))
-    }
+    paths = {}
+    for path in (folder / "samples").glob("step_*/answers.json"):
+        match = re.fullmatch(r"step_(\d{1,12})", path.parent.name)
+        if match:
+            paths[int(match[1])] = path
     for step in _choose_steps(paths):
         try:
             records = parse_json(read_inside(folder, paths[step]))

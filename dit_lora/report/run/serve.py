@@ -23,15 +23,12 @@ _SAMPLE_PATTERN = re.compile(
     r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
 )
 
-
 ExportFunction = Callable[[Path, str, Path], object]
 """Called with a checkpoint file, an export format and a new folder; an exception gives the reason for a failure."""
 
 
 class ReportPages:
-    """The page of the folder's current state, rendered once per state; with `export`, steps can be exported
-    from it.
-    """
+    """The page of the folder's current state, rendered once per state; with `export`, it can export steps."""
 
     def __init__(self, folder: Path, export: ExportFunction | None = None) -> None:
         self.folder = Path(folder)
@@ -105,7 +102,10 @@ class _ReportHandler(PageHandler):
             self.send_message(HTTPStatus.BAD_REQUEST, "this is no path")
             return
         if path not in ("", "state"):
-            self._send_sample(path)
+            root = self.pages.folder
+            # No other file of the folder is served: opening the folder itself fails, which gives a 404.
+            sample = root / path if _SAMPLE_PATTERN.fullmatch(path) else root
+            self.send_file(partial(open_inside, root, sample), CONTENT_TYPES.get(sample.suffix, ""))
             return
         try:
             if path == "state":
@@ -119,10 +119,11 @@ class _ReportHandler(PageHandler):
         self.send_text(text, kind)
 
     def handle_post(self) -> None:
-        values = self.read_json_body("/export", _MAX_REQUEST_BYTES) if self.pages.token else None
+        if not self.pages.token:
+            super().handle_post()
+            return
+        values = self.read_json_body("/export", _MAX_REQUEST_BYTES)
         if values is None:
-            if not self.pages.token:
-                super().handle_post()
             return
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -134,10 +135,3 @@ class _ReportHandler(PageHandler):
             self.send_message(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
         self.send_text(json.dumps({"written": written}), "application/json")
-
-    def _send_sample(self, path: str) -> None:
-        """Send a sample file; no other file of the folder is served."""
-        root = self.pages.folder
-        # Opening the folder itself fails, which gives a 404.
-        sample = root / path if _SAMPLE_PATTERN.fullmatch(path) else root
-        self.send_file(partial(open_inside, root, sample), CONTENT_TYPES.get(sample.suffix, ""))

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,15 @@ class VerificationRows:
 def build_figures(run: RunFiles) -> list[Figure]:
     """The figures of the headline row."""
     metrics, window, num_steps = run.metrics, choose_window(run), run.max_steps
-    seconds, peaks = (_select_finite(metrics.get_column("seconds")), _select_finite(metrics.get_column("peak_gib")))
+    seconds, peaks = _select_finite(metrics.get_column("seconds")), _select_finite(metrics.get_column("peak_gib"))
     rates = _select_finite(compute_samples_per_second(metrics))
     waiting = compute_waiting_share(metrics)
+    # Events that are only reported have no action.
+    actions = Counter(str(event["action"]) for event in run.events if event.get("action") not in (None, "report"))
+    action_counts = [f"{count:,} {name}" for name, count in list(actions.items())[:4]]
     # A run that ended before the recipe's last step.
     short = num_steps is not None and run.num_steps_taken < num_steps and run.state != "running"
     step_detail = "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
-    median = format_number(float(np.median(seconds)), 3) if len(seconds) else NO_VALUE
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{format_percent(waiting)} waiting for data")
@@ -102,20 +104,20 @@ def build_figures(run: RunFiles) -> list[Figure]:
         Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
         Figure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
         _build_held_out_figure(run.held_out),
-        Figure("Seconds per step", median, ", ".join(filter(None, details))),
-        Figure(
-            "Samples per second",
-            format_number(float(np.median(rates)), 3) if len(rates) else NO_VALUE,
-            "median" if len(rates) else "",
-        ),
+        Figure("Seconds per step", _format_median(seconds), ", ".join(filter(None, details))),
+        Figure("Samples per second", _format_median(rates), "median" if len(rates) else ""),
         Figure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
-        Figure("Guard events", f"{run.event_count:,}", _count_actions(run.events)),
+        Figure("Guard events", f"{run.event_count:,}", ", ".join(action_counts)),
     ]
 
 
 def _select_finite(values: Numbers) -> Values:
     column = np.asarray(values, dtype=np.float64)
     return column[np.isfinite(column)]
+
+
+def _format_median(values: Values) -> str:
+    return format_number(float(np.median(values)), 3) if len(values) else NO_VALUE
 
 
 def _format_last_loss(run: RunFiles) -> str:
@@ -144,31 +146,20 @@ def _build_held_out_figure(held_out: Mapping[int, float]) -> Figure:
     return Figure(label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps)
 
 
-def _count_actions(events: Iterable[Mapping[str, Any]]) -> str:
-    # Events that are only reported have no action.
-    acted = (event.get("action") for event in events)
-    counts = Counter(str(action) for action in acted if action not in (None, "report"))
-    return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
-
-
-def build_event_rows(run: RunFiles) -> list[EventRow]:
-    """The rows of the event table, in the order of events.jsonl."""
-    return [build_event_row(event) for event in run.events]
-
-
 def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
     """The table row of one line of events.jsonl; `actions` describes each action by its name."""
     verdict = ensure_dict(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
+    micro_step, seconds = event.get("micro_step"), to_float_or_nan(event.get("seconds"))
     rows = [
         ("Cause", f"{cause}: {_CAUSE_TEXTS[cause]}" if cause in _CAUSE_TEXTS else cause),
         ("What was done", f"{action}: {actions[action]}" if action in actions else action),
         ("Samples", format_value(event.get("sample_ids"))),
-        ("Micro-step, rank", _format_position(event)),
+        ("Micro-step, rank", f"{micro_step}, {event.get('rank')}" if micro_step is not None else ""),
         *((name.capitalize(), format_value(verdict.get(name))) for name in _DIAGNOSIS_FIELDS),
         ("Evidence", format_value(verdict.get("evidence"))),
         ("Bundle", format_value(event.get("bundle"))),
-        ("Seconds", _format_seconds(event.get("seconds"))),
+        ("Seconds", format_number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""),
     ]
     # Keys that have a row of their own; the rest is listed under "Verdict".
     known_keys = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_DIAGNOSIS_FIELDS}
@@ -179,16 +170,6 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
     step = event.get("step")
     step_text = f"{step:,}" if isinstance(step, int) else format_value(step) or NO_VALUE
     return EventRow(step_text, kind, action, message, [(name, text) for name, text in rows if text])
-
-
-def _format_position(event: Mapping[str, Any]) -> str:
-    micro, rank = event.get("micro_step"), event.get("rank")
-    return f"{micro}, {rank}" if micro is not None else ""
-
-
-def _format_seconds(value: Any) -> str:
-    seconds = to_float_or_nan(value)
-    return format_number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""
 
 
 def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | None:
@@ -203,14 +184,17 @@ def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | Non
     listed = record.get("modules")
     modules = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     # The largest relative update first.
-    modules.sort(key=lambda entry: -_get_sort_size(entry))
+    modules.sort(key=_get_sort_size, reverse=True)
     # Show norms relative to the weights if any is known, else absolute norms.
     relative = any(math.isfinite(to_float_or_nan(entry.get("relative"))) for entry in modules)
     key = "relative" if relative else "norm"
     bars = []
     for entry in modules[:MAX_BARS]:
         value = to_float_or_nan(entry.get(key))
-        bars.append(Bar(_shorten_name(str(entry.get("name", ""))), value, format_number(value)))
+        # The end of the name, from the first block number on: `12.attn.to_q` of `transformer_blocks.12.attn.to_q`.
+        parts = str(entry.get("name", "")).split(".")
+        start = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+        bars.append(Bar(".".join(parts[start:]), value, format_number(value)))
     rows = [
         (str(entry.get("name", "")), _format_or_dash(entry.get("norm")), _format_or_dash(entry.get("relative")))
         for entry in modules[:MAX_ROWS]
@@ -227,14 +211,6 @@ def _get_sort_size(module: Mapping[str, Any]) -> float:
         if not math.isnan(value):
             return value
     return -math.inf
-
-
-def _shorten_name(name: str) -> str:
-    """The end of a module's name, from the first block number on."""
-    parts = name.split(".")
-    # Such as `12.attn.to_q` of `transformer_blocks.12.attn.to_q`.
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
 
 
 def _format_or_dash(value: Any) -> str:
