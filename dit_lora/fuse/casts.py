@@ -24,7 +24,6 @@ class _CachedCast:
     scaling: float
     dtype: torch.dtype
     adapter_name: str
-    """The adapter's."""
     is_used: bool = True
     """True if a forward used it since it was made."""
 
