@@ -14,6 +14,7 @@ from diffusers.models.attention_processor import Attention
 
 from dit_lora.fuse.attention import FusedProcessor, Recomputable, RotaryTables, attend, project_output, reshape_mask
 from dit_lora.fuse.lora import project
+from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 
@@ -35,7 +36,7 @@ def block_forward(
     extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
-        recompute = partial(_recompute_joint, block.norm1, streams)
+        recompute = partial(recompute_norm, _normalize_streams, block.norm1, streams)
         extra["joint_hidden_states"] = Recomputable(joint, recompute)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
@@ -85,11 +86,6 @@ def _normalize_streams(norm: Any, streams: tuple[Stream, Stream]) -> tuple[torch
     """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
-
-
-def _recompute_joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
-    """Recompute the buffer of `_normalize_streams`, bit for bit."""
-    return _normalize_streams(norm, streams)[0]
 
 
 class CogVideoXProcessor(FusedProcessor):

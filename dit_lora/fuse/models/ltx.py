@@ -14,7 +14,7 @@ from diffusers.models.normalization import RMSNorm
 from dit_lora.fuse.attention import RotaryTables, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -71,13 +71,9 @@ class LTXProcessor(AcrossHeadsProcessor):
         return apply_rotary_emb(query_or_key, rotary)
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return find_unsupported_norm((block.norm1, block.norm2), RMSNorm)
-
-
 _LTX = "diffusers.models.transformers.transformer_ltx"
-FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
+_FIND_BLOCK_PROBLEM = require_norms(("norm1", "norm2"), RMSNorm)
+FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = (
     ProcessorPatch(
         f"{_LTX}.LTXVideoAttnProcessor", ATTENTION, LTXProcessor, find_rms_norm_problem, get_extra_ops=get_qk_op

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,3 +27,8 @@ def normalize_stream(norm: Any, stream: Stream, kind: NormKind = "layer") -> tup
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     normed, (residual,) = joint_ada_norm((stream,), weight, bias, norm=kind, eps=norm.eps)
     return normed, residual
+
+
+def recompute_norm(normalize: Callable[..., tuple[torch.Tensor, Any]], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run a norm once more, for `Recomputable`: its first output, bit for bit, without the residual streams."""
+    return normalize(*args, **kwargs)[0]

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens of a stream, R of them rotated, D width, H heads.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 
 from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, QueryKeyValue, Recomputable, RotaryTables
 from dit_lora.fuse.lora import project
-from dit_lora.fuse.patches import find_unsupported_norm
+from dit_lora.fuse.models.streams import recompute_norm
+from dit_lora.fuse.patches import ProblemFinder, find_unsupported_norm
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 
 HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
@@ -38,12 +40,7 @@ def modulate(streams: Sequence[Stream], *, eps: float) -> tuple[Recomputable, tu
     """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
-    return Recomputable(buffer, partial(_recompute_buffer, streams, eps)), residuals
-
-
-def _recompute_buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
-    """Recompute the buffer of `modulate`, bit for bit."""
-    return joint_ada_norm(streams, norm="layer", eps=eps)[0]
+    return Recomputable(buffer, partial(recompute_norm, joint_ada_norm, streams, norm="layer", eps=eps)), residuals
 
 
 def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recomputable, torch.Tensor, Modulation]:
@@ -182,14 +179,15 @@ def find_norms_problem(*norms: Any) -> str | None:
     return "one of its norms has weights" if affine else None
 
 
-def find_block_problem(block: Any) -> str | None:
-    """Why a block of Flux keeps its stock forward; None if it can be fused."""
-    return find_norms_problem(block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+def require_plain_norms(*names: str) -> ProblemFinder:
+    """A `find_problem` that applies `find_norms_problem` to a block's attributes of these names, such as
+    `norm1.norm`.
+    """
 
+    def find_problem(block: Any) -> str | None:
+        return find_norms_problem(*(attrgetter(name)(block) for name in names))
 
-def find_joint_block_problem(block: Any) -> str | None:
-    """Why a block that norms both streams together keeps its own forward; None if it can be patched."""
-    return find_norms_problem(block.norm.norm)
+    return find_problem
 
 
 def find_attention_problem(attn: Any) -> str | None:
