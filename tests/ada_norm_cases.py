@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, ada_norm, joint_ada_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -94,7 +94,7 @@ def assert_same(one: Tensors, two: Tensors) -> None:
 def joint(tensors: Tensors, text: Tensors, norm: str = "layer") -> tuple[Tensor, ...]:
     """Text without a y first, then video with one."""
     affine = tensors["weight"], tensors["bias"]
-    fields = Stream._fields
-    streams = [Stream(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
+    fields = AdaNormInputs._fields
+    streams = [AdaNormInputs(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
     output, residuals = joint_ada_norm(streams, *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
     return (output, *residuals)

@@ -19,7 +19,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from dit_lora.fuse import fp8
 from dit_lora.fuse.casts import cast_adapter
 from dit_lora.fuse.patches import ForwardPatch, get_class_name, get_fusion, has_patched_forward
-from dit_lora_kernels.lora_linear import COMPUTE_DTYPES, Adapter, Projection, Quantized, compute_dtype, projected
+from dit_lora_kernels.lora_linear import (
+    COMPUTE_DTYPES,
+    Adapter,
+    Projection,
+    Quantized,
+    compute_dtype,
+    lora_qkv_unchecked,
+)
 
 OP = "lora_linear"
 _LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -62,7 +69,7 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
     dtype = compute_dtype(x, parts.weight)
-    y = projected(x, [_build_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
+    y = lora_qkv_unchecked(x, [_build_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
     return _add_frozen_adapters(layer, parts.frozen_adapters, x, y) if parts.frozen_adapters else y
 
 
@@ -123,7 +130,7 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
         if _get_base_dtype(part) is not _get_base_dtype(first_part) and compute_dtype(x, part.weight) is not dtype:
             return None
     operands = [_build_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
-    outputs = projected(x, operands, dtype, first_part.dropout)
+    outputs = lora_qkv_unchecked(x, operands, dtype, first_part.dropout)
     return tuple(
         _add_frozen_adapters(layer, part.frozen_adapters, x, y) if part.frozen_adapters else y
         for layer, part, y in zip(layers, parts, outputs, strict=True)

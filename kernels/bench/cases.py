@@ -14,7 +14,7 @@ from shapes import SHAPES, TINY, Shape
 from stock import Operands, Outputs
 from torch import Tensor
 
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 from dit_lora_kernels.finite_norm import CHUNK, finite_norms
 from dit_lora_kernels.lora_linear import Adapter, Projection, lora_qkv
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -90,7 +90,7 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
 
     def ours(given: Operands) -> Outputs:
         fields = ("x", "shift", "scale", "y", "gate")
-        streams = [Stream(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
+        streams = [AdaNormInputs(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
         norm = "rms" if kind == "rms" else "layer"
         out, residuals = joint_ada_norm(streams, given.get("weight"), given.get("bias"), norm=norm, eps=shape.norm_eps)
         return (out, *residuals)

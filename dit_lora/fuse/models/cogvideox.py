@@ -16,7 +16,7 @@ from dit_lora.fuse.attention import FusedProcessor, Recomputable, RotaryTables, 
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 
 def block_forward(
@@ -31,7 +31,7 @@ def block_forward(
     text = encoder_hidden_states.shape[1]
     # Both streams get their own shift, scale and gate from one projection.
     modulation = _compute_modulation(block.norm1, temb)
-    streams = modulation.modulate(Stream(encoder_hidden_states), Stream(hidden_states))
+    streams = modulation.modulate(AdaNormInputs(encoder_hidden_states), AdaNormInputs(hidden_states))
     joint, _ = _normalize_streams(block.norm1, streams)
     extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
@@ -46,8 +46,8 @@ def block_forward(
     )
     gates, modulation = modulation, _compute_modulation(block.norm2, temb)
     streams = modulation.modulate(
-        Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
-        Stream(hidden_states, y=attended, gate=gates.gate),
+        AdaNormInputs(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
+        AdaNormInputs(hidden_states, y=attended, gate=gates.gate),
     )
     # The next norm adds attention's gated outputs, and also returns the sums.
     joint, (encoder_hidden_states, hidden_states) = _normalize_streams(block.norm2, streams)
@@ -69,7 +69,7 @@ class _Modulation(NamedTuple):
     text_scale: torch.Tensor
     text_gate: torch.Tensor
 
-    def modulate(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
+    def modulate(self, text: AdaNormInputs, video: AdaNormInputs) -> tuple[AdaNormInputs, AdaNormInputs]:
         """Both streams with their shift and scale."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
@@ -82,7 +82,9 @@ def _compute_modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
-def _normalize_streams(norm: Any, streams: tuple[Stream, Stream]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _normalize_streams(
+    norm: Any, streams: tuple[AdaNormInputs, AdaNormInputs]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)

@@ -30,7 +30,7 @@ from dit_lora.fuse.models.two_streams import (
     require_plain_norms,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
@@ -97,7 +97,7 @@ def single_forward(
     else:
         # One set of tables for both streams, which are joined in this block.
         shift, scale, gate = temb_mod.chunk(3, dim=1)
-        normed, (x,) = modulate((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
+        normed, (x,) = modulate((AdaNormInputs(hidden_states, shift, scale),), eps=block.norm.eps)
         attended = block.attn(
             hidden_states=normed.tensor,
             image_rotary_emb=image_rotary_emb,

@@ -21,7 +21,7 @@ from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProblemFinder, ProcessorPatch, get_class_name, get_qk_op
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
@@ -39,29 +39,29 @@ def block_forward(
     scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
     # An fp32 table makes the stock block's residual stream fp32.
     x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
-    normed, x = _normalize_stream(block.norm1, Stream(x, shift, scale))
+    normed, x = _normalize_stream(block.norm1, AdaNormInputs(x, shift, scale))
     attended = block.attn(
         normed.tensor,
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
         **build_recompute_kwargs(block.attn, normed),
     )
-    normed, x = _normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, attended, gate))
+    normed, x = _normalize_stream(block.norm2, AdaNormInputs(x, shift_ff, scale_ff, attended, gate))
     return torch.addcmul(x, gate_ff, block.ff(normed.tensor))
 
 
 def text_forward(block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Forward of `Krea2TextFusionBlock`: text (B, S, D), or the encoder layers of each token (B S, L, D)."""
-    normed, x = _normalize_stream(block.norm1, Stream(hidden_states))
+    normed, x = _normalize_stream(block.norm1, AdaNormInputs(hidden_states))
     attended = block.attn(normed.tensor, attention_mask=attention_mask, **build_recompute_kwargs(block.attn, normed))
-    normed, x = _normalize_stream(block.norm2, Stream(x, y=attended))
+    normed, x = _normalize_stream(block.norm2, AdaNormInputs(x, y=attended))
     return x + block.ff(normed.tensor)
 
 
 def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
     """Forward of `Krea2FinalLayer`: tokens (B, S, D) to the output (B, S, .); temb is (B, 1, D)."""
     scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
-    normed, _ = _normalize_stream(layer.norm, Stream(hidden_states, shift, scale))
+    normed, _ = _normalize_stream(layer.norm, AdaNormInputs(hidden_states, shift, scale))
     with normed.skip_saving():
         return layer.linear(normed.tensor)
 
@@ -76,10 +76,10 @@ def compute_norm_factor(norm: Any) -> torch.Tensor:
     return norm.weight + 1.0
 
 
-def _normalize_stream(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
+def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[Recomputable, torch.Tensor]:
     """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
 
-    def normalize(stream: Stream) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def normalize(stream: AdaNormInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         return joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
 
     normed, (x,) = normalize(stream)

@@ -17,7 +17,7 @@ from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 _AV_NORMS = ("audio_to_video_norm", "video_to_audio_norm")
@@ -49,7 +49,7 @@ class _StreamState(NamedTuple):
         # (B, 1 or G, D) to one number of groups. A single row stands for all tokens.
         groups = max([1, *(table.shape[1] for table in tables if table is not None)])
         shift, scale, gate = (None if table is None else table.expand(-1, groups, -1) for table in tables)
-        stream = Stream(self.x, shift, scale, self.y, gate)
+        stream = AdaNormInputs(self.x, shift, scale, self.y, gate)
         normed, x = normalize_stream(norm, stream, "rms")
         return normed, self._replace(x=x, y=None, gate=None)
 

@@ -31,7 +31,7 @@ from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
 from dit_lora_kernels.silu_dwconv_glu import silu_dwconv_glu
 
@@ -81,7 +81,7 @@ def run_block(
         extra: Keyword arguments of the first attention.
     """
     shift, scale, gate, ff_shift, ff_scale, ff_gate = tables
-    stream = Stream(hidden_states, shift, scale)
+    stream = AdaNormInputs(hidden_states, shift, scale)
     tokens, hidden_states = normalize_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
         # The norm's backward saves its input, so its output need not be saved for the adapters.
@@ -89,7 +89,7 @@ def run_block(
     # Added here, not in the next norm: attention to the text takes the sum without a norm.
     hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
-    stream = Stream(hidden_states, ff_shift, ff_scale, attended)
+    stream = AdaNormInputs(hidden_states, ff_shift, ff_scale, attended)
     tokens, hidden_states = normalize_stream(block.norm2, stream)
     return torch.addcmul(hidden_states, ff_gate, feed_forward(tokens))
 

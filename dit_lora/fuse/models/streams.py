@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dit_lora.fuse.attention import NormKind
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 
-def normalize_stream(norm: Any, stream: Stream, kind: NormKind = "layer") -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_stream(norm: Any, stream: AdaNormInputs, kind: NormKind = "layer") -> tuple[torch.Tensor, torch.Tensor]:
     """Add the stream's gated y to x, then norm and modulate the sum. Both results are (B, S, D).
 
     Args:

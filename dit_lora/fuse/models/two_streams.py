@@ -20,7 +20,7 @@ from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, Que
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ProblemFinder, find_unsupported_norm
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, ada_norm, joint_ada_norm
 
 HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
 
@@ -36,7 +36,7 @@ class Modulation(NamedTuple):
     gate_ff: torch.Tensor
 
 
-def modulate(streams: Sequence[Stream], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
+def modulate(streams: Sequence[AdaNormInputs], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
     """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
@@ -55,7 +55,7 @@ def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recompu
 
 def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
     """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
-    normed, (x,) = modulate((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
+    normed, (x,) = modulate((AdaNormInputs(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
 
 
@@ -99,7 +99,7 @@ def enter_joint_block(
 ) -> JoinedStreams:
     """Norm two streams (B, S, D) together, in this order, for a block with one `AdaLayerNormZeroSingle`."""
     shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
-    streams = [Stream(x, shift, scale) for x in (first_stream, second_stream)]
+    streams = [AdaNormInputs(x, shift, scale) for x in (first_stream, second_stream)]
     normed, residuals = modulate(streams, eps=block.norm.norm.eps)
     # Adapters on the feed-forward need not save its input either: it is the same buffer as attention's.
     with normed.skip_saving():

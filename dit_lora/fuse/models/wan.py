@@ -15,7 +15,7 @@ from dit_lora.fuse.attention import RotaryTables, rotate_pairs
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def block_forward(
@@ -35,15 +35,15 @@ def block_forward(
     # The table (1, 6, D) broadcasts over batch and tokens: six of (B, G, D).
     shift, scale, gate, shift_ff, scale_ff, gate_ff = (block.scale_shift_table + temb).unbind(2)
     # The stock block computes norms in fp32 and rounds them to the stream's dtype; so does the kernel.
-    normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale))
+    normed, x = normalize_stream(block.norm1, AdaNormInputs(hidden_states, shift, scale))
     y = block.attn1(normed, None, None, rotary_emb)
     # Attention to the text takes the residual stream as it is.
     if isinstance(block.norm2, nn.Identity):
         normed = x = _add_gated(x, gate, y)
     else:
-        normed, x = normalize_stream(block.norm2, Stream(x, y=y, gate=gate))
+        normed, x = normalize_stream(block.norm2, AdaNormInputs(x, y=y, gate=gate))
     y = block.attn2(normed, encoder_hidden_states, None, None)
-    normed, x = normalize_stream(block.norm3, Stream(x, shift_ff, scale_ff, y))
+    normed, x = normalize_stream(block.norm3, AdaNormInputs(x, shift_ff, scale_ff, y))
     return _add_gated(x, gate_ff, block.ffn(normed))
 
 

@@ -20,7 +20,7 @@ from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs, find_attention_problem
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
 
@@ -45,17 +45,17 @@ def block_forward(
     if block.modulation:
         scale, gate, scale_ff, gate_ff = block.adaLN_modulation(adaln_input).chunk(4, dim=1)
         gate, gate_ff = gate.tanh(), gate_ff.tanh()
-    norm, stream = block.attention_norm1, Stream(x, scale=scale)
+    norm, stream = block.attention_norm1, AdaNormInputs(x, scale=scale)
     normed, x = normalize_stream(norm, stream, "rms")
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     recomputable = Recomputable(normed, partial(recompute_norm, normalize_stream, norm, stream, "rms"))
     attended = block.attention(
         normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **build_recompute_kwargs(block.attention, recomputable)
     )
-    attended, _ = normalize_stream(block.attention_norm2, Stream(attended), "rms")
-    stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
+    attended, _ = normalize_stream(block.attention_norm2, AdaNormInputs(attended), "rms")
+    stream = AdaNormInputs(x, scale=scale_ff, y=attended, gate=gate)
     normed, x = normalize_stream(block.ffn_norm1, stream, "rms")
-    output, _ = normalize_stream(block.ffn_norm2, Stream(block.feed_forward(normed)), "rms")
+    output, _ = normalize_stream(block.ffn_norm2, AdaNormInputs(block.feed_forward(normed)), "rms")
     return x + output if gate_ff is None else torch.addcmul(x, gate_ff[:, None], output)
 
 

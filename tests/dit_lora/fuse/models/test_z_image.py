@@ -18,7 +18,7 @@ from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import complex_rotary, streams, swiglu, z_image
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
 from dit_lora.fuse.patches import get_fusion
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def build() -> Any:
@@ -133,7 +133,7 @@ def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
     """A list of one sample is one row: each block is given a second one, made of it."""
     norm = z_image.normalize_stream
 
-    def wrong(module: Any, stream: Stream, kind: Any) -> Any:
+    def wrong(module: Any, stream: AdaNormInputs, kind: Any) -> Any:
         if stream.scale is not None:
             stream = stream._replace(scale=stream.scale[:1].expand_as(stream.scale))
         return norm(module, stream, kind)
