@@ -130,19 +130,6 @@ def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
     return "Liger modulated RMSNorm", call
 
 
-def _angles(make: _Maker, *size: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of rotations (*size), each angle twice, fp32."""
-    angles = make(*size[:-1], size[-1] // 2, dtype=torch.float32, std=3.0).repeat_interleave(2, -1)
-    return angles.cos(), angles.sin()
-
-
-def _angles_once(make: _Maker, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (B, S, H, E/2), fp32: an angle a pair and head, once."""
-    size = (shape.batch, sum(shape.tokens), shape.heads, shape.head_dim // 2)
-    angles = make(*size, dtype=torch.float32, std=3.0)
-    return angles.cos(), angles.sin()
-
-
 def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     """Return the norm and rotation of q, which k has once more."""
     make, b, tokens, d = _Maker(device), shape.batch, sum(shape.tokens), shape.width
@@ -154,10 +141,11 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     tables = 0
     if shape.rotary:
         width = d if shape.qk == "inner" else shape.head_dim
-        if shape.qk == "split":
-            given["cos"], given["sin"] = _angles_once(make, shape)
-        else:
-            given["cos"], given["sin"] = _angles(make, tokens - first, width)
+        if shape.qk == "split":  # (B, S, H, E/2): an angle a pair and head, once
+            angles = make(b, tokens, shape.heads, shape.head_dim // 2, dtype=torch.float32, std=3.0)
+        else:  # each angle twice
+            angles = make(tokens - first, width // 2, dtype=torch.float32, std=3.0).repeat_interleave(2, -1)
+        given["cos"], given["sin"] = angles.cos(), angles.sin()
         tables = given["cos"].nbytes + given["sin"].nbytes
     heads, eps = shape.heads, 1e-5 if shape.qk == "inner" else 1e-6
 
