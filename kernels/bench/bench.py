@@ -35,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return _refuse("there is no CUDA device here; --device cpu runs the references")
-    for kind, asked, names in (
-        ("op", args.op, cases.OPS),
-        ("shape", args.shapes, (*SHAPES, "tiny")),
-    ):
+    for kind, asked, names in (("op", args.op, cases.OPS), ("shape", args.shapes, (*SHAPES, "tiny"))):
         if unknown := [name for name in asked if name not in names]:
             return _refuse(f"no {kind} is called {', '.join(unknown)}; there are {', '.join(names)}")
     # Every op at its first shape, then each at its second, so that a short run has seen every op. One list an op, read

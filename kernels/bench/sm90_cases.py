@@ -9,13 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dit_lora_kernels import (
-    ada_norm,
-    finite_norm,
-    qk_norm_rope_kernels,
-    relu_linear_attention,
-    silu_dwconv_glu,
-)
+from dit_lora_kernels import ada_norm, finite_norm, qk_norm_rope_kernels, relu_linear_attention, silu_dwconv_glu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

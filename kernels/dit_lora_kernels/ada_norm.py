@@ -18,7 +18,7 @@ caller keeps as the residual stream) and 4 or 8 bytes per row.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,12 +134,11 @@ def _allocate_forward(streams: Sequence[AdaNormInputs], layer: bool) -> list[Ten
     return [output, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-def _split_by_stream(joint: Tensor, stats: Tensor, streams: Sequence[AdaNormInputs]) -> tuple[Any, Any]:
+def _split_by_stream(joint: Tensor, stats: Tensor, lengths: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Split (B,S,D) and (1 or 2,B,S) into each stream's tokens."""
-    if len(streams) == 1:  # the usual case: a view of the whole would only take time
+    if len(lengths) == 1:  # the usual case: a view of the whole would only take time
         return (joint,), (stats,)
-    lengths = [stream.x.shape[1] for stream in streams]
-    return joint.split(lengths, 1), stats.split(lengths, 2)
+    return joint.split_with_sizes(lengths, 1), stats.split_with_sizes(lengths, 2)
 
 
 @op("ada_norm")
@@ -152,7 +151,7 @@ def ada_norm_forward(
     streams = _group_fields(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    by_stream = _split_by_stream(results[0], results[1], streams)
+    by_stream = _split_by_stream(results[0], results[1], [stream.x.shape[1] for stream in streams])
     for stream, output, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
@@ -355,11 +354,7 @@ class _Plan(NamedTuple):
         output = first_operand.new_empty(self.output_shape)
         stats = first_operand.new_empty(self.stats_shape, dtype=self.wide)
         outputs, saved = [output], [weight, bias, stats]
-        rows: Sequence[Tensor] = (output,)
-        statistics: Sequence[Tensor] = (stats,)
-        if len(self.streams) > 1:
-            rows = output.split_with_sizes(self.lengths, 1)
-            statistics = stats.split_with_sizes(self.lengths, 2)
+        rows, statistics = _split_by_stream(output, stats, self.lengths)
         for i, plan in enumerate(self.streams):
             x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
             residual = None if y is None else x.new_empty(x.shape)
@@ -455,12 +450,8 @@ class _AdaNorm(torch.autograd.Function):
             grad = torch.zeros_like(saved[0][:, :1, :1]).expand(*stats.shape[1:], saved[0].shape[2])
         grads: list[Tensor | None] = []
         if ctx.plan is not None:
-            needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
-            rows: Sequence[Tensor] = (grad,)
-            statistics: Sequence[Tensor] = (stats,)
-            if len(lengths) > 1:
-                rows = grad.split_with_sizes(lengths, 1)
-                statistics = stats.split_with_sizes(lengths, 2)
+            needs = ctx.needs_input_grad[5:]
+            rows, statistics = _split_by_stream(grad, stats, ctx.plan.lengths)
             for i, plan in enumerate(ctx.plan.streams):
                 tensors = (weight, bias, statistics[i], *saved[4 * i : 4 * i + 4])
                 of_outputs = (rows[i], grad_residuals[i])
@@ -468,7 +459,7 @@ class _AdaNorm(torch.autograd.Function):
             return (None, None, None, None, None, *grads)
         affine, wants = ctx.needs_input_grad[3:5], _group_fields(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
-        by_stream = _split_by_stream(grad, stats, [AdaNormInputs(residual) for residual in saved[::4]])
+        by_stream = _split_by_stream(grad, stats, [residual.shape[1] for residual in saved[::4]])
         for i, want in enumerate(wants):
             residual, y, gate, scale = saved[4 * i : 4 * i + 4]
             operands = BackwardOperands(
@@ -548,7 +539,7 @@ def joint_ada_norm(
     The other results are each stream's ``x + gate * y`` (the memory of x if it has no y), both in x's dtype. Continue
     with the x returned here: then the gradient of its other use is added in this op's backward, without a separate
     pass. weight and bias are (D,); each operand may have its own float dtype and strides. Raises ValueError for shapes
-    that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
+    that do not fit. Source: diffusers CogVideoXLayerNormZero and AdaLayerNormZero, and blocks of Sana, Wan and LTX.
     """
     flat = [field for stream in streams for field in stream]
     layer = norm == "layer"
@@ -570,59 +561,3 @@ def _find_plan(norm: str, eps: float, weight: Tensor | None, bias: Tensor | None
         return None
     layouts = get_plain_layouts((weight, bias, *flat))
     return None if layouts is None else _build_plan(norm, eps, layouts)
-
-
-@overload
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: None = None,
-    gate: None = None,
-) -> Tensor: ...
-
-
-@overload
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: Tensor,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute ``norm(x + gate * y) * (1 + scale) + shift``, and also ``x + gate * y`` if y is given; both in x's
-    dtype.
-
-    x, y (B,T,D); shift, scale, gate (B,D) or (B,G,D), where token t uses group ``t // (T // G)``; weight, bias (D,).
-    Every operand may have its own float dtype and any strides. The norm is over D, of the rounded ``x + gate * y``.
-    Raises ValueError for shapes that do not fit. `joint_ada_norm` with one stream also returns x if there is no y, and
-    saves a pass of the backward.
-
-    Source: diffusers AdaLayerNormZero, and the block forwards of Sana, Wan and LTX.
-    """
-    output, (residual,) = joint_ada_norm([AdaNormInputs(x, shift, scale, y, gate)], weight, bias, norm=norm, eps=eps)
-    return output if y is None else (output, residual)

@@ -14,6 +14,7 @@ from dit_lora_kernels.support import (
     Prepared,
     TensorLayout,
     accumulation_triton_dtype,
+    cdiv,
     get_layout,
     get_row_block,
     get_row_loop_options,
@@ -258,7 +259,7 @@ def prepare_backward(
     assert residual is not None
     B, T, D = residual.shape
     length = T // groups
-    chunks = -(-length // count)  # programs per group; the last one may have unused rows
+    chunks = cdiv(length, count)  # programs per group; the last one may have unused rows
     strides = (stats.stride[1], D, chunks, stats.stride[0])
     numbers = (*_list_strides(rows), T, groups, length, *strides)
     constants: dict[str, Any] = {
@@ -323,7 +324,7 @@ def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
     """Rows per program, and programs per group of `length`; the last one may have fewer rows."""
     # Without sums rows share nothing, and one program per row keeps the GPU fullest.
     count = compute_rows_per_program(rows, length) if sums else 1
-    return count, -(-length // count)
+    return count, cdiv(length, count)
 
 
 def total(partials: Tensor, chunks: int) -> Tensor:

@@ -200,12 +200,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(
-    grad: Tensor,
-    _source: Tensor | None,
-    _rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *args: Any,
+    grad: Tensor, _source: Tensor | None, _rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = args[-1]
     return (

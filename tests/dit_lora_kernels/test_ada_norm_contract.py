@@ -26,7 +26,7 @@ from kernel_checks import (
 
 from dit_lora_kernels import ada_norm as op
 from dit_lora_kernels import ada_norm_kernels
-from dit_lora_kernels.ada_norm import AdaNormInputs, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 pytestmark = pytest.mark.usefixtures("several_rows_a_program")
 
@@ -305,7 +305,7 @@ def test_compiles_without_a_break() -> None:
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ada_norm(**{"norm": "layer", "eps": EPS, **make(CASE), **changes})
+        ours(**{"norm": "layer", **make(CASE), **changes})
 
 
 def test_refuses_streams_that_do_not_go_together() -> None:

@@ -20,7 +20,7 @@ from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, Que
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ProblemFinder, find_unsupported_norm
-from dit_lora_kernels.ada_norm import AdaNormInputs, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
 
@@ -65,7 +65,8 @@ def leave_block(
     """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
     # The norm before the feed-forward adds attention's output; no norm follows the feed-forward, hence addcmul.
     _, _, gate, shift_ff, scale_ff, gate_ff = modulation
-    normed, x = ada_norm(x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attention_output, gate=gate)
+    stream = AdaNormInputs(x, shift_ff, scale_ff, attention_output, gate)
+    normed, (x,) = joint_ada_norm((stream,), norm="layer", eps=norm.eps)
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
