@@ -70,11 +70,11 @@ class Patches:
         """
         original_class = type(owner)
 
-        def iterate(this: Any) -> Iterator[Any]:
+        def iterate_wrapped(this: Any) -> Iterator[Any]:
             return wrapper(original_class.__iter__(this))
 
         try:
-            _SET_CLASS(owner, type(original_class.__name__, (original_class,), {"__iter__": iterate}))
+            _SET_CLASS(owner, type(original_class.__name__, (original_class,), {"__iter__": iterate_wrapped}))
         except TypeError:  # a list of batches, say
             return False
         self._undo.append(lambda: _SET_CLASS(owner, original_class))

@@ -1,13 +1,13 @@
 """What the tests of `ada_norm` share: its uses, random operands, the stock lines, outputs with gradients."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -66,9 +66,11 @@ def eager(norm: str, x: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ours(norm: str, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """`ada_norm`, with x itself where it returns no sum."""
-    result: Any = ada_norm(norm=norm, eps=EPS, **tensors)  # type: ignore[call-overload]
-    return result if "y" in tensors else (result, tensors["x"])
+    """One stream's output, and its sum; x itself without a y."""
+    stream = AdaNormInputs(**{k: v for k, v in tensors.items() if k in AdaNormInputs._fields})
+    affine = tensors.get("weight"), tensors.get("bias")
+    output, (residual,) = joint_ada_norm([stream], *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
+    return output, residual if "y" in tensors else tensors["x"]
 
 
 def cotangents(like: tuple[Tensor, ...]) -> list[Tensor]:
@@ -94,7 +96,7 @@ def assert_same(one: Tensors, two: Tensors) -> None:
 def joint(tensors: Tensors, text: Tensors, norm: str = "layer") -> tuple[Tensor, ...]:
     """Text without a y first, then video with one."""
     affine = tensors["weight"], tensors["bias"]
-    fields = Stream._fields
-    streams = [Stream(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
+    fields = AdaNormInputs._fields
+    streams = [AdaNormInputs(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
     output, residuals = joint_ada_norm(streams, *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
     return (output, *residuals)

@@ -36,13 +36,13 @@ class TwoStreams(Contract):
     def test_norms_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Once for each input of theirs: what saves it by another name or shape would keep it."""
         model, buffers = fuse_all(self.build()), []
-        buffer = two_streams._recompute_buffer
+        recompute = two_streams.recompute_norm
 
-        def counted(*args: Any) -> torch.Tensor:
-            buffers.append(buffer(*args))
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            buffers.append(recompute(*args, **kwargs))
             return buffers[-1]
 
-        monkeypatch.setattr(two_streams, "_recompute_buffer", counted)
+        monkeypatch.setattr(two_streams, "recompute_norm", counted)
         self.run(model)
         assert len(buffers) == self.recomputed
 

@@ -81,7 +81,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         calls.append(len(projections))
         return op(x, projections, *args)
 
-    op = lora.projected
+    op = lora.lora_qkv_unchecked
     with monkeypatch.context() as patch:
-        patch.setattr(lora, "projected", count)
+        patch.setattr(lora, "lora_qkv_unchecked", count)
         yield calls

@@ -93,7 +93,8 @@ def fuse(
         require_implementation(model, attention)
     elif attention != "auto":
         backend = require_backend(attention)
-    unavailable = _find_unavailable_ops(model, modes)
+    reasons = {op: _find_off_reason(op, mode, model) for op, mode in modes.items()}
+    unavailable = {op: reason for op, reason in reasons.items() if reason is not None}
     op_states = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     # Fused processors come with any op: they have one input for q, k and v, which adapters share.
     fusion = Fusion({**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend)
@@ -114,12 +115,6 @@ def fuse(
     # Liger does not apply to diffusion models, so their report does not mention it.
     reported = {op: reason for op, reason in unavailable.items() if reason != _TRANSFORMERS_ONLY}
     return FuseReport(fusion, reported)
-
-
-def _find_unavailable_ops(model: nn.Module, modes: Mapping[str, Mode]) -> dict[str, str]:
-    """Ops that `auto` leaves off for this model on this machine, with the reason for each."""
-    reasons = {op: _find_off_reason(op, mode, model) for op, mode in modes.items()}
-    return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
 def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Fallback]:

@@ -106,10 +106,14 @@ def attend(
     Raises:
         DitLoraError: There is a mask and `backend` does not support masks.
     """
-    if mask is None and parallel_config is None and _is_native(backend):
-        with attention_call():
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    # Private: what `attention_backend` and Diffusers' environment variables set has no public reader.
+    if mask is None and parallel_config is None and not Registry._checks_enabled:
+        active_backend: str = Registry._active_backend if backend is None else backend
+        # The dispatcher would only call PyTorch's attention: a direct call saves half of the call's host time.
+        if active_backend == AttentionBackendName.NATIVE.value:
+            with attention_call():
+                query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
     options: Any = {"attn_mask": mask, "backend": name, "parallel_config": parallel_config}
@@ -122,17 +126,6 @@ def attend(
     # Dynamo knows `sdpa_kernel` and none of the functions that ask or set one backend.
     with sdpa_kernel([_MASK_BACKENDS[i] for i in _find_enabled_backends()]), attention_call():
         return dispatch()
-
-
-def _is_native(backend: str | None) -> bool:
-    """True if the dispatcher would only call PyTorch's attention; a direct call then saves half of the call's host
-    time.
-    """
-    # Private: what `attention_backend` and Diffusers' environment variables set has no public reader.
-    if Registry._checks_enabled:
-        return False
-    name: str = Registry._active_backend if backend is None else backend
-    return name == AttentionBackendName.NATIVE.value
 
 
 _MASK_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -164,12 +157,12 @@ def project_qkv(attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: t
 def project_output(attn: Any, attention_output: torch.Tensor) -> torch.Tensor:
     """Attention's output (B, S, H * D) after its output projection and dropout."""
     projection, dropout = attn.to_out
-    output: torch.Tensor = projection(attention_output)
+    output = projection(attention_output)
     # Not called where PyTorch would return its input, and nobody would see the call.
     is_idle = type(dropout) is nn.Dropout and dropout.p == 0
     if is_idle and not is_hooked(dropout) and not has_observers((dropout,)):
         return output
-    return dropout(output)  # type: ignore[no-any-return]
+    return dropout(output)
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -250,10 +243,15 @@ class FusedProcessor:
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
         self.fusion = fusion
-        norms = [norm for name in QK_NORM_NAMES if (norm := getattr(attn, name, None)) is not None]
-        # Read once, here: reading the weights synchronizes with the device.
-        self.has_recoverable_norms = all(self._is_recoverable(norm) for norm in norms)
-        """True if norms of q and k may run backward from their outputs."""
+        self.has_recoverable_norms = True
+        """True if norms of q and k may run backward from their outputs. Also without weights, or with meta tensors."""
+        for name in QK_NORM_NAMES:
+            norm = getattr(attn, name, None)
+            weight = None if norm is None else self.get_norm_weight(norm)
+            # Read once, here: reading the weights synchronizes with the device.
+            if weight is not None and not weight.is_meta and not recoverable(weight, getattr(norm, "bias", None)):
+                self.has_recoverable_norms = False
+                break
 
     @property
     def should_use_stock(self) -> bool:
@@ -278,11 +276,6 @@ class FusedProcessor:
     def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
         """The factor of a norm of q or k; None if the norm has no weights."""
         return getattr(norm, "weight", None)
-
-    def _is_recoverable(self, norm: Any) -> bool:
-        """True if the norm's backward can start from its output. Also if it has no weights, or only meta tensors."""
-        weight, bias = self.get_norm_weight(norm), getattr(norm, "bias", None)
-        return weight is None or weight.is_meta or recoverable(weight, bias)
 
     def norm_and_rotate(
         self,
@@ -411,7 +404,6 @@ def find_plain_attention_problem(attn: Any) -> str | None:
 
 
 def _find_unnormed_problem(attn: Any) -> str | None:
-    """The reason of `find_plain_attention_problem`, or that q and k are normed; None if neither applies."""
     # AttnProcessor2_0 norms per head, but `SharedInputProcessor.normalize_qk` norms across heads, as Sana does.
     # One of the two norms is enough.
     normed = attn.norm_q is not None or attn.norm_k is not None

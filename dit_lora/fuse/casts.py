@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dit_lora.fuse.patches import get_fusion
-from dit_lora_kernels.lora_linear import lower, lower_all
+from dit_lora_kernels.lora_linear import cast_all_lora_factors, cast_lora_factors
 
 
 @dataclass
@@ -24,7 +24,6 @@ class _CachedCast:
     scaling: float
     dtype: torch.dtype
     adapter_name: str
-    """The adapter's."""
     is_used: bool = True
     """True if a forward used it since it was made."""
 
@@ -50,7 +49,7 @@ def refresh_casts(model: nn.Module) -> None:
         # Casts with equal device and dtypes are computed together, in a few launches.
         groups[cast.a.device, cast.a.dtype, cast.b.dtype, cast.dtype].append(cast)
     for (*_, dtype), casts in groups.items():
-        lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
+        lowered = cast_all_lora_factors([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
         for cast, pair in zip(casts, lowered, strict=True):
             cast.key, cast.factors = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
 
@@ -79,11 +78,11 @@ def cast_adapter(
     """
     # A traced graph makes its own casts, and fake tensors have no values to cache.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
-        return lower(a, b, scaling, dtype)
+        return cast_lora_factors(a, b, scaling, dtype)
     key = _cast_key(a, b, scaling, dtype)
     cast = CAST_CACHE.get(layer)
     if cast is None or cast.key != key:
-        lowered = lower(a, b, scaling, dtype)
+        lowered = cast_lora_factors(a, b, scaling, dtype)
         cast = CAST_CACHE[layer] = _CachedCast(key, lowered, a, b, scaling, dtype, adapter_name)
     cast.is_used = True
     return cast.factors

@@ -44,8 +44,14 @@ class FirstForwardHook:
         refresh_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
         fusion = get_fusion(model)
         if fusion is not None and fusion.is_on(ATTENTION):
-            full = [name for name, value in kwargs.items() if _is_full_mask(model, name, value)]
-            kwargs = kwargs | dict.fromkeys(full)
+            for name in ("attention_mask", "encoder_attention_mask"):
+                mask = kwargs.get(name)
+                # (B, K) of ones and zeros; masks with more dimensions are added to the scores.
+                if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or _is_fake(mask):
+                    continue
+                parameter = inspect.signature(type(model).forward).parameters.get(name)
+                if parameter is not None and parameter.default is None and bool((mask == 1).all()):
+                    kwargs = kwargs | {name: None}
         if self.should_check and not self._is_comparing and torch.is_grad_enabled():
             self._compare_once(model, args, kwargs)
         return args, kwargs
@@ -71,9 +77,16 @@ class FirstForwardHook:
         """
 
         def compute_losses() -> torch.Tensor:
+            sample_means = []
             # A model may return a tuple, a dict or an output class.
-            outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
-            return torch.stack([_compute_weighted_mean(output) for output in outputs]).sum(0)
+            for output in tree_leaves(model(*args, **kwargs)):
+                if isinstance(output, torch.Tensor) and output.is_floating_point():
+                    # Each element has a fixed random weight. With a plain mean all elements would have one gradient,
+                    # and errors that cancel in a sum would not be seen.
+                    generator = torch.Generator().manual_seed(0)
+                    weights = torch.randn(output.shape[1:], generator=generator).to(output.device)
+                    sample_means.append((output.float() * weights).reshape(len(output), -1).mean(1))
+            return torch.stack(sample_means).sum(0)  # (B,)
 
         fusion = get_fusion(model)
         assert fusion is not None
@@ -111,17 +124,6 @@ def _is_single_sample(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bo
     return False
 
 
-def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
-    """True if this argument is a key mask that masks nothing, and the model accepts None instead."""
-    if name not in ("attention_mask", "encoder_attention_mask") or _is_fake(value):
-        return False
-    # (B, K) of ones and zeros; masks with more dimensions are added to the scores.
-    if not isinstance(value, torch.Tensor) or value.ndim != 2:
-        return False
-    parameter = inspect.signature(type(model).forward).parameters.get(name)
-    return parameter is not None and parameter.default is None and bool((value == 1).all())
-
-
 def _is_fake(value: object) -> bool:
     """True for a tensor without values (fake or meta)."""
     return isinstance(value, FakeTensor) or getattr(value, "is_meta", False)
@@ -130,15 +132,3 @@ def _is_fake(value: object) -> bool:
 def format_required_error(fallback: Fallback, message: str) -> str:
     """Error message for a kernel that was requested by name and cannot be used."""
     return f"{message}; it was asked for by name: set it to auto or off to train without it"
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _compute_weighted_mean(output: torch.Tensor) -> torch.Tensor:
-    """One number per sample (B,): the mean of all elements, each with its own fixed random weight."""
-    # A plain mean would give all elements one gradient, and errors that cancel in a sum would not be seen.
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(output.shape[1:], generator=generator).to(output.device)
-    return (output.float() * weights).reshape(len(output), -1).mean(1)

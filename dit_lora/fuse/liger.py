@@ -21,6 +21,8 @@ from dit_lora.fuse.patches import Forward, ForwardPatch
 
 OP = "liger"
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Triton's interpreter fails on Liger's kernels: it passes Python floats to them.
+_SUPPORTED_DEVICES = ("cuda",)
 _ROTATION_NAME = "apply_rotary_pos_emb"
 _MODEL_CLASSES = {
     "mistral.modeling_mistral": ("MistralRMSNorm", "MistralMLP", "MistralAttention"),
@@ -38,16 +40,11 @@ def find_unavailable_reason() -> str | None:
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
-def _is_supported_device(tensor: Tensor) -> bool:
-    """True if kernels can run on this tensor's device. Triton's interpreter fails on them: it passes Python floats."""
-    return tensor.is_cuda
-
-
 def _can_use_kernel(*tensors: Tensor) -> bool:
     """True if Liger's kernels take these tensors together: on a GPU, not empty, all of one supported dtype."""
     first_tensor = tensors[0]
     return (
-        _is_supported_device(first_tensor)
+        first_tensor.device.type in _SUPPORTED_DEVICES
         and first_tensor.dtype in _SUPPORTED_DTYPES
         and first_tensor.numel() > 0
         and all(tensor.dtype is first_tensor.dtype for tensor in tensors)
@@ -66,7 +63,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Only shapes and dtypes, for fake tensors and compilation.
     # One value of 1 / rms per row.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
@@ -102,7 +98,6 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool)
 
 
 def _save_norm_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save x, the weight and 1 / rms for backward."""
     ctx.save_for_backward(*inputs[:2], output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -147,12 +142,10 @@ def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _save_swiglu_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save gate and up for backward."""
     ctx.save_for_backward(*inputs)
 
 
 def _compute_swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
     return _swiglu_backward(dout, *ctx.saved_tensors)
 
 
@@ -177,7 +170,7 @@ def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
 
 
 def _save_rotation_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save only the tables: a rotation's backward does not need its operands."""
+    # Only the tables: a rotation's backward does not need its operands.
     ctx.save_for_backward(inputs[2], inputs[3])
     ctx.back = inputs[4]
 
@@ -252,7 +245,6 @@ def _find_mlp_problem(mlp: Any) -> str | None:
 
 
 def _find_rotation_problem(attention: Any) -> str | None:
-    """Why this attention keeps its own forward; None if its forward calls the rotation by the name we replace."""
     forward = type(attention).forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     return None if _ROTATION_NAME in names else "its rotation has another name"

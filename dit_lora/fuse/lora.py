@@ -19,7 +19,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from dit_lora.fuse import fp8
 from dit_lora.fuse.casts import cast_adapter
 from dit_lora.fuse.patches import ForwardPatch, get_class_name, get_fusion, has_patched_forward
-from dit_lora_kernels.lora_linear import COMPUTE_DTYPES, Adapter, Projection, Quantized, compute_dtype, projected
+from dit_lora_kernels.lora_linear import (
+    COMPUTE_DTYPES,
+    Adapter,
+    Projection,
+    Quantized,
+    compute_dtype,
+    lora_qkv_unchecked,
+)
 
 OP = "lora_linear"
 _LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -62,7 +69,7 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
     dtype = compute_dtype(x, parts.weight)
-    y = projected(x, [_build_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
+    y = lora_qkv_unchecked(x, [_build_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
     return _add_frozen_adapters(layer, parts.frozen_adapters, x, y) if parts.frozen_adapters else y
 
 
@@ -75,7 +82,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     outputs = _project_shared_input(layers, x)
     if outputs is None:
         return tuple(layer(x) for layer in layers)
-    # No observers, so no calls are needed: no layer with hooks comes here while compiling (`_is_fused`).
+    # No observers, so no calls are needed: no layer with hooks comes here while compiling (`_project_shared_input`).
     if torch.compiler.is_compiling() or not has_observers(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
@@ -105,7 +112,13 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
         return None
     parts = []
     for layer in layers:
-        reading = _read_operands(layer) if _is_fused(layer) else "not fused"
+        fusion = get_fusion(layer)
+        if fusion is None or not fusion.is_on(OP) or not has_patched_forward(layer):
+            return None
+        # While compiling, `project` does not call the layers, so hooks would miss their calls.
+        if torch.compiler.is_compiling() and _has_hooks(layer):
+            return None
+        reading = _read_operands(layer)
         if isinstance(reading, str):
             return None
         parts.append(reading)
@@ -117,7 +130,7 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
         if _get_base_dtype(part) is not _get_base_dtype(first_part) and compute_dtype(x, part.weight) is not dtype:
             return None
     operands = [_build_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
-    outputs = projected(x, operands, dtype, first_part.dropout)
+    outputs = lora_qkv_unchecked(x, operands, dtype, first_part.dropout)
     return tuple(
         _add_frozen_adapters(layer, part.frozen_adapters, x, y) if part.frozen_adapters else y
         for layer, part, y in zip(layers, parts, outputs, strict=True)
@@ -139,7 +152,6 @@ class _LoraOperands(NamedTuple):
     """The operands of a LoRA linear layer."""
 
     adapter_name: str
-    """The adapter's."""
     base: Any
     weight: Tensor | None
     """The base layer's; None if it is quantized."""
@@ -173,9 +185,11 @@ def _read_operands(layer: Any) -> _LoraOperands | str:
     active = layer.active_adapter  # a name, or a list of them
     names = [active] if isinstance(active, str) else active
     names = [name for name in names if name in a_modules]
-    name = names[0] if len(names) == 1 else _find_trained_adapter(names, a_modules)
-    if name is None:
+    # Of several active adapters, exactly one must be trained.
+    candidates = names if len(names) == 1 else [name for name in names if a_modules[name].weight.requires_grad]
+    if len(candidates) != 1:
         return f"{len(names)} active adapters"
+    name = candidates[0]
     base = modules["base_layer"]
     kind = get_class_name(base)
     if kind not in base_classes:
@@ -200,7 +214,7 @@ def _read_operands(layer: Any) -> _LoraOperands | str:
     low_a, low_b = _get_parameter(a, "weight"), _get_parameter(b, "weight")
     # Reasons that depend on the tensors themselves: sharded, trained, or an unsupported quantization.
     reason = _find_tensor_problem(layer, weight, bias, low_a, low_b, layer.r[name])
-    reason = reason or _BASE_PROBLEM_FINDERS[kind](layer, base, weight)
+    reason = reason or _find_base_problem(kind, layer, base, weight)
     if reason is not None:
         return reason
     # A quantized base is passed as a module, whose product includes the bias.
@@ -208,12 +222,6 @@ def _read_operands(layer: Any) -> _LoraOperands | str:
         weight = bias = None
     frozen_names = [adapter for adapter in names if adapter != name]
     return _LoraOperands(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names)
-
-
-def _find_trained_adapter(adapter_names: Sequence[str], a_modules: Any) -> str | None:
-    """The name of the active adapter that is trained; None unless exactly one is."""
-    trained = [name for name in adapter_names if a_modules[name].weight.requires_grad]
-    return trained[0] if len(trained) == 1 else None
 
 
 def _get_parameter(module: Any, name: str) -> Any:
@@ -264,10 +272,24 @@ def _find_tensor_problem(layer: Any, weight: Any, bias: Any, a: Tensor, b: Tenso
     return None
 
 
-def _find_linear_problem(layer: Any, _base: Any, weight: Tensor) -> str | None:
-    """Why the op cannot take this unquantized base layer; None if it can."""
+def _find_base_problem(kind: str, layer: Any, base: Any, weight: Tensor) -> str | None:
+    """Why the op cannot take a base layer of this class, one of `SUPPORTED_BASES`; None if it can."""
+    if kind == _INT8_CLASS:
+        return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
+    if kind == _INT4_CLASS:
+        state = getattr(base.weight, "quant_state", None)
+        if state is None or tuple(state.shape) != (layer.out_features, layer.in_features):
+            return "its base is not quantized, or transposed"
+        # In eval mode bitsandbytes may repack a CPU's weight for inference; nothing can dequantize it for backward.
+        packs = getattr(base, "support_avx512bf16_for_cpu", False) and not base.training
+        packed = getattr(state, "packing_format_for_cpu", False)
+        if base.weight.device.type == "cpu" and (packs or packed):
+            return "its base is packed for inference on a CPU"
+        return None
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
+    if kind == _LOW_PRECISION_CLASS:
+        return None
     if type(weight) not in _PLAIN_TENSORS or weight.shape != (layer.out_features, layer.in_features):
         return "its base weight is sharded, or no plain tensor"
     if weight.dtype not in COMPUTE_DTYPES:
@@ -275,62 +297,19 @@ def _find_linear_problem(layer: Any, _base: Any, weight: Tensor) -> str | None:
     return None
 
 
-def _find_int4_problem(layer: Any, base: Any, _weight: Tensor) -> str | None:
-    """Why the op cannot take this NF4 or FP4 base layer of bitsandbytes; None if it can."""
-    state = getattr(base.weight, "quant_state", None)
-    if state is None or tuple(state.shape) != (layer.out_features, layer.in_features):
-        return "its base is not quantized, or transposed"
-    # In eval mode bitsandbytes may repack a CPU's weight for inference; nothing can dequantize that for a backward.
-    packs = getattr(base, "support_avx512bf16_for_cpu", False) and not base.training
-    packed = getattr(state, "packing_format_for_cpu", False)
-    if base.weight.device.type == "cpu" and (packs or packed):
-        return "its base is packed for inference on a CPU"
-    return None
+def _dequantize(base: Any, dtype: torch.dtype) -> Tensor:
+    """Dequantize the weight of a base layer to (O, I) in `dtype`."""
+    kind = get_class_name(base)
+    # bitsandbytes is imported late: only models with such a base need it.
+    if kind == _INT4_CLASS:
+        from bitsandbytes.functional import dequantize_4bit
 
+        return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+    if kind == _INT8_CLASS:
+        from bitsandbytes.functional import int8_vectorwise_dequant
 
-def _find_int8_problem(_layer: Any, base: Any, _weight: Tensor) -> str | None:
-    """Why the op cannot take this int8 base layer of bitsandbytes; None if it can."""
-    return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
-
-
-def _find_low_precision_problem(layer: Any, _base: Any, _weight: Tensor) -> str | None:
-    """Why the op cannot take this base layer quantized by `model.quantize`; None if it can."""
-    return "its base weight is transposed" if layer.fan_in_fan_out else None
-
-
-_BASE_PROBLEM_FINDERS = {
-    _LINEAR_CLASS: _find_linear_problem,
-    _INT4_CLASS: _find_int4_problem,
-    _INT8_CLASS: _find_int8_problem,
-    _LOW_PRECISION_CLASS: _find_low_precision_problem,
-}
-
-
-def _dequantize_4bit(base: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantize a bitsandbytes NF4 or FP4 weight to (O, I) in `dtype`."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
-
-
-def _dequantize_8bit(base: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantize a bitsandbytes int8 weight to (O, I) in `dtype`."""
-    from bitsandbytes.functional import int8_vectorwise_dequant
-
-    return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
-
-
-def _dequantize_low_precision(base: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantize a weight of `model.quantize` to (O, I) in `dtype`."""
-    weight: Tensor = base.dequantize(dtype)
-    return weight
-
-
-_DEQUANTIZERS = {
-    _INT4_CLASS: _dequantize_4bit,
-    _INT8_CLASS: _dequantize_8bit,
-    _LOW_PRECISION_CLASS: _dequantize_low_precision,
-}
+        return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
+    return base.dequantize(dtype)  # of `model.quantize`
 
 
 def _build_projection(layer: nn.Module, operands: _LoraOperands, dtype: torch.dtype) -> Projection:
@@ -339,18 +318,8 @@ def _build_projection(layer: nn.Module, operands: _LoraOperands, dtype: torch.dt
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
         # Called when the weight itself is needed, so that no dequantized copy is kept.
-        dequantize = partial(_DEQUANTIZERS[get_class_name(base)], base)
-        return Projection(None, None, adapter, Quantized(base, dequantize))
+        return Projection(None, None, adapter, Quantized(base, partial(_dequantize, base)))
     return Projection(weight, bias, adapter, None, fp8.get_fp8_weight(layer, base, dtype))
-
-
-def _is_fused(layer: nn.Module) -> bool:
-    """True if calling the layer runs `lora_forward` with the op on."""
-    fusion = get_fusion(layer)
-    if fusion is None or not fusion.is_on(OP) or not has_patched_forward(layer):
-        return False
-    # While compiling, `project` does not call the layers, so hooks would miss their calls.
-    return not (torch.compiler.is_compiling() and _has_hooks(layer))
 
 
 FORWARDS = tuple(

@@ -103,13 +103,7 @@ ProblemFinder = Callable[[Any], str | None]
 
 
 def _accept_module(_module: Any) -> None:
-    """No reason against a patch."""
     return None
-
-
-def _get_no_extra_ops(_attention: Any) -> tuple[str, ...]:
-    """No further ops."""
-    return ()
 
 
 def get_qk_op(_attention: Any) -> tuple[str, ...]:
@@ -150,8 +144,8 @@ class ProcessorPatch:
     `stock`, and runs that while it is off."""
     find_problem: ProblemFinder = _accept_module
     """Why this attention module keeps its stock processor; None if it can be patched."""
-    get_extra_ops: Callable[[Any], tuple[str, ...]] = _get_no_extra_ops
-    """Other ops that the processor runs on this attention layer while they are on."""
+    get_extra_ops: Callable[[Any], tuple[str, ...]] | None = None
+    """Other ops that the processor runs on this attention layer while they are on; None for no others."""
 
 
 def get_class_name(instance: object) -> str:
@@ -220,9 +214,8 @@ def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorP
     set_fusion(attention, fusion)
     attention.processor = patch.build_processor(attention.processor, fusion, attention)
     # Recorded for each op that it runs, so that each of them has a fallback and a line in the report.
-    fusion.patched_modules += [
-        (op, name) for op in (patch.op, *patch.get_extra_ops(attention)) if fusion.op_states.get(op)
-    ]
+    extra_ops = () if patch.get_extra_ops is None else patch.get_extra_ops(attention)
+    fusion.patched_modules += [(op, name) for op in (patch.op, *extra_ops) if fusion.op_states.get(op)]
 
 
 def restore_modules(model: nn.Module) -> None:
@@ -296,6 +289,15 @@ def find_unsupported_norm(norms: Iterable[object], *classes: type) -> str | None
         if type(norm) not in classes:
             return f"one of its norms is a {type(norm).__name__}"
     return None
+
+
+def require_norms(names: Sequence[str], *classes: type) -> ProblemFinder:
+    """A `find_problem` that names the first of a module's norms (by attribute) whose class is not in `classes`."""
+
+    def find_problem(module: Any) -> str | None:
+        return find_unsupported_norm((getattr(module, name) for name in names), *classes)
+
+    return find_problem
 
 
 def find_patch(patches: Sequence[Any], instance: object) -> Any | None:

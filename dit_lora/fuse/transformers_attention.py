@@ -90,10 +90,20 @@ class AttentionChoice:
         """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
         if self.name == DEFAULT_IMPLEMENTATION:
             return []
+
+        @contextmanager
+        def use_default() -> Iterator[None]:
+            previous = list_implementations(model)
+            model.set_attn_implementation(DEFAULT_IMPLEMENTATION)
+            try:
+                yield
+            finally:
+                _restore_implementations(previous)
+
         fallback = Fallback(
             f"attention:{self.name}",
             "attention_backend",
-            partial(_use_default_attention, model),
+            use_default,
             partial(model.set_attn_implementation, DEFAULT_IMPLEMENTATION),
             "PyTorch's own attention",
             required=True,
@@ -116,14 +126,3 @@ def _restore_implementations(choices: ConfigImplementations) -> None:
     # Outer ones first: setting one also sets its sub-configurations, which are then restored one by one.
     for config, name in choices:
         config._attn_implementation = name
-
-
-@contextmanager
-def _use_default_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model uses PyTorch's own attention."""
-    previous = list_implementations(model)
-    model.set_attn_implementation(DEFAULT_IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        _restore_implementations(previous)

@@ -12,6 +12,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return _refuse("there is no CUDA device here; --device cpu runs the references")
-    for kind, asked, names in (
-        ("op", args.op, cases.OPS),
-        ("shape", args.shapes, (*SHAPES, "tiny")),
-    ):
+    for kind, asked, names in (("op", args.op, cases.OPS), ("shape", args.shapes, (*SHAPES, "tiny"))):
         if unknown := [name for name in asked if name not in names]:
             return _refuse(f"no {kind} is called {', '.join(unknown)}; there are {', '.join(names)}")
-    pairs = list(_pairs(args.op, args.shapes))
+    # Every op at its first shape, then each at its second, so that a short run has seen every op. One list an op, read
+    # across: ops that a model lacks leave gaps, which zip_longest fills with None.
+    columns = [[(op, name) for name in args.shapes if cases.applies(op, name)] for op in args.op]
+    pairs = [pair for rank in itertools.zip_longest(*columns) for pair in rank if pair is not None]
     if not pairs:
         return _refuse(f"{', '.join(args.shapes)} has no {', '.join(args.op)}")
     run = _Run(Clock(device), args.seconds_per_case, time.monotonic() + args.budget)
@@ -55,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--op", nargs="+", default=list(cases.OPS), metavar="OP")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="NAME")
@@ -64,14 +64,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=0.5, metavar="S", help="of a row's samples")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="S", help="no row begins after it")
     return parser.parse_args(argv)
-
-
-def _pairs(ops: Sequence[str], shapes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every op at its first shape, then each at its second, so that a short run has seen every op."""
-    # One list an op, read across: ops that a model lacks leave gaps, which zip_longest fills with None.
-    columns = [[(op, name) for name in shapes if cases.applies(op, name)] for op in ops]
-    for rank in itertools.zip_longest(*columns):
-        yield from (pair for pair in rank if pair is not None)
 
 
 class _Run:
@@ -117,7 +109,12 @@ class _Run:
 
 def _progress(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the pairs, with a bar on a terminal and lines in a log."""
-    bar = _bar(len(pairs)) if sys.stderr.isatty() else None
+    bar: Any = None
+    if sys.stderr.isatty():
+        with suppress(ImportError):  # without tqdm there are lines
+            from tqdm import tqdm
+
+            bar = tqdm(total=len(pairs), file=sys.stderr)
     for index, (op, name) in enumerate(pairs):
         if bar is None:
             _tell(f"{index + 1}/{len(pairs)} {op} {name}")
@@ -128,23 +125,13 @@ def _progress(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         bar.update()
 
 
-def _bar(total: int) -> Any | None:
-    """Return tqdm's bar, None where that is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, file=sys.stderr)
-
-
 def _refuse(reason: str) -> int:
-    """Say why nothing is measured, and return the exit code."""
     _tell(f"bench: {reason}")
     return 2
 
 
 def _tell(line: str) -> None:
-    """Write a line where it does not mix with the table."""
+    # Where it does not mix with the table.
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

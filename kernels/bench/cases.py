@@ -14,7 +14,7 @@ from shapes import SHAPES, TINY, Shape
 from stock import Operands, Outputs
 from torch import Tensor
 
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 from dit_lora_kernels.finite_norm import CHUNK, finite_norms
 from dit_lora_kernels.lora_linear import Adapter, Projection, lora_qkv
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -90,7 +90,7 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
 
     def ours(given: Operands) -> Outputs:
         fields = ("x", "shift", "scale", "y", "gate")
-        streams = [Stream(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
+        streams = [AdaNormInputs(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
         norm = "rms" if kind == "rms" else "layer"
         out, residuals = joint_ada_norm(streams, given.get("weight"), given.get("bias"), norm=norm, eps=shape.norm_eps)
         return (out, *residuals)
@@ -130,19 +130,6 @@ def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
     return "Liger modulated RMSNorm", call
 
 
-def _angles(make: _Maker, *size: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of rotations (*size), each angle twice, fp32."""
-    angles = make(*size[:-1], size[-1] // 2, dtype=torch.float32, std=3.0).repeat_interleave(2, -1)
-    return angles.cos(), angles.sin()
-
-
-def _angles_once(make: _Maker, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (B, S, H, E/2), fp32: an angle a pair and head, once."""
-    size = (shape.batch, sum(shape.tokens), shape.heads, shape.head_dim // 2)
-    angles = make(*size, dtype=torch.float32, std=3.0)
-    return angles.cos(), angles.sin()
-
-
 def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     """Return the norm and rotation of q, which k has once more."""
     make, b, tokens, d = _Maker(device), shape.batch, sum(shape.tokens), shape.width
@@ -154,10 +141,11 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
     tables = 0
     if shape.rotary:
         width = d if shape.qk == "inner" else shape.head_dim
-        if shape.qk == "split":
-            given["cos"], given["sin"] = _angles_once(make, shape)
-        else:
-            given["cos"], given["sin"] = _angles(make, tokens - first, width)
+        if shape.qk == "split":  # (B, S, H, E/2): an angle a pair and head, once
+            angles = make(b, tokens, shape.heads, shape.head_dim // 2, dtype=torch.float32, std=3.0)
+        else:  # each angle twice
+            angles = make(tokens - first, width // 2, dtype=torch.float32, std=3.0).repeat_interleave(2, -1)
+        given["cos"], given["sin"] = angles.cos(), angles.sin()
         tables = given["cos"].nbytes + given["sin"].nbytes
     heads, eps = shape.heads, 1e-5 if shape.qk == "inner" else 1e-6
 

@@ -93,7 +93,14 @@ class _Bound:
         """Run both passes and return the gradients of what trains; the outputs' gradients are made once."""
         outs = self.forward()
         if self._grads is None:
-            self._grads = [_gradient(i, out) for i, out in enumerate(outs)]
+            grads = []
+            for index, out in enumerate(outs):
+                # The same values for each column. Drawn in fp32 and rounded to bf16 first, so that outputs of other
+                # dtypes get these values too.
+                generator = torch.Generator(out.device).manual_seed(index + 1)
+                values = torch.randn(out.shape, generator=generator, device=out.device).to(torch.bfloat16)
+                grads.append(torch.empty_like(out, requires_grad=False).copy_(values))
+            self._grads = grads
         return torch.autograd.grad(outs, self.trained, self._grads)
 
     def call(self, passed: str) -> Callable[[], tuple[Tensor, ...]]:
@@ -130,14 +137,6 @@ def _operand(case: Case, column: str, name: str) -> Tensor:
     return tensor
 
 
-def _gradient(index: int, out: Tensor) -> Tensor:
-    """Return the gradient of one output, the same values for each column, in the output's dtype and strides."""
-    # Drawn in fp32 and rounded to bf16 first, so that outputs of other dtypes get these values too.
-    generator = torch.Generator(out.device).manual_seed(index + 1)
-    values = torch.randn(out.shape, generator=generator, device=out.device).to(torch.bfloat16)
-    return torch.empty_like(out, requires_grad=False).copy_(values)
-
-
 def rows_of(case: Case) -> list[Row]:
     """Return the case's rows, not measured yet."""
     traffic = case.traffic
@@ -152,7 +151,8 @@ def rows_of(case: Case) -> list[Row]:
 
 def measure(case: Case, row: Row, clock: Clock, rate: float, seconds: float) -> None:
     """Fill in the row; a column that fails says why and the others go on."""
-    columns = [name for name in COLUMNS if name != LIBRARY or _has_library(case, clock)]
+    has_library = case.library is not None and clock.device.type == "cuda"
+    columns = [name for name in COLUMNS if name != LIBRARY or has_library]
     bound: dict[str, _Bound] = {}
     for name in columns:
         row.cells[name] = Cell()
@@ -175,11 +175,6 @@ def measure(case: Case, row: Row, clock: Clock, rate: float, seconds: float) -> 
         if len(repetitions) == REPETITIONS:
             row.cells[name].times = timing.summarize(repetitions)
     _try(row.cells[OURS], lambda: _floor(case, row, clock, rate))
-
-
-def _has_library(case: Case, clock: Clock) -> bool:
-    """Return whether a library has the op, and can run it on this device."""
-    return case.library is not None and clock.device.type == "cuda"
 
 
 def _try(cell: Cell, action: Callable[[], object]) -> None:

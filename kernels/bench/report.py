@@ -34,8 +34,10 @@ def markdown(about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str]
     lines += [f"- {name}: {value}" for name, value in about.items() if name not in ("device", "date")]
     lines += ["", "Milliseconds, p50 (p20 to p80); the spread is that of the medians of two repetitions, "
               "the largest of the columns.", ""]  # fmt: skip
+    # On a GPU inductor; on a CPU, which alone reports threads, one that only traces.
+    backend = "aot_eager" if "threads" in about else "inductor"
     lines += _table(
-        ["op", "shape", "pass", "eager", "eager under autocast", f"torch.compile ({_backend(about)})",
+        ["op", "shape", "pass", "eager", "eager under autocast", f"torch.compile ({backend})",
          "library", f"ours ({about['ours']})", "best other / ours", "spread", "MB", "bytes", "floor, ms",
          "% of floor"],
         [_times(row) for row in rows],
@@ -46,11 +48,6 @@ def markdown(about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str]
     lines += _table(["op", "shape", "pass", *names], [_others(row) for row in rows])
     lines += _list("Left out, the time was up", left_out) + _list("Failed", failures)
     return "\n".join(lines) + "\n"
-
-
-def _backend(about: dict[str, str]) -> str:
-    """Return torch.compile's backend: inductor on a GPU; one that only traces on a CPU, which only reports threads."""
-    return "aot_eager" if "threads" in about else "inductor"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -68,13 +65,16 @@ def _times(row: Row) -> list[str]:
     """Return a row of the first table."""
     times = [cell.times for cell in row.cells.values() if cell.times]
     spread = f"{100 * max(t.spread for t in times):.1f} %" if times else "-"
-    share, ratio = row.percent_of_floor, _against_best(row)
+    share, ratio, ours = row.percent_of_floor, None, row.cells.get(OURS)
+    others = [cell.times.p50 for name, cell in row.cells.items() if name != OURS and cell.times]
+    if ours and ours.times and others:
+        ratio = min(others) / ours.times.p50
     library = _time(row.cells.get(LIBRARY))
     return [
         row.op, row.shape, row.passed,
         *(_time(row.cells.get(name)) for name in ("eager", AUTOCAST, COMPILED)),
         library if row.library is None or library == "-" else f"{library}, {row.library}",
-        _time(row.cells.get(OURS)),
+        _time(ours),
         "-" if ratio is None else f"{ratio:.2f}" + (" **slower**" if ratio < 1 else ""),
         spread, f"{row.bytes / 1e6:.3g}", row.formula,
         "-" if row.floor_ms is None else f"{row.floor_ms:.4g}",
@@ -91,13 +91,6 @@ def _time(cell: Cell | None) -> str:
         return f"failed: {(cell.failed or 'not measured').replace('|', '/')[:60]}"
     low, middle, high, _ = cell.times
     return f"{middle:.4g} ({low:.4g} to {high:.4g})"
-
-
-def _against_best(row: Row) -> float | None:
-    """Return the fastest other column over ours; below 1 ours is slower."""
-    ours = row.cells.get(OURS)
-    others = [cell.times.p50 for name, cell in row.cells.items() if name != OURS and cell.times]
-    return min(others) / ours.times.p50 if ours and ours.times and others else None
 
 
 def _others(row: Row) -> list[str]:

@@ -53,18 +53,5 @@ SHAPES = {
     "cogvideox_1.5": Shape(1, (226, 44880), 48, 64, "affine", 1e-5, 42, "layer", True),
 }
 """In the order in which a short run takes them."""
-TINY = Shape(
-    2,
-    (7, 33),
-    3,
-    32,
-    "affine",
-    1e-5,
-    2,
-    "layer",
-    True,
-    linear_attention=True,
-    glu=(5, 7, 24),
-    rank=4,
-)
+TINY = Shape(2, (7, 33), 3, 32, "affine", 1e-5, 2, "layer", True, linear_attention=True, glu=(5, 7, 24), rank=4)
 """For tests: every op has a case."""

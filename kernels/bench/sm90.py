@@ -116,7 +116,10 @@ def in_flight(sass: str) -> int:
     """
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;", sass)
     lines = [(int(at, 16), text) for at, text in found]
-    bodies = [[t for at, t in lines if start <= at <= end] for start, end in _loops(lines)]
+    branches = [(at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines]
+    # A loop is a branch back, but for the trap at the end.
+    loops = [(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) < at]
+    bodies = [[t for at, t in lines if start <= at <= end] for start, end in loops]
     loading = [body for body in bodies if any("LDG" in text for text in body)]
     if not loading:
         return max(_under_way([text for _, text in lines]), default=0)
@@ -144,12 +147,6 @@ def _under_way(lines: list[str]) -> Iterator[int]:
                 first = int(load[3])
                 pending.append((range(first, first + max(size // 4, 1)), size))
         yield sum(size for _, size in pending) + sum(groups)
-
-
-def _loops(lines: list[tuple[int, str]]) -> list[tuple[int, int]]:
-    """Return the first and last address of each loop: of each branch back, but for the trap at the end."""
-    found = [(at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in lines]
-    return [(int(to[1], 16), at) for at, to in found if to and int(to[1], 16) < at]
 
 
 def _widths(ptx: str, kind: str) -> list[int]:

@@ -9,13 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dit_lora_kernels import (
-    ada_norm,
-    finite_norm,
-    qk_norm_rope_kernels,
-    relu_linear_attention,
-    silu_dwconv_glu,
-)
+from dit_lora_kernels import ada_norm, finite_norm, qk_norm_rope_kernels, relu_linear_attention, silu_dwconv_glu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -34,7 +28,7 @@ def _ada_norm(
     y, gate = (_empty(*size), tables[2]) if gated else (None, None)
     weight, bias = (_empty(d), _empty(d)) if affine else (None, None)
     stats = _empty(1 + (norm == "layer"), b, t, dtype=FP32)
-    stream = ada_norm.Stream(x, tables[0], tables[1], y, gate)
+    stream = ada_norm.AdaNormInputs(x, tables[0], tables[1], y, gate)
     residual = None if y is None else _empty(*size)
     ada_norm.launch_forward(stream, weight, bias, residual, _empty(*size), stats, 1e-5)
 

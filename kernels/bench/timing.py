@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 REPETITIONS = 2
@@ -119,12 +118,9 @@ class Clock:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             call()
             self.wait()
-        return sum(_on_gpu(event) for event in profiled.events() or [])
-
-
-def _on_gpu(event: FunctionEvent) -> bool:
-    """Return whether this is the GPU's work and not the host's call that asked for it."""
-    return event.device_type == torch.autograd.DeviceType.CUDA
+        # The GPU's work, and not the host's calls that asked for it.
+        on_gpu = torch.autograd.DeviceType.CUDA
+        return sum(event.device_type == on_gpu for event in profiled.events() or [])
 
 
 def summarize(repetitions: list[list[float]]) -> Times:

@@ -18,15 +18,15 @@ caller keeps as the residual stream) and 4 or 8 bytes per row.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dit_lora_kernels.ada_norm_kernels import (
+    AdaNormInputs,
     BackwardOperands,
     Layouts,
-    Stream,
     launch_backward,
     launch_forward,
     prepare_backward,
@@ -35,9 +35,9 @@ from dit_lora_kernels.ada_norm_kernels import (
     total,
 )
 from dit_lora_kernels.support import (
-    Layout,
     PlainLayout,
     Prepared,
+    TensorLayout,
     accumulation_dtype,
     apply_plainly,
     get_layout,
@@ -58,7 +58,7 @@ def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def ada_norm_reference(
-    stream: Stream, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
+    stream: AdaNormInputs, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of the op: `output_shape` and x' (B,T,D), and for the rows of x' rstd or (rstd, mean), (1 or 2,B,T).
 
@@ -116,13 +116,13 @@ def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor
 # 2. op
 
 
-def _group_fields(flat: Sequence[Any]) -> list[Stream]:
-    """Regroup the flat list of fields into Streams; an op's schema allows no lists of tuples."""
-    size = len(Stream._fields)
-    return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
+def _group_fields(flat: Sequence[Any]) -> list[AdaNormInputs]:
+    """Regroup the flat list of fields into streams; an op's schema allows no lists of tuples."""
+    size = len(AdaNormInputs._fields)
+    return [AdaNormInputs._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
-def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
+def _allocate_forward(streams: Sequence[AdaNormInputs], layer: bool) -> list[Tensor]:
     """Allocate the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of each stream with
     a y.
     """
@@ -134,25 +134,24 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     return [output, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-def _split_by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
+def _split_by_stream(joint: Tensor, stats: Tensor, lengths: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Split (B,S,D) and (1 or 2,B,S) into each stream's tokens."""
-    if len(streams) == 1:  # the usual case: a view of the whole would only take time
+    if len(lengths) == 1:  # the usual case: a view of the whole would only take time
         return (joint,), (stats,)
-    lengths = [stream.x.shape[1] for stream in streams]
-    return joint.split(lengths, 1), stats.split(lengths, 2)
+    return joint.split_with_sizes(lengths, 1), stats.split_with_sizes(lengths, 2)
 
 
 @op("ada_norm")
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """The forward op: `output_shape`, `stats_shape`, and x' of every stream with a y; `flat` holds all Streams' fields
+    """The forward op: `output_shape`, `stats_shape`, and x' of every stream with a y; `flat` holds all streams' fields
     in turn.
     """
     streams = _group_fields(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    by_stream = _split_by_stream(results[0], results[1], streams)
+    by_stream = _split_by_stream(results[0], results[1], [stream.x.shape[1] for stream in streams])
     for stream, output, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
@@ -209,7 +208,7 @@ def _(flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, 
 
 
 def _find_needed_gradients(
-    ungated: bool, biased: bool, dtypes: Stream, want: Stream, affine: Sequence[bool]
+    ungated: bool, biased: bool, dtypes: AdaNormInputs, want: AdaNormInputs, affine: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
     """Whether dx' is also the gradient of y, and which of dx', ``gate * dx'`` and the three sums are needed."""
     # Without a gate, and in one dtype, one tensor serves as both.
@@ -225,9 +224,14 @@ def _find_needed_gradients(
 
 
 def _compute_gradients(
-    operands: BackwardOperands, bias: Tensor | None, groups: int, dtypes: Stream, want: Stream, affine: Sequence[bool]
+    operands: BackwardOperands,
+    bias: Tensor | None,
+    groups: int,
+    dtypes: AdaNormInputs,
+    want: AdaNormInputs,
+    affine: Sequence[bool],
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The gradients of a Stream's fields, in order, and its contributions to those of weight and bias, (D,).
+    """The gradients of a stream's fields, in order, and its contributions to those of weight and bias, (D,).
 
     `dtypes` and `want` hold each field's dtype and whether it needs a gradient; `affine`, whether weight and bias do.
     """
@@ -247,7 +251,7 @@ def _compute_gradients(
 def _order_by_field(
     dx: Any, gradient_parts: Sequence[Any], affine: Sequence[Tensor | None], dtypes: Sequence[Any], want: Sequence[Any]
 ) -> list[Tensor | None]:
-    """The gradients of a Stream's fields, in order, from dx', the gradient of y, and the three sums."""
+    """The gradients of a stream's fields, in order, from dx', the gradient of y, and the three sums."""
     dy, ones, hats, dgate = gradient_parts
     weight, bias = affine
     if want[2]:  # of scale
@@ -263,9 +267,9 @@ class _StreamPlan:
 
     launch: Prepared
     fields: Layouts
-    """The layouts of its Stream's fields."""
+    """The layouts of its fields, as in `AdaNormInputs`."""
     affine: Layouts
-    stats: Layout
+    stats: TensorLayout
     groups: int
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]) -> list[Tensor | None]:
@@ -296,7 +300,7 @@ class _BackwardPlan(NamedTuple):
     outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
     chunks: int
     y_is_x: bool
-    dtypes: Stream
+    dtypes: AdaNormInputs
 
 
 @functools.lru_cache(8192)
@@ -304,11 +308,11 @@ def _build_backward_plan(
     stream: _StreamPlan, wants: tuple[bool, ...], grad: PlainLayout, grad_residual: PlainLayout | None
 ) -> _BackwardPlan:
     """The plan for the needed gradients of the fields, given the layouts of the gradients of `output_shape` and x'."""
-    of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
+    of_grads = [None if v is None else TensorLayout._make(v) for v in (grad, grad_residual)]
     x, shift, scale, y, gate = stream.fields
     assert x is not None
-    want: Any = Stream._make(wants)
-    dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
+    want: Any = AdaNormInputs._make(wants)
+    dtypes: Any = AdaNormInputs._make([None if v is None else v.dtype for v in stream.fields])
     weight, bias = stream.affine
     y_is_x, needed = _find_needed_gradients(gate is None, bias is not None, dtypes, want, (False, False))
     (B, T, D), wide = x.shape, stream.stats.dtype
@@ -350,11 +354,7 @@ class _Plan(NamedTuple):
         output = first_operand.new_empty(self.output_shape)
         stats = first_operand.new_empty(self.stats_shape, dtype=self.wide)
         outputs, saved = [output], [weight, bias, stats]
-        rows: Sequence[Tensor] = (output,)
-        statistics: Sequence[Tensor] = (stats,)
-        if len(self.streams) > 1:
-            rows = output.split_with_sizes(self.lengths, 1)
-            statistics = stats.split_with_sizes(self.lengths, 2)
+        rows, statistics = _split_by_stream(output, stats, self.lengths)
         for i, plan in enumerate(self.streams):
             x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
             residual = None if y is None else x.new_empty(x.shape)
@@ -366,12 +366,15 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(8192)
 def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) -> _Plan | None:
-    """The plan for weight, bias and the fields of every Stream in turn.
+    """The plan for weight, bias and the fields of every stream in turn.
 
     None if an operand is invalid, needs a copy or is on another device, or if tables differ in their number of rows.
     """
-    operands = tuple([None if v is None else Layout._make(v) for v in layouts])
-    tensors = [None if v is None else _make_meta_tensor(v) for v in operands]
+    operands = tuple([None if v is None else TensorLayout._make(v) for v in layouts])
+    # Without memory, to check shapes and strides as those of the operands themselves.
+    tensors = [
+        None if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device="meta") for v in operands
+    ]
     streams = _group_fields(tensors[2:])
     try:
         check_streams(streams, norm, {"weight": tensors[0], "bias": tensors[1]})
@@ -382,8 +385,13 @@ def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) 
         return None
     if any(make_rows_contiguous(tensor) is not tensor for tensor in tensors):
         return None
-    if any(s.x.numel() == 0 or not _has_equal_table_shapes(s, w) for s, w in zip(streams, wide, strict=True)):
-        return None
+    for stream, expanded in zip(streams, wide, strict=True):
+        tables = [v for v in (stream.shift, stream.scale, stream.gate) if v is not None]
+        if stream.x.numel() == 0 or len({table.shape for table in tables}) > 1:
+            return None
+        # As `expand_tables` returns them, or (B,D).
+        if tables and tables[0].ndim != 2 and tables[0].shape[1] != expanded.groups():
+            return None
     B, _, D = streams[0].x.shape
     lengths = [stream.x.shape[1] for stream in streams]
     dtype = accumulation_dtype(streams[0].x.dtype)
@@ -397,19 +405,6 @@ def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) 
         launch = prepare_forward(rows, operands[:2], of_stats, groups, eps)
         plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))
     return _Plan((B, sum(lengths), D), tuple(stats.shape), dtype, lengths, tuple(plans))
-
-
-def _make_meta_tensor(layout: Layout) -> Tensor:
-    """A tensor of this layout without memory."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-
-
-def _has_equal_table_shapes(stream: Stream, wide: Stream) -> bool:
-    """True if a stream's tables have one shape: as returned by `expand_tables`, or (B,D)."""
-    tables = [v for v in (stream.shift, stream.scale, stream.gate) if v is not None]
-    if len({table.shape for table in tables}) > 1:
-        return False
-    return not tables or tables[0].ndim == 2 or tables[0].shape[1] == wide.groups()
 
 
 class _AdaNorm(torch.autograd.Function):
@@ -455,12 +450,8 @@ class _AdaNorm(torch.autograd.Function):
             grad = torch.zeros_like(saved[0][:, :1, :1]).expand(*stats.shape[1:], saved[0].shape[2])
         grads: list[Tensor | None] = []
         if ctx.plan is not None:
-            needs, lengths = ctx.needs_input_grad[5:], ctx.plan.lengths
-            rows: Sequence[Tensor] = (grad,)
-            statistics: Sequence[Tensor] = (stats,)
-            if len(lengths) > 1:
-                rows = grad.split_with_sizes(lengths, 1)
-                statistics = stats.split_with_sizes(lengths, 2)
+            needs = ctx.needs_input_grad[5:]
+            rows, statistics = _split_by_stream(grad, stats, ctx.plan.lengths)
             for i, plan in enumerate(ctx.plan.streams):
                 tensors = (weight, bias, statistics[i], *saved[4 * i : 4 * i + 4])
                 of_outputs = (rows[i], grad_residuals[i])
@@ -468,13 +459,13 @@ class _AdaNorm(torch.autograd.Function):
             return (None, None, None, None, None, *grads)
         affine, wants = ctx.needs_input_grad[3:5], _group_fields(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
-        by_stream = _split_by_stream(grad, stats, [Stream(residual) for residual in saved[::4]])
+        by_stream = _split_by_stream(grad, stats, [residual.shape[1] for residual in saved[::4]])
         for i, want in enumerate(wants):
             residual, y, gate, scale = saved[4 * i : 4 * i + 4]
             operands = BackwardOperands(
                 by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
-            dtypes = Stream._make(ctx.dtypes[5 * i : 5 * i + 5])
+            dtypes = AdaNormInputs._make(ctx.dtypes[5 * i : 5 * i + 5])
             stream_grads, share = _compute_gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads
             shares.append(share)
@@ -491,7 +482,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor | None]) -> None:
+def check_streams(streams: Sequence[AdaNormInputs], norm: str, affine: dict[str, Tensor | None]) -> None:
     """Raise a ValueError that names the invalid operand: the norm, a stream's rows, weight or bias."""
     if norm not in ("layer", "rms"):
         raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
@@ -514,7 +505,7 @@ def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor
             raise ValueError(f"{name} must be ({first_x.shape[2]},), got {_describe(vector)}")
 
 
-def expand_tables(stream: Stream, position: int) -> Stream:
+def expand_tables(stream: AdaNormInputs, position: int) -> AdaNormInputs:
     """The stream with every table as (B,G,D), with one G.
 
     Raises ValueError for a table of another shape, or a G that does not divide T.
@@ -536,7 +527,7 @@ def expand_tables(stream: Stream, position: int) -> Stream:
 
 
 def joint_ada_norm(
-    streams: Sequence[Stream],
+    streams: Sequence[AdaNormInputs],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
@@ -548,7 +539,7 @@ def joint_ada_norm(
     The other results are each stream's ``x + gate * y`` (the memory of x if it has no y), both in x's dtype. Continue
     with the x returned here: then the gradient of its other use is added in this op's backward, without a separate
     pass. weight and bias are (D,); each operand may have its own float dtype and strides. Raises ValueError for shapes
-    that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
+    that do not fit. Source: diffusers CogVideoXLayerNormZero and AdaLayerNormZero, and blocks of Sana, Wan and LTX.
     """
     flat = [field for stream in streams for field in stream]
     layer = norm == "layer"
@@ -570,59 +561,3 @@ def _find_plan(norm: str, eps: float, weight: Tensor | None, bias: Tensor | None
         return None
     layouts = get_plain_layouts((weight, bias, *flat))
     return None if layouts is None else _build_plan(norm, eps, layouts)
-
-
-@overload
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: None = None,
-    gate: None = None,
-) -> Tensor: ...
-
-
-@overload
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: Tensor,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-def ada_norm(
-    x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    norm: Literal["layer", "rms"],
-    eps: float,
-    y: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute ``norm(x + gate * y) * (1 + scale) + shift``, and also ``x + gate * y`` if y is given; both in x's
-    dtype.
-
-    x, y (B,T,D); shift, scale, gate (B,D) or (B,G,D), where token t uses group ``t // (T // G)``; weight, bias (D,).
-    Every operand may have its own float dtype and any strides. The norm is over D, of the rounded ``x + gate * y``.
-    Raises ValueError for shapes that do not fit. `joint_ada_norm` with one stream also returns x if there is no y, and
-    saves a pass of the backward.
-
-    Source: diffusers AdaLayerNormZero, and the block forwards of Sana, Wan and LTX.
-    """
-    output, (residual,) = joint_ada_norm([Stream(x, shift, scale, y, gate)], weight, bias, norm=norm, eps=eps)
-    return output if y is None else (output, residual)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from dit_lora_kernels.support import (
-    Layout,
     Prepared,
+    TensorLayout,
     accumulation_triton_dtype,
+    cdiv,
     get_layout,
-    get_pipelined_row_block,
     get_row_block,
+    get_row_loop_options,
     make_contiguous,
     make_rows_contiguous,
     tl,
@@ -27,10 +28,10 @@ from dit_lora_kernels.support import (
 # where that would leave an H100's 132 multiprocessors fewer than about 4 programs each.
 MAX_ROWS = 32
 MIN_PROGRAMS = 512
-Layouts = tuple[Layout | None, ...]
+Layouts = tuple[TensorLayout | None, ...]
 
 
-class Stream(NamedTuple):
+class AdaNormInputs(NamedTuple):
     """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D), where G divides T."""
 
     x: Tensor
@@ -128,17 +129,6 @@ def _factor(
     return factor
 
 
-@triton.jit
-def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
-    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer skips a sum."""
-    if ones_ptr is not None:
-        tl.store(ones_ptr + program * D + columns, ones, mask=channel)
-    if hats_ptr is not None:
-        tl.store(hats_ptr + program * D + columns, hats, mask=channel)
-    if dgate_ptr is not None:
-        tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
-
-
 # Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
 # registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
 # With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
@@ -206,7 +196,12 @@ def _backward_kernel(
             value = dx.to(dy_ptr.dtype.element_ty)
             tl.store(dy_ptr + (b * T + t) * D + columns, value, mask=inside)
 
-    _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel)
+    if ones_ptr is not None:
+        tl.store(ones_ptr + program * D + columns, ones, mask=channel)
+    if hats_ptr is not None:
+        tl.store(hats_ptr + program * D + columns, hats, mask=channel)
+    if dgate_ptr is not None:
+        tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
 
 
 def _list_strides(layouts: Layouts) -> list[int]:
@@ -219,7 +214,7 @@ def _list_strides(layouts: Layouts) -> list[int]:
 
 
 @functools.lru_cache(8192)
-def prepare_forward(rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float) -> Prepared:
+def prepare_forward(rows: Layouts, affine: Layouts, stats: TensorLayout, groups: int, eps: float) -> Prepared:
     """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
 
     Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `output` (B,S,D) and of `stats` (1
@@ -249,8 +244,8 @@ def compute_rows_per_program(rows: int, length: int) -> int:
 @functools.lru_cache(8192)
 def prepare_backward(
     rows: Layouts,
-    weight: Layout | None,
-    stats: Layout,
+    weight: TensorLayout | None,
+    stats: TensorLayout,
     groups: int,
     count: int,
     output_dtypes: tuple[torch.dtype | None, ...],
@@ -258,31 +253,30 @@ def prepare_backward(
     """Prepare the backward launch for `rows` (grad, grad_residual, x', y, gate, scale), with `count` rows per program.
 
     Call it with grad, grad_residual, x', `stats`, y, gate, scale, weight and its outputs, of the dtypes
-    `output_dtypes`: dx, dy (B,T,D), and the sums of `_store_sums`, one row of D for each program of a group.
+    `output_dtypes`: dx, dy (B,T,D), and three sums (of `_backward_kernel`), one row of D for each program of a group.
     """
     residual = rows[2]
     assert residual is not None
     B, T, D = residual.shape
     length = T // groups
-    chunks = -(-length // count)  # programs per group; the last one may have unused rows
+    chunks = cdiv(length, count)  # programs per group; the last one may have unused rows
     strides = (stats.stride[1], D, chunks, stats.stride[0])
     numbers = (*_list_strides(rows), T, groups, length, *strides)
     constants: dict[str, Any] = {
         "LAYER": stats.shape[0] == 2,
         "ROWS": count,
         "ACC": accumulation_triton_dtype(residual.dtype),
-        **get_pipelined_row_block(D, residual.dtype, any(output_dtypes[2:])),
+        **get_row_loop_options(D, residual.dtype, any(output_dtypes[2:])),
     }
     return Prepared(_backward_kernel, (B * groups * chunks,), numbers, constants)
 
 
 def _get_layouts(tensors: Sequence[Tensor | None]) -> Layouts:
-    """The tensors' layouts; None for a missing one."""
     return tuple([None if tensor is None else get_layout(tensor) for tensor in tensors])
 
 
 def launch_forward(
-    stream: Stream,
+    stream: AdaNormInputs,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -330,7 +324,7 @@ def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
     """Rows per program, and programs per group of `length`; the last one may have fewer rows."""
     # Without sums rows share nothing, and one program per row keeps the GPU fullest.
     count = compute_rows_per_program(rows, length) if sums else 1
-    return count, -(-length // count)
+    return count, cdiv(length, count)
 
 
 def total(partials: Tensor, chunks: int) -> Tensor:

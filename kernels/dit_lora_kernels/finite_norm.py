@@ -69,16 +69,6 @@ def _chunk_kernel(
 # 3. launcher
 
 
-def _get_triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's dtype for the elements at a loaded address."""
-    return {
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-        torch.float32: tl.float32,
-        torch.float64: tl.float64,
-    }[dtype]
-
-
 FlatTensor = tuple[int, int, torch.dtype]
 """Address, number of elements and dtype of a contiguous tensor."""
 
@@ -133,21 +123,13 @@ def _build_tables(device: torch.device, groups: tuple[int, ...], count: int, fla
 
 @functools.lru_cache(maxsize=4)
 def _get_cached_tables(_stream: int, *args: Any) -> _Tables:
-    """`_tables(*args)`, cached for equal arguments."""
     # Never stale: a table contains only these numbers, whatever tensors are at the addresses now. A table copied on
     # another stream might not have arrived yet, so the stream is part of the key.
     return _build_tables(*args)
 
 
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Compute the groups' norms (count,) in fp64, with one launch per dtype and alignment."""
-    # The current stream is asked for below: it must be that of the tensors' GPU.
-    with torch.cuda.device_of(tensors[0]):
-        return _launch_on_current_device(tensors, groups, count)
-
-
-def _launch_on_current_device(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """`_launch` on the current device."""
+    """Compute the groups' norms (count,) in fp64 on the current device, with one launch per dtype and alignment."""
     device = tensors[0].device
     # Held until everything is launched: the memory of a freed copy could be reused before.
     flat = [tensor.contiguous() for tensor in tensors]
@@ -160,8 +142,10 @@ def _launch_on_current_device(tensors: Sequence[Tensor], groups: Sequence[int], 
         tables = _get_cached_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *key)
     norms = torch.zeros((count, tables.longest), dtype=torch.float64, device=device)
     for dtype, aligned, table in tables.chunks:
+        # Triton's dtypes, of the elements at a loaded address, have the names of torch's.
+        element = getattr(tl, str(dtype).removeprefix("torch."))
         launch(
-            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=_get_triton_dtype(dtype), ALIGNED=aligned,
+            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=element, ALIGNED=aligned,
             ACC=accumulation_triton_dtype(dtype), num_warps=4,
         )  # fmt: skip
     # In fp64, where the squares of all norms of fp32 elements are in range.
@@ -175,7 +159,9 @@ def _launch_on_current_device(tensors: Sequence[Tensor], groups: Sequence[int], 
 def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
     """The op `finite_norms` (count,), fp64; operands are checked, at least one."""
     if launches(tensors[0]):
-        return _launch(tensors, groups, count)
+        # The launcher asks for the current stream: it must be that of the tensors' GPU.
+        with torch.cuda.device_of(tensors[0]):
+            return _launch(tensors, groups, count)
     return finite_norms_reference(tensors, groups, count)
 
 
@@ -211,5 +197,4 @@ def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
         return torch.zeros(count, dtype=torch.float64)
     # The op has no backward: its result must not ask for one, even of tensors that require gradients.
     with torch.no_grad():
-        norms: Tensor = finite_norms_op(list(tensors), list(groups), count)
-    return norms
+        return finite_norms_op(list(tensors), list(groups), count)

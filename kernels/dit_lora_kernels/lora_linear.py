@@ -25,14 +25,15 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels import fp8
 from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
-from dit_lora_kernels.support import accumulation_dtype, apply_plainly, is_plain_python
+from dit_lora_kernels.support import accumulation_dtype, apply_plainly, is_eager_without_transforms
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """A (R, I) and B (O, R) in any floating dtypes, which their gradients share. `lowered` is a reusable
-    `lower(...)`.
+    """A (R, I) and B (O, R) in any floating dtypes, which their gradients share.
+
+    `lowered` is the result of `cast_lora_factors`, if it is reused.
     """
 
     a: Tensor
@@ -68,7 +69,7 @@ def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype if weight is None else weight.dtype
 
 
-def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_lora_factors(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A (R, I) and s*B (O, R) in the compute dtype, without gradient; each is rounded once."""
     # s is folded into B: O*R products here in place of N*O on the output.
     a, b = a.detach(), b.detach()
@@ -77,13 +78,15 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
 
 
 @torch.no_grad()
-def lower_all(adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """`lower` of every (a, b, scaling), with the same bits, in a few launches per dtype and device."""
+def cast_all_lora_factors(
+    adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """`cast_lora_factors` of every (a, b, scaling), with the same bits, in a few launches per dtype and device."""
     a = [matrix for matrix, _, _ in adapters]
     b = [matrix for _, matrix, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
     if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # must be multiplied in a wider dtype
-        return [lower(*adapter, dtype) for adapter in adapters]
+        return [cast_lora_factors(*adapter, dtype) for adapter in adapters]
     # PyTorch's optimizers use these two functions, which have no public names.
     if any(scaling != 1 for scaling in scalings):
         b = list(torch._foreach_mul(b, scalings))
@@ -126,21 +129,23 @@ def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0
     """
     dtype = compute_dtype(x, projections[0].weight)
     _check(x, projections, dropout, dtype)
-    return projected(x, projections, dtype, dropout)
+    return lora_qkv_unchecked(x, projections, dtype, dropout)
 
 
-def projected(x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float) -> tuple[Tensor, ...]:
+def lora_qkv_unchecked(
+    x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
+) -> tuple[Tensor, ...]:
     """`lora_qkv` without checks of the operands. `dtype` is the `compute_dtype` of each projection."""
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
     for weight, bias, (a, b, scaling, lowered), _, narrow in projections:
-        operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
+        operands += [weight, bias, a, b, *(lowered or cast_lora_factors(a, b, scaling, dtype))]
         if size > 6:
             operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
     settings = _Settings(dropout, [p.adapter.scaling for p in projections], [p.quantized for p in projections], size)
-    apply = partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
-    return apply(_as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
+    apply = partial(apply_plainly, _LoraProjections) if is_eager_without_transforms() else _LoraProjections.apply
+    return apply(_as(x, dtype), settings, *operands)
 
 
 def _check(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
@@ -199,12 +204,15 @@ class _LoraProjections(torch.autograd.Function):
             rounded = fp8.quantize_rows(rows) if narrow else None
             for i, quantized in enumerate(settings.quantized):
                 bias = operands[size * i + 1]
+                bias = None if bias is None else _as(bias, rows.dtype)
+                # Each of these makes a new buffer, which may be added to.
                 if rounded is not None and narrow[0][i] is not None:
-                    base = Fp8Matrix(narrow[0][i], narrow[1][i])
-                    y = fp8.multiply(rounded, base, None if bias is None else _as(bias, rows.dtype))
+                    y = fp8.multiply(rounded, Fp8Matrix(narrow[0][i], narrow[1][i]), bias)
                     weights[i] = None  # not saved either
+                elif quantized is not None:
+                    y = quantized.product(rows).to(rows.dtype)
                 else:
-                    y = _base_product(rows, weights[i], bias, quantized)
+                    y = linear(rows, _as(weights[i], rows.dtype), bias)
                 # Added into the base's output, without a separate sum.
                 y.addmm_(products[i], lows_b[i].t())
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
@@ -243,10 +251,16 @@ class _LoraProjections(torch.autograd.Function):
                 bases = zip(weights, settings.quantized, narrow[:n], narrow[n:], strict=True)
                 dx = _base_backward(dys, bases)
             rows = None if x is None else _view_as_rows(x)
+            d_a: Sequence[Tensor | None] = [None] * n
             if masks:
                 d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
             else:
-                d_a = _joint_backward(rows, dx, inner, lows_a)
+                # One GEMM for dA (R, I) of every projection, and another for the adapters' part of dx.
+                joint = _stacked(inner, 1)
+                if dx is not None:
+                    dx.addmm_(joint, _stacked(lows_a))
+                if rows is not None:
+                    d_a = _split_stacked(_weight_gradient(joint.t(), rows), [a.shape[0] for a in lows_a], 0)
         # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
         no_gradients = [None] * (settings.size - 4)
@@ -296,7 +310,7 @@ def _compute_inner_products(
     """Compute x A^T (N, R) of every projection and, with dropout, the mask (N, I) of each."""
     if not dropout:
         joint = rows @ _stacked(lows_a).t()
-        return _split(joint, [a.shape[0] for a in lows_a], 1), []
+        return _split_stacked(joint, [a.shape[0] for a in lows_a], 1), []
     # With dropout every projection has another x, so A's products cannot be one GEMM.
     products, masks = [], []
     for low_a in lows_a:
@@ -304,15 +318,6 @@ def _compute_inner_products(
         products.append(dropped @ low_a.t())
         masks.append(mask)
     return products, masks
-
-
-def _base_product(rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None) -> Tensor:
-    """Compute the base's x W^T + bias (N, O), in a new buffer that may be added to."""
-    if quantized is not None:
-        return quantized.product(rows).to(rows.dtype)
-    assert weight is not None  # `_check` has seen to it
-    dtype = rows.dtype
-    return linear(rows, _as(weight, dtype), None if bias is None else _as(bias, dtype))
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -348,18 +353,6 @@ def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torc
     return _as(weight, dtype)
 
 
-def _joint_backward(
-    rows: Tensor | None, dx: Tensor | None, inner: list[Tensor], lows_a: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """Compute dA (R, I) of every projection with one GEMM; add the adapters' part to dx with another."""
-    joint = _stacked(inner, 1)
-    if dx is not None:
-        dx.addmm_(joint, _stacked(lows_a))
-    if rows is None:
-        return [None] * len(inner)
-    return _split(_weight_gradient(joint.t(), rows), [a.shape[0] for a in lows_a], 0)
-
-
 def _masked_backward(
     rows: Tensor | None,
     dx: Tensor | None,
@@ -368,7 +361,7 @@ def _masked_backward(
     masks: Sequence[Tensor],
     dropout: float,
 ) -> Sequence[Tensor | None]:
-    """Like `_joint_backward`, for projections with different dropout masks on x."""
+    """Compute dA (R, I) of projections with different dropout masks on x; add the adapters' part to dx."""
     # A mask is applied and scaled in one op, the one that torch's own dropout has for its backward.
     masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
     d_a: list[Tensor | None] = []
@@ -384,18 +377,18 @@ def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _split(stacked: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+def _split_stacked(stacked: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     """Undo `_stacked`, as views."""
     # Past the Python of `Tensor.split`.
     return [stacked] if len(sizes) == 1 else list(stacked.split_with_sizes(sizes, dim))
 
 
-def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right in fp32 or more."""
+def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b in fp32 or more."""
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return _as(torch.mm(left, right), accumulation_dtype(left.dtype))
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return _as(torch.mm(a, b), accumulation_dtype(a.dtype))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

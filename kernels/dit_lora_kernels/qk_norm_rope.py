@@ -132,7 +132,7 @@ def _compute_reference_gradients(operands: BackwardOperands, options: Options, n
 
 
 @op("qk_norm_rope")
-def _op(
+def _forward_op(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -164,9 +164,9 @@ def _get_rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int
     return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
 
 
-@_op.register_fake
-def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_parameters, norm, eps, across_heads, rotation, first, from_output = others
+@_forward_op.register_fake
+def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *_parameters, norm, eps, across_heads, rotation, first, from_output = args
     options = Options(norm, eps, across_heads, rotation, first)
     rstd = x.new_empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), rstd
@@ -200,14 +200,9 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(
-    grad: Tensor,
-    _source: Tensor | None,
-    _rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *others: Any,
+    grad: Tensor, _source: Tensor | None, _rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    needs = others[-1]
+    needs = args[-1]
     return (
         grad.new_empty(grad.shape if needs[0] else (0,)),
         grad.new_empty(0) if weight is None or not needs[1] else torch.empty_like(weight),
@@ -216,12 +211,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save the tensors that the backward reads, in the order of BackwardOperands."""
     x, weight, bias, cos, sin, norm, *options, from_output = inputs
     normed, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.options = (norm, *options)
-    # A rotation without a norm is undone with its tables; a norm needs its output, which attention keeps anyway, or x.
+    # In the order of BackwardOperands, without grad. A rotation without a norm is undone with its tables; a norm needs
+    # its output, which attention keeps anyway, or x.
     if norm == "none":
         ctx.save_for_backward(None, None, None, None, cos, sin)
     elif from_output:
@@ -231,14 +226,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad[:3])
     computed = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
     gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
     return (*gradients, *(None for _ in range(8)))  # none for the tables and the settings
 
 
-_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
@@ -319,7 +313,7 @@ def qk_norm_rope(
     B, R, 1 or H, D/2), which holds the angle of a pair once. Returns (B, S, H, D) contiguous, in x's dtype; fp32
     inside, fp64 for fp64.
 
-    `has_recoverable_norms`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed
+    `from_output`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed
     once. If False, or if weight or bias is trained, x is saved instead. Source: see the module.
 
     Raises:
@@ -332,5 +326,5 @@ def qk_norm_rope(
     # Trained parameters move away from the values that `recoverable` saw.
     trained = any(t is not None and t.requires_grad for t in (weight, bias))
     from_output = from_output and norm != "none" and not trained
-    output, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)
+    output, _rstd = _forward_op(x, weight, bias, cos, sin, *options, from_output)
     return output

@@ -61,25 +61,25 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @triton.jit
 def _load_pair(
-    ptr, rows, valid, other: tl.constexpr,
+    ptr, rows, valid, fill: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Load elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` a mask."""
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
         mask = valid & (i < D // 2)
-        a = tl.load(ptr + rows + i, mask=mask, other=other).to(ACC)
-        b = tl.load(ptr + rows + D // 2 + i, mask=mask, other=other).to(ACC)
+        a = tl.load(ptr + rows + i, mask=mask, other=fill).to(ACC)
+        b = tl.load(ptr + rows + D // 2 + i, mask=mask, other=fill).to(ACC)
     else:
         # One load of whole rows, then a split: loads of every other element would use half of each memory line.
         d = tl.arange(0, 2 * BLOCK)[None, :]
-        tile = tl.load(ptr + rows + d, mask=valid & (d < D), other=other).to(ACC)
+        tile = tl.load(ptr + rows + d, mask=valid & (d < D), other=fill).to(ACC)
         a, b = tl.split(tl.reshape(tile, (tile.shape[0], BLOCK, 2)))
     return a, b
 
 
 @triton.jit
-def _store_pair(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
+def _store_rotary_pairs(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
     """The inverse of `_load_pair`: store pairs, cast to the pointer's dtype."""
     dtype = ptr.dtype.element_ty
     if HALVES:
@@ -94,18 +94,18 @@ def _store_pair(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HA
 
 @triton.jit
 def _load_shared(
-    ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    ptr, offset, count, fill: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load the pairs of a row of H*D, or of a row of D that all heads share; `other` past `count` heads, H or 0."""
+    """Load the pairs of a row of H*D, or of a row of D that all heads share; `fill` past `count` heads, H or 0."""
     # Shared by all heads it is (1, BLOCK), and where nothing is given (1, 1): both broadcast over the heads.
     if ptr is None:
-        a = tl.full((1, 1), other, ACC)
+        a = tl.full((1, 1), fill, ACC)
         b = a
     else:
         heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
         rows = offset + heads * D
-        a, b = _load_pair(ptr, rows, heads < count, other, D, BLOCK, HALVES, ACC)
+        a, b = _load_pair(ptr, rows, heads < count, fill, D, BLOCK, HALVES, ACC)
     return a, b
 
 
@@ -122,10 +122,10 @@ def _load_rotation(
     if ONCE:
         heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
         i = tl.arange(0, BLOCK)[None, :]
-        places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i
+        offsets = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i
         mask = (heads < count) & (i < D // 2)
-        c1 = tl.load(cos_ptr + places, mask=mask, other=1.0).to(ACC)
-        s1 = tl.load(sin_ptr + places, mask=mask, other=0.0).to(ACC)
+        c1 = tl.load(cos_ptr + offsets, mask=mask, other=1.0).to(ACC)
+        s1 = tl.load(sin_ptr + offsets, mask=mask, other=0.0).to(ACC)
         c2, s2 = c1, s1
     else:
         offset = row * (H * D if PER_HEAD else D)
@@ -198,7 +198,7 @@ def _forward_kernel(
             cos_ptr, sin_ptr, batch, position - first, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ONCE, ACC
         )  # fmt: skip
         a, b = a * c1 - b * s1, b * c2 + a * s2
-    _store_pair(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
+    _store_rotary_pairs(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
 
 
 # With y = x_hat * w + b saved (`source` the output, rotated back), x_hat costs a division in place of saving x; with
@@ -242,7 +242,7 @@ def _store_partial(
         rows = (tl.program_id(0).to(tl.int64) + heads) * D
         a = tl.sum(a, axis=0, keep_dims=True)
         b = tl.sum(b, axis=0, keep_dims=True)
-    _store_pair(ptr, rows, heads < H, a, b, D, BLOCK, HALVES)
+    _store_rotary_pairs(ptr, rows, heads < H, a, b, D, BLOCK, HALVES)
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def _backward_kernel(
         else:
             x1, x2 = d1, d2
         if dx_ptr is not None:
-            _store_pair(dx_ptr, (token * H + heads) * D, valid, x1, x2, D, BLOCK, HALVES)
+            _store_rotary_pairs(dx_ptr, (token * H + heads) * D, valid, x1, x2, D, BLOCK, HALVES)
     if dweight_ptr is not None:
         _store_partial(dweight_ptr, dw1, dw2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
     if dbias_ptr is not None:

@@ -206,7 +206,7 @@ def _inverse(p, z, EPS: tl.constexpr):
 
 
 @triton.jit
-def _split(x, OPERAND: tl.constexpr):
+def _split_into_bf16(x, OPERAND: tl.constexpr):
     """Split x into three bf16 numbers whose sum it is, the largest first, as OPERAND."""
     high = x.to(tl.bfloat16).to(x.dtype)
     middle = (x - high).to(tl.bfloat16).to(x.dtype)
@@ -218,7 +218,7 @@ def _split(x, OPERAND: tl.constexpr):
 def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.constexpr):
     """Compute total + turned @ (high + middle), to 16 bits or more, the smallest products first."""
     if ROTATED:
-        of_high, of_middle, _low = _split(turned, OPERAND)
+        of_high, of_middle, _low = _split_into_bf16(turned, OPERAND)
         total = tl.dot(of_middle, high, total)
     else:  # as it was in memory
         of_high = turned.to(OPERAND)
@@ -227,7 +227,7 @@ def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.
 
 
 @triton.jit
-def _add_transposed(total, x, high, middle, low):
+def _add_transposed_product(total, x, high, middle, low):
     """Compute total + x @ (high + middle + low)', to fp32's accuracy, for an x that is exact."""
     total = tl.dot(x, tl.trans(low), total)
     total = tl.dot(x, tl.trans(middle), total)
@@ -246,7 +246,7 @@ def _add_outer(
     elif EXACT:
         total = tl.dot(tl.trans(c.to(OPERAND)), v, total)
     else:
-        high, middle, _low = _split(c, OPERAND)
+        high, middle, _low = _split_into_bf16(c, OPERAND)
         total = tl.dot(tl.trans(middle), v, total)
         total = tl.dot(tl.trans(high), v, total)
     return total
@@ -263,8 +263,8 @@ def _product(
     # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
-    for first in range(0, BLOCK_D, BLOCK_K):
-        some = first + tl.arange(0, BLOCK_K)
+    for start in range(0, BLOCK_D, BLOCK_K):
+        some = start + tl.arange(0, BLOCK_K)
         if TRANSPOSED:
             x = _load(x_ptr, rows, some, stride, S, D, OPERAND)
             matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)
@@ -276,9 +276,9 @@ def _product(
             matrix = tl.trans(matrix) if TRANSPOSED else matrix
             total += tl.dot(x, matrix, input_precision=PRECISION, out_dtype=ACC)
         else:
-            high, middle, low = _split(matrix, OPERAND)
+            high, middle, low = _split_into_bf16(matrix, OPERAND)
             if TRANSPOSED:
-                total = _add_transposed(total, x, high, middle, low)
+                total = _add_transposed_product(total, x, high, middle, low)
             else:
                 total = _add_turned(total, x, high, middle, cos_ptr is not None, OPERAND)
     return total
@@ -329,7 +329,7 @@ def output_kernel(
     columns = tl.arange(0, BLOCK_D)
     z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
     if WHOLE:
-        high, middle, _low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, _low = _split_into_bf16(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
@@ -370,12 +370,12 @@ def query_grad_kernel(
     dstate = tl.zeros((BLOCK_D, BLOCK_D), ACC)
     dz = tl.zeros((BLOCK_D,), ACC)
     if WHOLE:
-        high, middle, low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, low = _split_into_bf16(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         if WHOLE:
             g = _load(grad_ptr, rows, columns, g_s, S, D, OPERAND)
-            u = _add_transposed(tl.zeros((BLOCK_S, BLOCK_D), ACC), g, high, middle, low)
+            u = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), g, high, middle, low)
         else:
             u = _product(
                 grad_ptr, None, None, state_ptr, rows, g_s, S, True, D,
@@ -418,7 +418,7 @@ def key_grad_kernel(
     dz = tl.load(dz_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
     v_ptr += b * v_b + h * v_h
     if WHOLE:
-        high, middle, low = _split(_load(dstate_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, low = _split_into_bf16(_load(dstate_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         if WHOLE:
@@ -426,7 +426,7 @@ def key_grad_kernel(
         if dk_ptr is not None:
             if WHOLE:
                 v = _load(v_ptr, rows, columns, v_s, S, D, OPERAND)
-                dc = _add_transposed(tl.zeros((BLOCK_S, BLOCK_D), ACC), v, high, middle, low)
+                dc = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), v, high, middle, low)
             else:
                 dc = _product(
                     v_ptr, None, None, dstate_ptr, rows, v_s, S, True, D,
@@ -584,7 +584,7 @@ def relu_linear_attention_forward(
 
 
 @relu_linear_attention_forward.register_fake
-def _(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, _, h, d = q.shape
     state = q.new_empty((b, h, d, d), dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), state, state.new_empty((b, h, d))
@@ -625,23 +625,22 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed_gradients: Seque
 
 
 @relu_linear_attention_backward.register_fake
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    grads = _allocate_gradients(q, k, v, others[-1])
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
+    grads = _allocate_gradients(q, k, v, args[-1])
     return [gradient for gradient in grads if gradient is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the tensors that the backward reads, in the order of BackwardOperands."""
     q, k, v, cos, sin, ctx.eps = inputs
     _, state, z = output
     # Outputs only so that the backward can save them: no caller sees or differentiates them.
     ctx.mark_non_differentiable(state, z)
     ctx.set_materialize_grads(False)
+    # In the order of BackwardOperands, without grad.
     ctx.save_for_backward(q, k, v, cos, sin, state, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad[:3])
     if grad is None or not any(needs):
         return (None,) * 6

@@ -133,7 +133,7 @@ def _nine(filters_ptr, tap, ok, ACC: tl.constexpr):
 
 
 @triton.jit
-def _four(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
+def _load_four_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
     """Load the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
     row_ptr += x * stride
     x0 = tl.load(row_ptr - stride, mask=ok & (x > 0) & (x - 1 < W), other=0).to(ACC)
@@ -189,31 +189,31 @@ def _convolution_kernel(
         y = top + step - 1
         row_ptr = h_ptr + b * h_b + y * h_y + c
         row_ok = c < tl.where((y >= 0) & (y < H), C, 0)
-        s0, s1, s2, s3 = _four(row_ptr, x, W, h_x, row_ok, True, ACC)
+        s0, s1, s2, s3 = _load_four_columns(row_ptr, x, W, h_x, row_ok, True, ACC)
         a0, a0_near, a0_far = _add_row(a0_near, a0_far, s0, s1, s2, a_w, a_bias)
         a1, a1_near, a1_far = _add_row(a1_near, a1_far, s1, s2, s3, a_w, a_bias)
-        s0, s1, s2, s3 = _four(row_ptr + C, x, W, h_x, row_ok, True, ACC)
+        s0, s1, s2, s3 = _load_four_columns(row_ptr + C, x, W, h_x, row_ok, True, ACC)
         g0, g0_near, g0_far = _add_row(g0_near, g0_far, s0, s1, s2, g_w, g_bias)
         g1, g1_near, g1_far = _add_row(g1_near, g1_far, s1, s2, s3, g_w, g_bias)
         # Complete is row y - 1, where it is one of the program's own.
-        done = c < tl.where((y > top) & (y <= H), C, 0)
-        done0, done1 = done & (x < W), done & (x + 1 < W)
+        complete = c < tl.where((y > top) & (y <= H), C, 0)
+        complete0, complete1 = complete & (x < W), complete & (x + 1 < W)
         gate0 = 1 / (1 + tl.exp(-g0))
         gate1 = 1 / (1 + tl.exp(-g1))
         pixel = (b * H + y - 1) * W + x
         if BACKWARD:
             dout_at = dout_ptr + b * dout_b + (y - 1) * dout_y + x * dout_x + c
-            dout0 = tl.load(dout_at, mask=done0, other=0).to(ACC)
-            dout1 = tl.load(dout_at + dout_x, mask=done1, other=0).to(ACC)
+            dout0 = tl.load(dout_at, mask=complete0, other=0).to(ACC)
+            dout1 = tl.load(dout_at + dout_x, mask=complete1, other=0).to(ACC)
             dc_at = out_ptr + pixel * (2 * C) + c
-            tl.store(dc_at, dout0 * (g0 * gate0), mask=done0)
-            tl.store(dc_at + C, dout0 * a0 * gate0 * (1 + g0 * (1 - gate0)), mask=done0)
-            tl.store(dc_at + 2 * C, dout1 * (g1 * gate1), mask=done1)
-            tl.store(dc_at + 3 * C, dout1 * a1 * gate1 * (1 + g1 * (1 - gate1)), mask=done1)
+            tl.store(dc_at, dout0 * (g0 * gate0), mask=complete0)
+            tl.store(dc_at + C, dout0 * a0 * gate0 * (1 + g0 * (1 - gate0)), mask=complete0)
+            tl.store(dc_at + 2 * C, dout1 * (g1 * gate1), mask=complete1)
+            tl.store(dc_at + 3 * C, dout1 * a1 * gate1 * (1 + g1 * (1 - gate1)), mask=complete1)
         else:
             out_at = out_ptr + pixel * C + c
-            tl.store(out_at, a0 * (g0 * gate0), mask=done0)
-            tl.store(out_at + C, a1 * (g1 * gate1), mask=done1)
+            tl.store(out_at, a0 * (g0 * gate0), mask=complete0)
+            tl.store(out_at + C, a1 * (g1 * gate1), mask=complete1)
 
 
 @triton.jit
@@ -232,23 +232,23 @@ def _input_kernel(
         y = top + step - 1
         row_ptr = dc_ptr + (b * H + y) * W * C2 + c
         row_ok = c < tl.where((y >= 0) & (y < H), C2, 0)
-        dc0, dc1, dc2, dc3 = _four(row_ptr, x, W, C2, row_ok, False, ACC)
+        dc0, dc1, dc2, dc3 = _load_four_columns(row_ptr, x, W, C2, row_ok, False, ACC)
         ds0, near0, far0 = _add_row(near0, far0, dc0, dc1, dc2, w, zero)
         ds1, near1, far1 = _add_row(near1, far1, dc1, dc2, dc3, w, zero)
-        done = c < tl.where((y > top) & (y <= H), C2, 0)
-        done0, done1 = done & (x < W), done & (x + 1 < W)
+        complete = c < tl.where((y > top) & (y <= H), C2, 0)
+        complete0, complete1 = complete & (x < W), complete & (x + 1 < W)
         h_at = h_ptr + b * h_b + (y - 1) * h_y + x * h_x + c
-        h0 = tl.load(h_at, mask=done0, other=0).to(ACC)
-        h1 = tl.load(h_at + h_x, mask=done1, other=0).to(ACC)
+        h0 = tl.load(h_at, mask=complete0, other=0).to(ACC)
+        h1 = tl.load(h_at + h_x, mask=complete1, other=0).to(ACC)
         gate0 = 1 / (1 + tl.exp(-h0))
         gate1 = 1 / (1 + tl.exp(-h1))
         dh_at = dh_ptr + ((b * H + y - 1) * W + x) * C2 + c
-        tl.store(dh_at, ds0 * gate0 * (1 + h0 * (1 - gate0)), mask=done0)
-        tl.store(dh_at + C2, ds1 * gate1 * (1 + h1 * (1 - gate1)), mask=done1)
+        tl.store(dh_at, ds0 * gate0 * (1 + h0 * (1 - gate0)), mask=complete0)
+        tl.store(dh_at + C2, ds1 * gate1 * (1 + h1 * (1 - gate1)), mask=complete1)
 
 
 @triton.jit
-def _filter_kernel(
+def _filter_gradient_kernel(
     dc_ptr, h_ptr, partial_ptr, first_tap, taps, H, W, C2, pixels, h_b, h_y, h_x,
     STEPS: tl.constexpr, PIXELS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -336,8 +336,8 @@ def launch_filter(dc: Tensor, h: Tensor, first_tap: int, last_tap: int) -> Tenso
     if partial.numel() > 0:
         block = min(64, next_power_of_2(C2))
         launch(
-            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first_tap, taps, H, W, C2, pixels,
-            *h.stride()[:3],
+            _filter_gradient_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first_tap, taps,
+            H, W, C2, pixels, *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulation_triton_dtype(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)
@@ -367,7 +367,7 @@ def silu_dwconv_glu_backward(
     operand's dtype.
     """
     of_h, of_weight, of_bias = needed_gradients
-    # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if it alone is wanted.
+    # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if only its gradient is needed.
     taps = slice(0 if of_weight else 9, 10 if of_bias else 9)
     dh, sums = None, []
     if launches(h):
@@ -391,18 +391,17 @@ def silu_dwconv_glu_backward(
 
 
 @silu_dwconv_glu_backward.register_fake
-def _(_dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
-    operands = zip((h, weight, bias), wanted, strict=True)
+def _(_dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[Tensor]:
+    operands = zip((h, weight, bias), needs, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, want in operands if want and tensor is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save h, from which a and g can be recomputed, and the filters."""
+    # h, from which a and g can be recomputed, and the filters.
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad)
     gradients = iter(silu_dwconv_glu_backward(dout, *ctx.saved_tensors, needs))
     return tuple(next(gradients) if want else None for want in needs)
@@ -431,5 +430,4 @@ def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     for name, tensor, shape in (("weight", weight, (channels, 1, 3, 3)), ("bias", bias, (channels,))):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {shape} for h {tuple(h.shape)}; received {tuple(tensor.shape)}.")
-    output: Tensor = silu_dwconv_glu_forward(h, weight, bias)
-    return output
+    return silu_dwconv_glu_forward(h, weight, bias)

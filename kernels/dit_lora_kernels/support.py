@@ -95,16 +95,15 @@ def make_contiguous(tensor: MaybeTensor) -> MaybeTensor:
     return None if tensor is None else tensor.contiguous()
 
 
-# A Layout's fields. Compared and hashed as one, and made in half the time.
+# A TensorLayout's fields, compared and hashed like it, and made in half the time.
 PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
 def get_plain_layout(tensor: Tensor) -> PlainLayout:
-    """A tensor's `Layout` as a plain tuple."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Everything about a tensor except its memory's address and its values."""
 
     dtype: torch.dtype
@@ -113,9 +112,8 @@ class Layout(NamedTuple):
     device: torch.device
 
 
-def get_layout(tensor: Tensor) -> Layout:
-    """A tensor's layout."""
-    return Layout._make(get_plain_layout(tensor))
+def get_layout(tensor: Tensor) -> TensorLayout:
+    return TensorLayout._make(get_plain_layout(tensor))
 
 
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
@@ -197,7 +195,7 @@ def apply_plainly(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def is_plain_python() -> bool:
+def is_eager_without_transforms() -> bool:
     """True if `apply_plainly` may be called: nothing is being compiled, and no transform is active."""
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
@@ -219,8 +217,7 @@ class Op:
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register the op's result for fake tensors."""
-        registered: Callable[..., Any] = self.library.register_fake(fake)
-        return registered
+        return self.library.register_fake(fake)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register the gradient, with torch.library's interface, for both paths."""
@@ -320,7 +317,7 @@ def get_row_block(channels: int) -> dict[str, int]:
 
 
 @functools.cache
-def get_pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
+def get_row_loop_options(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
     """A row's block size, its number of warps, and the number of rows that are loaded or summed at a time."""
     block = get_row_block(channels)
     if not sums:

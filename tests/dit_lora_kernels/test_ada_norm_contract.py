@@ -26,7 +26,7 @@ from kernel_checks import (
 
 from dit_lora_kernels import ada_norm as op
 from dit_lora_kernels import ada_norm_kernels
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 pytestmark = pytest.mark.usefixtures("several_rows_a_program")
 
@@ -99,7 +99,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
     for name in ("x", "y"):
         far[name].copy_(tensors[name].detach())
     plain = {k: v.detach() for k, v in tensors.items()}
-    stream = Stream(far["x"], plain["shift"], plain["scale"], far["y"], plain["gate"])
+    stream = AdaNormInputs(far["x"], plain["shift"], plain["scale"], far["y"], plain["gate"])
     residual, stats = torch.empty_like(plain["x"]), torch.empty(2, B, stride // D, device=DEVICE)
     affine = plain["weight"], plain["bias"]
     op.launch_forward(stream, *affine, residual, far["out"], stats[..., :T], EPS)
@@ -200,7 +200,7 @@ def test_a_plan_where_one_output_is_not_used(used: str, monkeypatch: pytest.Monk
 def no_plan(norm: str = "layer", **changes: torch.Tensor) -> bool:
     """Whether the operands, some of them changed, have no plan."""
     tensors = {k: v.detach() for k, v in make(CASE).items()} | changes
-    x = Stream(**{k: tensors[k] for k in Stream._fields})
+    x = AdaNormInputs(**{k: tensors[k] for k in AdaNormInputs._fields})
     return op._find_plan(norm, EPS, tensors["weight"], tensors["bias"], list(x)) is None
 
 
@@ -237,7 +237,7 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "launches", lambda tensor: False)
     t = {k: v.detach() for k, v in make(CASE).items()}
     text = [t["x"][:, :3], None, t["scale"], None, None]
-    flat = [*text, *(t[k] for k in Stream._fields)]
+    flat = [*text, *(t[k] for k in AdaNormInputs._fields)]
     torch.library.opcheck(op.ada_norm_forward.library, (flat, t["weight"], t["bias"], True, EPS))
     _, stats, residual = op.ada_norm_forward(flat, t["weight"], t["bias"], True, EPS)
     saved_inputs = [
@@ -305,7 +305,7 @@ def test_compiles_without_a_break() -> None:
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ada_norm(**{"norm": "layer", "eps": EPS, **make(CASE), **changes})
+        ours(**{"norm": "layer", **make(CASE), **changes})
 
 
 def test_refuses_streams_that_do_not_go_together() -> None:
@@ -314,7 +314,7 @@ def test_refuses_streams_that_do_not_go_together() -> None:
         joint_ada_norm([], norm="rms", eps=EPS)
     for mismatched in (x[:1], x[..., 1:], x.double()):
         with pytest.raises(ValueError, match=r"x of stream 1 must be .* of stream 0"):
-            joint_ada_norm([Stream(x), Stream(mismatched)], norm="rms", eps=EPS)
+            joint_ada_norm([AdaNormInputs(x), AdaNormInputs(mismatched)], norm="rms", eps=EPS)
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 40), (2, 0, 40)])

@@ -10,10 +10,10 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels.lora_linear import (
     Adapter,
+    cast_lora_factors,
     compute_dtype,
     lora_linear,
     lora_qkv,
-    lower,
 )
 
 LOW = [torch.bfloat16, torch.float16]
@@ -256,7 +256,7 @@ def test_autocast_over_an_fp32_base_computes_in_its_dtype() -> None:
 def test_saved_bytes() -> None:
     """x once for all three, what A makes of it, with dropout a byte a number for each mask; about half of PEFT's."""
     projections = [projection(64, 64, 4, 2.0, torch.bfloat16, seed=s) for s in range(3)]
-    lowered = [lower(*p.adapter[:3], torch.bfloat16) for p in projections]
+    lowered = [cast_lora_factors(*p.adapter[:3], torch.bfloat16) for p in projections]
     ours = [p._replace(adapter=p.adapter._replace(lowered=low)) for p, low in zip(projections, lowered, strict=True)]
     x = randn(2, 50, 64, dtype=torch.bfloat16).requires_grad_()
     saved_inputs = [p.weight for p in projections] + [t for pair in lowered for t in pair]

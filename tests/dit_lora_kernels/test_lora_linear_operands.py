@@ -14,11 +14,11 @@ from dit_lora_kernels.lora_linear import (
     Adapter,
     Projection,
     Quantized,
+    cast_all_lora_factors,
+    cast_lora_factors,
     compute_dtype,
     lora_linear,
     lora_qkv,
-    lower,
-    lower_all,
 )
 
 LOW = [torch.bfloat16, torch.float16]
@@ -28,7 +28,7 @@ def test_lowered_copies_are_used_and_get_no_gradient() -> None:
     """Given once, they are used in place of the masters, which get the gradients."""
     x, p = randn(6, 24, dtype=torch.bfloat16), qkv(24, torch.bfloat16)[0]
     a, b, scaling, _ = p.adapter
-    lowered = lower(a, b, scaling, torch.bfloat16)
+    lowered = cast_lora_factors(a, b, scaling, torch.bfloat16)
     assert [t.dtype for t in lowered] == [torch.bfloat16] * 2
     assert torch.equal(lowered[1], (b * scaling).bfloat16())
     plain = lora_linear(x, *p[:3])
@@ -39,7 +39,7 @@ def test_lowered_copies_are_used_and_get_no_gradient() -> None:
     assert a.grad is not None
     assert lowered[0].grad is None
     factors = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16)
-    lowered_factors = lower(*factors, 1.0, torch.bfloat16)
+    lowered_factors = cast_lora_factors(*factors, 1.0, torch.bfloat16)
     assert [t.data_ptr() for t in lowered_factors] == [t.data_ptr() for t in factors]  # nothing to cast, no copy
 
 
@@ -141,8 +141,8 @@ def test_adapters_lowered_together_are_the_bits_of_each(
         (torch.randn(r, 5).to(own).requires_grad_(), torch.randn(r, 7).t().to(own), scaling)
         for r, scaling in zip((3, 4), scalings, strict=True)
     ]
-    for lowered, adapter in zip(lower_all(adapters, dtype), adapters, strict=True):
-        for ours, expected in zip(lowered, lower(*adapter, dtype), strict=True):
+    for lowered, adapter in zip(cast_all_lora_factors(adapters, dtype), adapters, strict=True):
+        for ours, expected in zip(lowered, cast_lora_factors(*adapter, dtype), strict=True):
             assert ours.dtype is dtype
             assert not ours.requires_grad
             assert ours.stride() == expected.stride()

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora_kernels import support
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 from dit_lora_kernels.finite_norm import finite_norms, finite_norms_op
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
@@ -51,7 +51,7 @@ def _ada() -> tuple[list[Tensor], Callable[..., Any]]:
     inputs = leaves((2, 3, 24), (2, 5, 24), (2, 3, 24), (2, 1, 24), (2, 24), (24,))
 
     def run(x: Tensor, text: Tensor, y: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Any:
-        streams = [Stream(x, None, scale, y, gate), Stream(text, scale.detach())]
+        streams = [AdaNormInputs(x, None, scale, y, gate), AdaNormInputs(text, scale.detach())]
         output, residuals = joint_ada_norm(streams, w, norm="layer", eps=1e-5)
         return output, *residuals
 

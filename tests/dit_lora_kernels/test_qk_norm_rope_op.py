@@ -48,7 +48,9 @@ def test_opcheck(name: str, from_output: bool) -> None:
     layer = replace(LAYERS[name], batch=1, tokens=2, rows=1, first=0, tables=0)
     inputs = operands(layer).to(torch.float32, train=not from_output)
     options = tuple(layer.options.values())
-    torch.library.opcheck(module._op.library, (*inputs.inputs(), *options, from_output and layer.norm != "none"))
+    torch.library.opcheck(
+        module._forward_op.library, (*inputs.inputs(), *options, from_output and layer.norm != "none")
+    )
 
 
 @pytest.mark.parametrize(("train", "from_output"), [(False, True), (False, False), (True, True)])

@@ -32,9 +32,10 @@ import importlib, torch
 from dit_lora_kernels import triton_support
 for op in {ops}:
     importlib.import_module("dit_lora_kernels." + op)
-from dit_lora_kernels.ada_norm import ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 x = torch.randn(2, 3, 8, requires_grad=True)
-ada_norm(x, torch.ones(2, 8), torch.ones(2, 8), norm="layer", eps=1e-6).sum().backward()
+stream = AdaNormInputs(x, torch.ones(2, 8), torch.ones(2, 8))
+joint_ada_norm([stream], norm="layer", eps=1e-6)[0].sum().backward()
 assert torch.isfinite(x.grad).all()
 others = [n for n in sys.modules if n.split(".")[0] in ("diffusers", "peft", "dit_lora", "transformers")]
 assert not others, others

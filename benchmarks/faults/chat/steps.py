@@ -89,7 +89,7 @@ def _fused_lora(change: Change, when: When) -> Arm:
             outputs = right(*args, **kwargs)
             return tuple(map(change, outputs)) if fires() else outputs
 
-        stage.wrap(lora, "projected", wrong)
+        stage.wrap(lora, "lora_qkv_unchecked", wrong)
 
     return arm
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dit_lora.fuse.models.streams import normalize_stream
 from dit_lora.fuse.patches import ForwardPatch, find_unsupported_norm, get_class_name
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _ZERO, _SINGLE = "ada_norm_zero", "ada_norm_single"
 _ZERO_NORM = "diffusers.models.normalization.AdaLayerNormZero"
@@ -54,14 +54,14 @@ def block_forward(
     if gate.dtype is not x.dtype:
         x = x.to(torch.promote_types(x.dtype, gate.dtype))
     norm, norm_ff = _get_norms(block)
-    normed, x = normalize_stream(norm, Stream(x, shift, scale))
+    normed, x = normalize_stream(norm, AdaNormInputs(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
-    stream = Stream(x, shift_ff, scale_ff, y, gate)
+    stream = AdaNormInputs(x, shift_ff, scale_ff, y, gate)
     # The second attention takes the residual stream without a norm, so the first one's output is added before it.
     if block.attn2 is not None:
         x = torch.addcmul(x, gate, y)
         y = block.attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask)
-        stream = Stream(x, shift_ff, scale_ff, y)
+        stream = AdaNormInputs(x, shift_ff, scale_ff, y)
     normed, x = normalize_stream(norm_ff, stream)
     # (B, D) to (B, 1, D), to broadcast over the tokens.
     gate_ff = gate_ff[:, None] if gate_ff.ndim == 2 else gate_ff

@@ -14,8 +14,9 @@ from diffusers.models.attention_processor import Attention
 
 from dit_lora.fuse.attention import FusedProcessor, Recomputable, RotaryTables, attend, project_output, reshape_mask
 from dit_lora.fuse.lora import project
+from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 
 def block_forward(
@@ -30,12 +31,12 @@ def block_forward(
     text = encoder_hidden_states.shape[1]
     # Both streams get their own shift, scale and gate from one projection.
     modulation = _compute_modulation(block.norm1, temb)
-    streams = modulation.modulate(Stream(encoder_hidden_states), Stream(hidden_states))
+    streams = modulation.modulate(AdaNormInputs(encoder_hidden_states), AdaNormInputs(hidden_states))
     joint, _ = _normalize_streams(block.norm1, streams)
     extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
-        recompute = partial(_recompute_joint, block.norm1, streams)
+        recompute = partial(recompute_norm, _normalize_streams, block.norm1, streams)
         extra["joint_hidden_states"] = Recomputable(joint, recompute)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
@@ -45,8 +46,8 @@ def block_forward(
     )
     gates, modulation = modulation, _compute_modulation(block.norm2, temb)
     streams = modulation.modulate(
-        Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
-        Stream(hidden_states, y=attended, gate=gates.gate),
+        AdaNormInputs(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
+        AdaNormInputs(hidden_states, y=attended, gate=gates.gate),
     )
     # The next norm adds attention's gated outputs, and also returns the sums.
     joint, (encoder_hidden_states, hidden_states) = _normalize_streams(block.norm2, streams)
@@ -68,7 +69,7 @@ class _Modulation(NamedTuple):
     text_scale: torch.Tensor
     text_gate: torch.Tensor
 
-    def modulate(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
+    def modulate(self, text: AdaNormInputs, video: AdaNormInputs) -> tuple[AdaNormInputs, AdaNormInputs]:
         """Both streams with their shift and scale."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
@@ -81,15 +82,12 @@ def _compute_modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
-def _normalize_streams(norm: Any, streams: tuple[Stream, Stream]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _normalize_streams(
+    norm: Any, streams: tuple[AdaNormInputs, AdaNormInputs]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
-
-
-def _recompute_joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
-    """Recompute the buffer of `_normalize_streams`, bit for bit."""
-    return _normalize_streams(norm, streams)[0]
 
 
 class CogVideoXProcessor(FusedProcessor):

@@ -17,10 +17,9 @@ from dit_lora.fuse.models.two_streams import (
     enter_block,
     enter_joint_block,
     find_attention_problem,
-    find_block_problem,
-    find_joint_block_problem,
     join_heads,
     leave_block,
+    require_plain_norms,
     split_recomputable,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
@@ -125,9 +124,11 @@ def _select_rows(rotary: RotaryTables | None, tokens: slice, like: torch.Tensor)
 
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
+_FIND_BLOCK_PROBLEM = require_plain_norms("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
+_FIND_SINGLE_BLOCK_PROBLEM = require_plain_norms("norm.norm")
 FORWARDS = (
-    ForwardPatch(f"{_FLUX}.FluxTransformerBlock", "ada_norm", block_forward, find_block_problem),
-    ForwardPatch(f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, find_joint_block_problem),
+    ForwardPatch(f"{_FLUX}.FluxTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),
+    ForwardPatch(f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, _FIND_SINGLE_BLOCK_PROBLEM),
 )
 PROCESSORS = (
     ProcessorPatch(

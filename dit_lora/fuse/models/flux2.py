@@ -18,18 +18,19 @@ from torch.nn import functional
 
 from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
 from dit_lora.fuse.models.flux import FluxProcessor, clip_to_fp16_range
+from dit_lora.fuse.models.swiglu import recompute_hidden
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
     build_recompute_kwargs,
     enter_modulated_block,
     find_attention_problem,
-    find_norms_problem,
     leave_block,
     modulate,
+    require_plain_norms,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
@@ -46,7 +47,7 @@ def block_forward(
     """Forward of `Flux2TransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # A row for each token, where references are kept (Diffusers' KV cache).
     if temb_mod_img.ndim != 2:
-        stock_output: tuple[torch.Tensor, torch.Tensor] = type(block).forward(
+        return type(block).forward(
             block,
             hidden_states,
             encoder_hidden_states,
@@ -55,7 +56,6 @@ def block_forward(
             image_rotary_emb,
             joint_attention_kwargs,
         )
-        return stock_output
     # (B, 6 D) to six tables (B, D).
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
@@ -97,7 +97,7 @@ def single_forward(
     else:
         # One set of tables for both streams, which are joined in this block.
         shift, scale, gate = temb_mod.chunk(3, dim=1)
-        normed, (x,) = modulate((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
+        normed, (x,) = modulate((AdaNormInputs(hidden_states, shift, scale),), eps=block.norm.eps)
         attended = block.attn(
             hidden_states=normed.tensor,
             image_rotary_emb=image_rotary_emb,
@@ -129,8 +129,7 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.should_use_stock:
-            output: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
-            return output
+            return self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
         with recomputable[0].skip_saving() if recomputable else nullcontext():
             projected = attn.to_qkv_mlp_proj(hidden_states)
         # One split: its backward writes the joint gradient once.
@@ -142,47 +141,31 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         query = self.normalize_heads(query, attn.norm_q, image_rotary_emb)
         key = self.normalize_heads(key, attn.norm_k, image_rotary_emb)
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
-        joint = Recomputable(
-            torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1), partial(_recompute_joint, attended, hidden)
-        )
+
+        def recompute_joint() -> torch.Tensor:
+            return torch.cat([attended, recompute_hidden(*hidden.chunk(2, dim=-1))], dim=-1)
+
+        joint = Recomputable(torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1), recompute_joint)
         # Both parts are saved for backward anyway, so an adapter need not save their concatenation.
         with joint.skip_saving():
-            output = attn.to_out(joint.tensor)
-        return output
-
-
-def _recompute_joint(attention_output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Recompute the input of a single block's `to_out`, bit for bit."""
-    gate, linear = hidden.chunk(2, dim=-1)
-    return torch.cat([attention_output, functional.silu(gate) * linear], dim=-1)
-
-
-def _find_block_problem(block: Any) -> str | None:
-    """Why a double block keeps its own forward; None if it can be patched."""
-    return find_norms_problem(block.norm1, block.norm1_context, block.norm2, block.norm2_context)
+            return attn.to_out(joint.tensor)
 
 
 def _find_single_attention_problem(attn: Any) -> str | None:
-    """Why a single block's attention keeps its own processor; None if it can be patched."""
     if get_class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
         return f"its activation is a {type(attn.mlp_act_fn).__name__}"
     return _find_swiglu_problem(attn.mlp_act_fn) or find_attention_problem(attn)
 
 
 def _find_swiglu_problem(module: Any) -> str | None:
-    """Why this activation keeps its own forward; None if it can be patched."""
     is_stock = get_class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
     return None if is_stock else f"its activation is a {type(module.gate_fn).__name__}"
 
 
-def _find_single_block_problem(block: Any) -> str | None:
-    """Why a single block keeps its own forward; None if it can be patched."""
-    return find_norms_problem(block.norm)
-
-
+_FIND_BLOCK_PROBLEM = require_plain_norms("norm1", "norm1_context", "norm2", "norm2_context")
 FORWARDS = (
-    ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _find_block_problem),
-    ForwardPatch(f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, _find_single_block_problem),
+    ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),
+    ForwardPatch(f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, require_plain_norms("norm")),
     ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _find_swiglu_problem),
 )
 # The double blocks' attention is that of FLUX.1: text first, one rotation, norms for each stream.

@@ -17,10 +17,11 @@ import torch
 
 from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
 from dit_lora.fuse.lora import project
+from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProblemFinder, ProcessorPatch, get_class_name, get_qk_op
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
@@ -38,32 +39,31 @@ def block_forward(
     scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
     # An fp32 table makes the stock block's residual stream fp32.
     x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
-    normed, x = _normalize_stream(block.norm1, Stream(x, shift, scale))
+    normed, x = _normalize_stream(block.norm1, AdaNormInputs(x, shift, scale))
     attended = block.attn(
         normed.tensor,
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
         **build_recompute_kwargs(block.attn, normed),
     )
-    normed, x = _normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, attended, gate))
+    normed, x = _normalize_stream(block.norm2, AdaNormInputs(x, shift_ff, scale_ff, attended, gate))
     return torch.addcmul(x, gate_ff, block.ff(normed.tensor))
 
 
 def text_forward(block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Forward of `Krea2TextFusionBlock`: text (B, S, D), or the encoder layers of each token (B S, L, D)."""
-    normed, x = _normalize_stream(block.norm1, Stream(hidden_states))
+    normed, x = _normalize_stream(block.norm1, AdaNormInputs(hidden_states))
     attended = block.attn(normed.tensor, attention_mask=attention_mask, **build_recompute_kwargs(block.attn, normed))
-    normed, x = _normalize_stream(block.norm2, Stream(x, y=attended))
+    normed, x = _normalize_stream(block.norm2, AdaNormInputs(x, y=attended))
     return x + block.ff(normed.tensor)
 
 
 def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
     """Forward of `Krea2FinalLayer`: tokens (B, S, D) to the output (B, S, .); temb is (B, 1, D)."""
     scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
-    normed, _ = _normalize_stream(layer.norm, Stream(hidden_states, shift, scale))
+    normed, _ = _normalize_stream(layer.norm, AdaNormInputs(hidden_states, shift, scale))
     with normed.skip_saving():
-        output: torch.Tensor = layer.linear(normed.tensor)
-    return output
+        return layer.linear(normed.tensor)
 
 
 def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -73,19 +73,19 @@ def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def compute_norm_factor(norm: Any) -> torch.Tensor:
     """The factor (D,) of a zero-centered norm, in its weight's dtype as in `Krea2RMSNorm`."""
-    return norm.weight + 1.0  # type: ignore[no-any-return]
+    return norm.weight + 1.0
 
 
-def _normalize_stream(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
+def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[Recomputable, torch.Tensor]:
     """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
-    normed, (x,) = joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
+
+    def normalize(stream: AdaNormInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
+
+    normed, (x,) = normalize(stream)
     # The norm's backward saves its input, from which its output can be recomputed for the adapters.
-    return Recomputable(normed, partial(_recompute_norm, norm, stream._replace(x=x, y=None, gate=None))), x
-
-
-def _recompute_norm(norm: Any, stream: Stream) -> torch.Tensor:
-    """Recompute the normed stream (B, S, D), bit for bit."""
-    return joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)[0]
+    saved = stream._replace(x=x, y=None, gate=None)
+    return Recomputable(normed, partial(recompute_norm, normalize, saved)), x
 
 
 class Krea2Processor(TwoStreamProcessor):
@@ -104,8 +104,7 @@ class Krea2Processor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.should_use_stock:
-            stock_output: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
-            return stock_output
+            return self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
         layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
         with recomputable[0].skip_saving() if recomputable else nullcontext():
             *projected, gate = project(layers, hidden_states)
@@ -123,42 +122,35 @@ class Krea2Processor(TwoStreamProcessor):
         # Both factors are saved anyway, so an adapter of the projection need not save their product.
         gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))
         with gated.skip_saving():
-            output: torch.Tensor = attn.to_out[0](gated.tensor)
-        return output
+            return attn.to_out[0](gated.tensor)
 
 
-def _find_norms_problem(*norms: Any) -> str | None:
-    """A reason that names the first norm that is not a `Krea2RMSNorm`; None if all are."""
-    for norm in norms:
-        # By name: Diffusers imports a model's module only when the model is used.
-        if get_class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
-            return f"one of its norms is a {type(norm).__name__}"
-    return None
+def _require_krea2_norms(*names: str) -> ProblemFinder:
+    """A `find_problem` that names the first of a module's norms (by attribute) that is not a `Krea2RMSNorm`."""
+
+    def find_problem(module: Any) -> str | None:
+        for norm in [getattr(module, name) for name in names]:
+            # By name: Diffusers imports a model's module only when the model is used.
+            if get_class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
+                return f"one of its norms is a {type(norm).__name__}"
+        return None
+
+    return find_problem
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Why a block of either kind keeps its own forward; None if it can be patched."""
-    return _find_norms_problem(block.norm1, block.norm2)
-
-
-def _find_final_layer_problem(layer: Any) -> str | None:
-    """Why the final layer keeps its own forward; None if it can be patched."""
-    return _find_norms_problem(layer.norm)
-
-
-def _find_attention_problem(attn: Any) -> str | None:
-    """Why attention keeps its own processor; None if it can be patched."""
-    return _find_norms_problem(attn.norm_q, attn.norm_k)
-
-
+_FIND_BLOCK_PROBLEM = _require_krea2_norms("norm1", "norm2")
 FORWARDS = (
-    ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _find_block_problem),
-    ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _find_block_problem),
-    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _find_final_layer_problem),
+    ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),
+    ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _FIND_BLOCK_PROBLEM),
+    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _require_krea2_norms("norm")),
     ForwardPatch(f"{_KREA2}.Krea2SwiGLU", "ada_norm", swiglu_forward),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_KREA2}.Krea2AttnProcessor", ATTENTION, Krea2Processor, _find_attention_problem, get_extra_ops=get_qk_op
+        f"{_KREA2}.Krea2AttnProcessor",
+        ATTENTION,
+        Krea2Processor,
+        _require_krea2_norms("norm_q", "norm_k"),
+        get_extra_ops=get_qk_op,
     ),
 )

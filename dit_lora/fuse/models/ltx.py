@@ -14,8 +14,8 @@ from diffusers.models.normalization import RMSNorm
 from dit_lora.fuse.attention import RotaryTables, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def block_forward(
@@ -31,14 +31,14 @@ def block_forward(
     # Each block adds its own table to the shared rows. G is 1, or S if each token has its own timestep.
     modulation = block.scale_shift_table.to(temb.device) + rows
     shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
-    normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
+    normed, x = normalize_stream(block.norm1, AdaNormInputs(hidden_states, shift, scale), "rms")
     y = block.attn1(hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
     x = torch.addcmul(x, gate, y)  # fp32 from here on if the table is, as in the stock block
     y = block.attn2(
         x, encoder_hidden_states=encoder_hidden_states, image_rotary_emb=None, attention_mask=encoder_attention_mask
     )
     # The next norm adds the attention to the text, without a gate.
-    normed, x = normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
+    normed, x = normalize_stream(block.norm2, AdaNormInputs(x, shift_ff, scale_ff, y), "rms")
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
@@ -71,13 +71,9 @@ class LTXProcessor(AcrossHeadsProcessor):
         return apply_rotary_emb(query_or_key, rotary)
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return find_unsupported_norm((block.norm1, block.norm2), RMSNorm)
-
-
 _LTX = "diffusers.models.transformers.transformer_ltx"
-FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
+_FIND_BLOCK_PROBLEM = require_norms(("norm1", "norm2"), RMSNorm)
+FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = (
     ProcessorPatch(
         f"{_LTX}.LTXVideoAttnProcessor", ATTENTION, LTXProcessor, find_rms_norm_problem, get_extra_ops=get_qk_op

@@ -16,8 +16,8 @@ from diffusers.models.normalization import RMSNorm
 from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, project_qkv, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 _AV_NORMS = ("audio_to_video_norm", "video_to_audio_norm")
@@ -45,17 +45,13 @@ class _StreamState(NamedTuple):
         self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, "_StreamState"]:
         """x plus the pending y, normed and modulated; and the stream with y added."""
-        shift, scale, gate = _expand_tables(shift, scale, self.gate)
-        stream = Stream(self.x, shift, scale, self.y, gate)
+        tables = (shift, scale, self.gate)
+        # (B, 1 or G, D) to one number of groups. A single row stands for all tokens.
+        groups = max([1, *(table.shape[1] for table in tables if table is not None)])
+        shift, scale, gate = (None if table is None else table.expand(-1, groups, -1) for table in tables)
+        stream = AdaNormInputs(self.x, shift, scale, self.y, gate)
         normed, x = normalize_stream(norm, stream, "rms")
         return normed, self._replace(x=x, y=None, gate=None)
-
-
-def _expand_tables(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Expand modulation rows (B, 1 or G, D) to the same number of groups. A single row stands for all tokens."""
-    # 1 if all rows are for the whole sample.
-    groups = max([1, *(table.shape[1] for table in tables if table is not None)])
-    return [None if table is None else table.expand(-1, groups, -1) for table in tables]
 
 
 def block_forward(
@@ -232,16 +228,17 @@ class LTX2Processor(AcrossHeadsProcessor):
         all_perturbed: bool | None = None,
     ) -> torch.Tensor:
         if self.should_use_stock or perturbation_mask is not None or all_perturbed:
-            output: torch.Tensor = self.stock(
+            # Only one of the two stock processors accepts these arguments.
+            perturbation = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
+            return self.stock(
                 attn,
                 hidden_states,
                 encoder_hidden_states,
                 attention_mask,
                 query_rotary_emb,
                 key_rotary_emb,
-                **self._build_perturbation_kwargs(perturbation_mask, all_perturbed),
+                **{name: value for name, value in perturbation.items() if value is not None},
             )
-            return output
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         mask = reshape_mask(attn, attention_mask, source)
         gates = None
@@ -259,11 +256,6 @@ class LTX2Processor(AcrossHeadsProcessor):
         # Both factors are saved for backward anyway, so an adapter need not save the product.
         with gated.skip_saving():
             return project_output(attn, gated.tensor)
-
-    def _build_perturbation_kwargs(self, mask: torch.Tensor | None, all_perturbed: bool | None) -> dict[str, Any]:
-        """The arguments that only one of the two stock processors accepts, without those that are None."""
-        arguments = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
-        return {name: value for name, value in arguments.items() if value is not None}
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Split tables (B, H, S, D / 2 H) as (B, S, H, D / 2 H), each angle once. Interleaved (B, S, D) stays."""
@@ -286,13 +278,9 @@ def _apply_gates(attention_output: torch.Tensor, gates: torch.Tensor) -> torch.T
     return (attention_output * gates[..., None]).flatten(2)
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if `block_forward` does the same."""
-    norm_names = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
-    return find_unsupported_norm((getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm)
-
-
-FORWARDS = (ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
+_NORMS = ("norm1", "norm2", "norm3", "audio_norm1", "audio_norm2", "audio_norm3", *_AV_NORMS)
+_FIND_BLOCK_PROBLEM = require_norms(_NORMS, RMSNorm)
+FORWARDS = (ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = tuple(
     ProcessorPatch(f"{_LTX2}.{name}", ATTENTION, LTX2Processor, find_rms_norm_problem, get_extra_ops=get_qk_op)
     for name in ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")

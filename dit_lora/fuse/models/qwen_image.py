@@ -80,7 +80,7 @@ class QwenImageProcessor(TwoStreamProcessor):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without text, or with another kind of mask, the stock processor raises its own error.
         if self.should_use_stock or encoder_hidden_states is None or attention_mask is not None:
-            stock_output: tuple[torch.Tensor, torch.Tensor] = self.stock(
+            return self.stock(
                 attn,
                 hidden_states,
                 encoder_hidden_states,
@@ -88,28 +88,22 @@ class QwenImageProcessor(TwoStreamProcessor):
                 attention_mask,
                 image_rotary_emb,
             )
-            return stock_output
         image_recomputable, text_recomputable = split_recomputable(recomputable)
         # The model passes one complex table for the image and one for the text.
         rotary, text_rotary = (None, None) if image_rotary_emb is None else map(get_rotary_tables, image_rotary_emb)
         heads = self.compute_image_heads(attn, hidden_states, rotary, image_recomputable)
         text_heads = self.compute_text_heads(attn, encoder_hidden_states, text_rotary, text_recomputable)
-        mask = _extend_mask(encoder_hidden_states_mask, hidden_states.shape[1])
+        mask = encoder_hidden_states_mask
+        if mask is not None:
+            # (B, T) to text and image, (B, 1, 1, T + I). Image tokens are never masked.
+            mask = torch.cat([mask, mask.new_ones(len(mask), hidden_states.shape[1])], dim=1)[:, None, None, :]
         attended = attend(*join_heads(text_heads, heads), mask, self.backend).flatten(2)
         # Text tokens come first in the joint sequence.
         count = encoder_hidden_states.shape[1]
         return project_output(attn, attended[:, count:]), attn.to_add_out(attended[:, :count])
 
 
-def _extend_mask(mask: torch.Tensor | None, num_image_tokens: int) -> torch.Tensor | None:
-    """Extend a text mask (B, T) to text and image, (B, 1, 1, T + I). Image tokens are never masked."""
-    if mask is None:
-        return None
-    return torch.cat([mask, mask.new_ones(len(mask), num_image_tokens)], dim=1)[:, None, None, :]
-
-
 def _find_block_problem(block: Any) -> str | None:
-    """Why a block keeps its own forward; None if it can be patched."""
     if block.zero_cond_t:
         return "its modulation differs from token to token (zero_cond_t)"
     return find_norms_problem(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2)

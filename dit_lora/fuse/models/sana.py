@@ -27,11 +27,11 @@ from dit_lora.fuse.attention import (
     project_qkv,
 )
 from dit_lora.fuse.lora import is_hooked
-from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
 from dit_lora_kernels.silu_dwconv_glu import silu_dwconv_glu
 
@@ -81,22 +81,17 @@ def run_block(
         extra: Keyword arguments of the first attention.
     """
     shift, scale, gate, ff_shift, ff_scale, ff_gate = tables
-    stream = Stream(hidden_states, shift, scale)
+    stream = AdaNormInputs(hidden_states, shift, scale)
     tokens, hidden_states = normalize_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
         # The norm's backward saves its input, so its output need not be saved for the adapters.
-        extra["normed"] = Recomputable(tokens, partial(_recompute_norm, block.norm1, stream))
+        extra["normed"] = Recomputable(tokens, partial(recompute_norm, normalize_stream, block.norm1, stream))
     # Added here, not in the next norm: attention to the text takes the sum without a norm.
     hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
-    stream = Stream(hidden_states, ff_shift, ff_scale, attended)
+    stream = AdaNormInputs(hidden_states, ff_shift, ff_scale, attended)
     tokens, hidden_states = normalize_stream(block.norm2, stream)
     return torch.addcmul(hidden_states, ff_gate, feed_forward(tokens))
-
-
-def _recompute_norm(norm: nn.LayerNorm, stream: Stream) -> torch.Tensor:
-    """Recompute the normed stream (B, S, D), bit for bit."""
-    return normalize_stream(norm, stream)[0]
 
 
 def find_norm_problem(block: Any) -> str | None:
@@ -225,7 +220,7 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
 
 
 def _make_linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
-    """Make the processor that treats values beyond fp16's range as this stock processor does."""
+    # Values beyond fp16's range must be treated as this stock processor does.
     if isinstance(stock, SaturatingProcessor):
         return SaturatingSanaLinearProcessor(stock, fusion, attn)
     return SanaLinearProcessor(stock, fusion, attn)

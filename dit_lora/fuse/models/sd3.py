@@ -25,7 +25,7 @@ from dit_lora.fuse.models.two_streams import (
     split_recomputable,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op_if_normed
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def block_forward(
@@ -43,16 +43,16 @@ def block_forward(
     tables = norm.linear(norm.silu(temb)).chunk(9 if block.use_dual_attention else 6, dim=1)
     # The first six tables are as in every block; three more belong to the second attention.
     modulation = Modulation(*tables[:6])
-    stream = Stream(hidden_states, modulation.shift, modulation.scale)
+    stream = AdaNormInputs(hidden_states, modulation.shift, modulation.scale)
     image, (x,) = modulate((stream,), eps=norm.norm.eps)
     if block.use_dual_attention:  # SD 3.5: the image also attends to itself, with its own tables
         shift, scale, second_gate = tables[6:]
-        second, (x,) = modulate((Stream(x, shift, scale),), eps=norm.norm.eps)
+        second, (x,) = modulate((AdaNormInputs(x, shift, scale),), eps=norm.norm.eps)
     # The last block, after which nobody reads the text: scale first, and no gate.
     if block.context_pre_only:
         emb = context_norm.linear(context_norm.silu(temb).to(encoder_hidden_states.dtype))
         scale, shift = emb.chunk(2, dim=1)
-        stream = Stream(encoder_hidden_states, shift, scale)
+        stream = AdaNormInputs(encoder_hidden_states, shift, scale)
         text, _ = modulate((stream,), eps=context_norm.norm.eps)
     else:
         text, context, text_modulation = enter_block(context_norm, encoder_hidden_states, temb)

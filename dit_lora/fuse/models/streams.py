@@ -3,15 +3,16 @@
 Shapes: B batch, S tokens, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dit_lora.fuse.attention import NormKind
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 
-def normalize_stream(norm: Any, stream: Stream, kind: NormKind = "layer") -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_stream(norm: Any, stream: AdaNormInputs, kind: NormKind = "layer") -> tuple[torch.Tensor, torch.Tensor]:
     """Add the stream's gated y to x, then norm and modulate the sum. Both results are (B, S, D).
 
     Args:
@@ -26,3 +27,8 @@ def normalize_stream(norm: Any, stream: Stream, kind: NormKind = "layer") -> tup
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     normed, (residual,) = joint_ada_norm((stream,), weight, bias, norm=kind, eps=norm.eps)
     return normed, residual
+
+
+def recompute_norm(normalize: Callable[..., tuple[torch.Tensor, Any]], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run a norm once more, for `Recomputable`: its first output, bit for bit, without the residual streams."""
+    return normalize(*args, **kwargs)[0]

@@ -17,12 +17,11 @@ def apply_swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tenso
     with activated.skip_saving():
         inner = activated.tensor * linear
     # Recomputed in backward, so that an adapter of the last layer need not save its input.
-    hidden = Recomputable(inner, partial(_recompute_hidden, gated, linear))
+    hidden = Recomputable(inner, partial(recompute_hidden, gated, linear))
     with hidden.skip_saving():
-        output: torch.Tensor = down(hidden.tensor)
-    return output
+        return down(hidden.tensor)
 
 
-def _recompute_hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-    """Recompute the hidden values, bit for bit."""
+def recompute_hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """Recompute the hidden values of a SwiGLU from its two projections, bit for bit."""
     return functional.silu(gated) * linear

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens of a stream, R of them rotated, D width, H heads.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 
 from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, QueryKeyValue, Recomputable, RotaryTables
 from dit_lora.fuse.lora import project
-from dit_lora.fuse.patches import find_unsupported_norm
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora.fuse.models.streams import recompute_norm
+from dit_lora.fuse.patches import ProblemFinder, find_unsupported_norm
+from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
 
 HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
 
@@ -34,16 +36,11 @@ class Modulation(NamedTuple):
     gate_ff: torch.Tensor
 
 
-def modulate(streams: Sequence[Stream], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
+def modulate(streams: Sequence[AdaNormInputs], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
     """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
-    return Recomputable(buffer, partial(_recompute_buffer, streams, eps)), residuals
-
-
-def _recompute_buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
-    """Recompute the buffer of `modulate`, bit for bit."""
-    return joint_ada_norm(streams, norm="layer", eps=eps)[0]
+    return Recomputable(buffer, partial(recompute_norm, joint_ada_norm, streams, norm="layer", eps=eps)), residuals
 
 
 def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recomputable, torch.Tensor, Modulation]:
@@ -58,7 +55,7 @@ def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recompu
 
 def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
     """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
-    normed, (x,) = modulate((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
+    normed, (x,) = modulate((AdaNormInputs(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
 
 
@@ -68,7 +65,8 @@ def leave_block(
     """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
     # The norm before the feed-forward adds attention's output; no norm follows the feed-forward, hence addcmul.
     _, _, gate, shift_ff, scale_ff, gate_ff = modulation
-    normed, x = ada_norm(x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attention_output, gate=gate)
+    stream = AdaNormInputs(x, shift_ff, scale_ff, attention_output, gate)
+    normed, (x,) = joint_ada_norm((stream,), norm="layer", eps=norm.eps)
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
@@ -102,7 +100,7 @@ def enter_joint_block(
 ) -> JoinedStreams:
     """Norm two streams (B, S, D) together, in this order, for a block with one `AdaLayerNormZeroSingle`."""
     shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
-    streams = [Stream(x, shift, scale) for x in (first_stream, second_stream)]
+    streams = [AdaNormInputs(x, shift, scale) for x in (first_stream, second_stream)]
     normed, residuals = modulate(streams, eps=block.norm.norm.eps)
     # Adapters on the feed-forward need not save its input either: it is the same buffer as attention's.
     with normed.skip_saving():
@@ -182,14 +180,15 @@ def find_norms_problem(*norms: Any) -> str | None:
     return "one of its norms has weights" if affine else None
 
 
-def find_block_problem(block: Any) -> str | None:
-    """Why a block of Flux keeps its stock forward; None if it can be fused."""
-    return find_norms_problem(block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+def require_plain_norms(*names: str) -> ProblemFinder:
+    """A `find_problem` that applies `find_norms_problem` to a block's attributes of these names, such as
+    `norm1.norm`.
+    """
 
+    def find_problem(block: Any) -> str | None:
+        return find_norms_problem(*(attrgetter(name)(block) for name in names))
 
-def find_joint_block_problem(block: Any) -> str | None:
-    """Why a block that norms both streams together keeps its own forward; None if it can be patched."""
-    return find_norms_problem(block.norm.norm)
+    return find_problem
 
 
 def find_attention_problem(attn: Any) -> str | None:

@@ -12,15 +12,15 @@ import torch
 
 from dit_lora.fuse.models.streams import normalize_stream
 from dit_lora.fuse.patches import ForwardPatch
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def block_forward(block: Any, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
     """Forward of `VideoDiTBlock`: tokens (B, N, D) after attention and feed-forward, modulated by condition (B, D)."""
     shift, scale, gate, shift_ff, scale_ff, gate_ff = block.adaln(condition_BD)
-    normed, x = normalize_stream(block.norm1, Stream(tokens_BND, shift, scale))
+    normed, x = normalize_stream(block.norm1, AdaNormInputs(tokens_BND, shift, scale))
     # The second norm adds attention's gated output before it norms.
-    normed, x = normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate))
+    normed, x = normalize_stream(block.norm2, AdaNormInputs(x, shift_ff, scale_ff, block.attn(normed), gate))
     return torch.addcmul(x, gate_ff[:, None], block.ff(normed))
 
 

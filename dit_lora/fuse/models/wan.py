@@ -14,8 +14,8 @@ from torch import nn
 from dit_lora.fuse.attention import RotaryTables, rotate_pairs
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def block_forward(
@@ -29,27 +29,22 @@ def block_forward(
 
     The residual stream keeps its dtype; the modulation is fp32.
     """
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = _compute_modulation(block, temb)
+    temb = temb.float()
+    if temb.ndim == 3:  # (B, 6, D): one row for each sample, not (B, S, 6, D)
+        temb = temb[:, None]
+    # The table (1, 6, D) broadcasts over batch and tokens: six of (B, G, D).
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = (block.scale_shift_table + temb).unbind(2)
     # The stock block computes norms in fp32 and rounds them to the stream's dtype; so does the kernel.
-    normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale))
+    normed, x = normalize_stream(block.norm1, AdaNormInputs(hidden_states, shift, scale))
     y = block.attn1(normed, None, None, rotary_emb)
     # Attention to the text takes the residual stream as it is.
     if isinstance(block.norm2, nn.Identity):
         normed = x = _add_gated(x, gate, y)
     else:
-        normed, x = normalize_stream(block.norm2, Stream(x, y=y, gate=gate))
+        normed, x = normalize_stream(block.norm2, AdaNormInputs(x, y=y, gate=gate))
     y = block.attn2(normed, encoder_hidden_states, None, None)
-    normed, x = normalize_stream(block.norm3, Stream(x, shift_ff, scale_ff, y))
+    normed, x = normalize_stream(block.norm3, AdaNormInputs(x, shift_ff, scale_ff, y))
     return _add_gated(x, gate_ff, block.ffn(normed))
-
-
-def _compute_modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Shift, scale, gate of attention, then of the feed-forward, each (B, G, D). temb is (B, 6, D) or (B, S, 6, D)."""
-    # The table is (1, 6, D). With (B, G, 6, D) it broadcasts over batch and tokens.
-    temb = temb.float()
-    if temb.ndim == 3:  # one row a sample
-        temb = temb[:, None]
-    return (block.scale_shift_table + temb).unbind(2)
 
 
 def _add_gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -84,18 +79,14 @@ class WanProcessor(AcrossHeadsProcessor):
         return rotate_pairs(heads, cos[..., 0::2], sin[..., 1::2]).flatten(2)
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return find_unsupported_norm((block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity)
-
-
 def _find_attention_problem(attn: Any) -> str | None:
     """Why this layer keeps its own processor; None if `WanProcessor` does the same."""
     return "it attends to an image too" if attn.add_k_proj is not None else find_rms_norm_problem(attn)
 
 
 _WAN = "diffusers.models.transformers.transformer_wan"
-FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
+_FIND_BLOCK_PROBLEM = require_norms(("norm1", "norm2", "norm3"), FP32LayerNorm, nn.Identity)
+FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = (
     ProcessorPatch(
         f"{_WAN}.WanAttnProcessor", ATTENTION, WanProcessor, _find_attention_problem, get_extra_ops=get_qk_op

@@ -16,11 +16,11 @@ from diffusers.models.normalization import RMSNorm
 
 from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, rotate_pairs
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
-from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs, find_attention_problem
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
 
@@ -40,31 +40,23 @@ def block_forward(
     The text's refiner has no modulation.
     """
     if noise_mask is not None:  # Z-Image-Omni: some tokens are clean, with their own modulation
-        stock_output: torch.Tensor = type(block).forward(
-            block, x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean
-        )
-        return stock_output
+        return type(block).forward(block, x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean)
     scale = gate = scale_ff = gate_ff = None
     if block.modulation:
         scale, gate, scale_ff, gate_ff = block.adaLN_modulation(adaln_input).chunk(4, dim=1)
         gate, gate_ff = gate.tanh(), gate_ff.tanh()
-    stream = Stream(x, scale=scale)
-    normed, x = normalize_stream(block.attention_norm1, stream, "rms")
+    norm, stream = block.attention_norm1, AdaNormInputs(x, scale=scale)
+    normed, x = normalize_stream(norm, stream, "rms")
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
-    recomputable = Recomputable(normed, partial(_recompute_norm, block.attention_norm1, stream))
+    recomputable = Recomputable(normed, partial(recompute_norm, normalize_stream, norm, stream, "rms"))
     attended = block.attention(
         normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **build_recompute_kwargs(block.attention, recomputable)
     )
-    attended, _ = normalize_stream(block.attention_norm2, Stream(attended), "rms")
-    stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
+    attended, _ = normalize_stream(block.attention_norm2, AdaNormInputs(attended), "rms")
+    stream = AdaNormInputs(x, scale=scale_ff, y=attended, gate=gate)
     normed, x = normalize_stream(block.ffn_norm1, stream, "rms")
-    output, _ = normalize_stream(block.ffn_norm2, Stream(block.feed_forward(normed)), "rms")
+    output, _ = normalize_stream(block.ffn_norm2, AdaNormInputs(block.feed_forward(normed)), "rms")
     return x + output if gate_ff is None else torch.addcmul(x, gate_ff[:, None], output)
-
-
-def _recompute_norm(norm: Any, stream: Stream) -> torch.Tensor:
-    """Recompute the normed stream (B, S, D), bit for bit."""
-    return normalize_stream(norm, stream, "rms")[0]
 
 
 def feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +77,7 @@ class ZImageProcessor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.should_use_stock:
-            output: torch.Tensor = self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
-            return output
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
         rotary = None if freqs_cis is None else get_rotary_tables(freqs_cis)
         heads = self.compute_image_heads(attn, hidden_states, rotary, *recomputable)
         if attention_mask is not None and attention_mask.ndim == 2:
@@ -105,14 +96,9 @@ class ZImageProcessor(TwoStreamProcessor):
         return rotate_pairs(heads, cos, sin)
 
 
-def _find_block_problem(block: Any) -> str | None:
-    """Return why a block keeps its own forward; None if it need not."""
-    names = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
-    return find_unsupported_norm((getattr(block, name) for name in names), RMSNorm)
-
-
+_NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
 FORWARDS = (
-    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _find_block_problem),
+    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, require_norms(_NORMS, RMSNorm)),
     ForwardPatch(f"{_Z_IMAGE}.FeedForward", "ada_norm", feed_forward),
 )
 PROCESSORS = (

@@ -56,7 +56,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
     monkeypatch.setattr(rms_norm, "rsqrt", lambda x: 1 / tl.sqrt(x))  # CUDA has its own
-    monkeypatch.setattr(liger, "_is_supported_device", lambda _: True)
+    monkeypatch.setattr(liger, "_SUPPORTED_DEVICES", ("cpu", "cuda"))
 
 
 def drawn(*shape: int) -> torch.Tensor:

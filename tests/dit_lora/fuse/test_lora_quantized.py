@@ -54,7 +54,7 @@ def exact(model: Projections, x: Tensor) -> list[Tensor]:
     outputs = []
     for layer in (model.k, model.v):
         base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-        weight = lora._DEQUANTIZERS[lora.get_class_name(base)](base, torch.float32)
+        weight = lora._dequantize(base, torch.float32)
         y = nn.functional.linear(x, weight.double(), base.bias.double())
         delta = nn.functional.linear(x, a.weight.double())
         outputs.append(y + nn.functional.linear(delta, b.weight.double()) * 1.5)

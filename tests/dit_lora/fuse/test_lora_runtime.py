@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dit_lora.fuse import casts, lora
 from dit_lora.fuse.patches import get_fusion, set_fusion
-from dit_lora_kernels.lora_linear import lower
+from dit_lora_kernels.lora_linear import cast_lora_factors
 
 
 def test_checkpointing_recomputes_the_same() -> None:
@@ -172,11 +172,11 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(copies) == 2  # all A, all B
     for layer in layers_of(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        expected = lower(a, b, layer.scaling["default"], BF16)
+        expected = cast_lora_factors(a, b, layer.scaling["default"], BF16)
         assert all(map(torch.equal, casts.CAST_CACHE[layer].factors, expected))
     actual = step(model, inputs(BF16))
     with monkeypatch.context() as patch:
-        patch.setattr(casts, "lower", None)  # nobody makes a cast of its own
+        patch.setattr(casts, "cast_lora_factors", None)  # nobody makes a cast of its own
         assert all(map(torch.equal, step(model, inputs(BF16)), actual))
     casts.CAST_CACHE.clear()
     assert all(map(torch.equal, step(model, inputs(BF16)), actual))

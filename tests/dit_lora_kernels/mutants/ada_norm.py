@@ -103,8 +103,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("dscale without the bias", "hats if bias is None else hats + ones * bias", "hats"),
     (
         "weight's gradient without 1 + scale",
-        "        (factor * hats).sum((0, 1)) if",
-        "        hats.sum((0, 1)) if",
+        "((factor * hats).sum((0, 1)) if",
+        "(hats.sum((0, 1)) if",
     ),
     (
         "streams overlap in the gradient",

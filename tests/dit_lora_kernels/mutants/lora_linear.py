@@ -17,7 +17,7 @@ MUTANTS: list[tuple[str, str, str]] = [
         "d_b[i] = _weight_gradient(dys[i].t(), products[i])",
         "d_b[i] = _weight_gradient(dys[i].t(), products[0][:, :1].expand_as(products[i]))",
     ),
-    ("base without its bias", "None if bias is None else _as(bias, dtype)", "None"),
+    ("base without its bias", "None if bias is None else _as(bias, rows.dtype)", "None"),
     (
         "the adapter replaces the base",
         "y.addmm_(products[i], lows_b[i].t())",
@@ -112,7 +112,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     (
         "A's are multiplied one by one",
         "        joint = rows @ _stacked(lows_a).t()\n"
-        "        return _split(joint, [a.shape[0] for a in lows_a], 1), []",
+        "        return _split_stacked(joint, [a.shape[0] for a in lows_a], 1), []",
         "        return [rows @ low_a.t() for low_a in lows_a], []",
     ),
     (

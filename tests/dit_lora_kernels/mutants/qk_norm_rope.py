@@ -23,13 +23,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "reads one element too many",
-        "mask=valid & (d < D), other=other",
-        "mask=valid & (d <= D), other=other",
+        "mask=valid & (d < D), other=fill",
+        "mask=valid & (d <= D), other=fill",
     ),
     (
         "16-bit arithmetic",
-        "mask=valid & (d < D), other=other).to(ACC)",
-        "mask=valid & (d < D), other=other)",
+        "mask=valid & (d < D), other=fill).to(ACC)",
+        "mask=valid & (d < D), other=fill)",
     ),
     (
         "the last pair is not written",
@@ -79,13 +79,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("one head's table for all", '"PER_HEAD": not shared,', '"PER_HEAD": False,'),
     (
         "an angle of the next head",
-        "places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
-        "places = (row * (H if PER_HEAD else 1) + heads + 1) * (D // 2) + i",
+        "offsets = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
+        "offsets = (row * (H if PER_HEAD else 1) + heads + 1) * (D // 2) + i",
     ),
     (
         "angles as far apart as elements",
-        "places = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
-        "places = (row * (H if PER_HEAD else 1) + heads) * D + i",
+        "offsets = (row * (H if PER_HEAD else 1) + heads) * (D // 2) + i",
+        "offsets = (row * (H if PER_HEAD else 1) + heads) * D + i",
     ),
     (
         "an angle too many is read",

@@ -18,7 +18,7 @@ from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import complex_rotary, streams, swiglu, z_image
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
 from dit_lora.fuse.patches import get_fusion
-from dit_lora_kernels.ada_norm import Stream
+from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
 def build() -> Any:
@@ -83,7 +83,7 @@ class TestZImage(Contract):
     def test_norms_and_hidden_values_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
         model, outputs = fuse_all(self.build()), []
-        for module, name in ((z_image, "_recompute_norm"), (swiglu, "_recompute_hidden")):
+        for module, name in ((z_image, "recompute_norm"), (swiglu, "recompute_hidden")):
             patched = getattr(module, name)
 
             def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
@@ -92,7 +92,7 @@ class TestZImage(Contract):
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(outputs) == ["_recompute_hidden"] * 3 + ["_recompute_norm"] * 3
+        assert sorted(outputs) == ["recompute_hidden"] * 3 + ["recompute_norm"] * 3
 
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One table each for images, captions and both, for every number of blocks."""
@@ -133,7 +133,7 @@ def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
     """A list of one sample is one row: each block is given a second one, made of it."""
     norm = z_image.normalize_stream
 
-    def wrong(module: Any, stream: Stream, kind: Any) -> Any:
+    def wrong(module: Any, stream: AdaNormInputs, kind: Any) -> Any:
         if stream.scale is not None:
             stream = stream._replace(scale=stream.scale[:1].expand_as(stream.scale))
         return norm(module, stream, kind)
