@@ -210,12 +210,8 @@ def _require_language_model(files: Sequence[ReleasedFile]) -> str:
     kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
         return kinds.pop()
-    raise DitLoraError(
-        format_list(
-            f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):",
-            [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()],
-        )
-    )
+    message = f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):"
+    raise DitLoraError(format_list(message, [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()]))
 
 
 def _read_text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
@@ -334,11 +330,8 @@ def _write_shards(
         if progress is not None:
             progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
     if bad:
-        raise DitLoraError(
-            format_list(
-                "these tensors are not finite:", [f"{sources.weights[name].file.name}: {name}" for name in bad]
-            )
-        )
+        offenders = [f"{sources.weights[name].file.name}: {name}" for name in bad]
+        raise DitLoraError(format_list("these tensors are not finite:", offenders))
     # A single file needs no index.
     if len(shards) == 1:
         (folder / _shard_name(0)).rename(folder / "model.safetensors")
