@@ -129,7 +129,10 @@ def convert_videochat2(
     text_config, notes = _read_text_config(llm, kind, tokenizer)
     if legacy is None:
         legacy = any(is_instruction_tuned(file.tensors) for file in released)
-    ours = _build_model_config(kind, legacy, text_config, len(bert_tokenizer), config or {})
+    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text_config, **(config or {})}
+    # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
+    values["qformer_config"] = {"vocab_size": len(bert_tokenizer), **values.get("qformer_config", {})}
+    ours = VideoChat2Config(**values)
     # The model only tells which tensors are expected, and their shapes.
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
@@ -176,16 +179,6 @@ def _check_paths(
         problems.append("no file of stage 2 or later was given, so nothing projects to the language model")
     if problems:
         raise DitLoraError(format_list("cannot convert VideoChat2:", problems))
-
-
-def _build_model_config(
-    kind: str, legacy: bool, text: PreTrainedConfig, vocab_size: int, overrides: Mapping[str, Any]
-) -> VideoChat2Config:
-    """The model's config, with overrides. `vocab_size` is the vocabulary size of the Q-Former's tokenizer."""
-    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
-    # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
-    qformer = {"vocab_size": vocab_size, **overrides.get("qformer_config", {})}
-    return VideoChat2Config(**{**values, **overrides, "qformer_config": qformer})
 
 
 def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
