@@ -51,7 +51,7 @@ class CacheOutcome:
 
     def format_text(self) -> str:
         """The result as text for the terminal."""
-        lines = []
+        lines: list[str] = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
                 lines += _format_cache(kind, values)

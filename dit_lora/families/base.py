@@ -266,9 +266,7 @@ class Sampler(CheckpointInfo):
             pipeline.to(device)
 
     def _load_pipeline(self, dtype: torch.dtype, transformer: nn.Module | None, text: bool, **init_kwargs: Any) -> Any:
-        """Load the stock pipeline in `dtype`, except components of `fp32_components`; `arguments` go to its
-        constructor.
-        """
+        """Load the stock pipeline in `dtype`, except `fp32_components`; `init_kwargs` go to its constructor."""
         # Diffusers' from_pretrained accepts one dtype, or a dict of dtypes by component.
         dtypes: Any = dtype
         if self.fp32_components:
@@ -365,9 +363,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         return {} if side is None else {"reference_resolution": side}
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
-        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare its output or to
-        sample.
-        """
+        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
         # Adapters that do not record the setting keep the value that the checkpoint was opened with.
         side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)

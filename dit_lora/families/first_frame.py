@@ -14,7 +14,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.pictures import image_errors
-from dit_lora.numerics.streams import DrawFunctions
+from dit_lora.numerics.streams import DrawFunctions, draw_uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,7 @@ class FirstFrameCheckpoint(FlowCheckpoint):
 
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         # One uniform number per sample decides whether it keeps its image; the draw is true where it does.
-        image_draws: DrawFunctions = {
-            "image_dropout": lambda rows: (
-                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
-            )
-        }
+        image_draws: DrawFunctions = {"image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout}
         return {**super().draw_functions(batch), **image_draws}
 
     def has_picture(
@@ -70,9 +66,7 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
     def picture_tokens(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The image's normalised latents, repeated for every frame (B, S, C). `random_tensors` holds the random
-        tensors.
-        """
+        """The image's normalised latents, repeated for every frame (B, S, C)."""
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if validation prompts have no images."""

@@ -103,9 +103,7 @@ class FlowCheckpoint(Checkpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32. `random_tensors` holds the random tensors of
-        `draw_functions`.
-        """
+        """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
     def conditioning_mask(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
@@ -121,7 +119,7 @@ class FlowCheckpoint(Checkpoint):
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = (objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws))
+        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
@@ -154,7 +152,5 @@ class FlowCheckpoint(Checkpoint):
         batch: Mapping[str, torch.Tensor],
         random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Predict for a training step. Calls `predict`; families that need further random tensors override this, and
-        take them from `random_tensors`.
-        """
+        """Predict for a training step. Families that need random tensors beyond noise and timestep override this."""
         return self.predict(transformer, noisy, timesteps, batch)

@@ -92,6 +92,11 @@ def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
 
 
+def draw_uniform(generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Uniform fp32 draws from [0, 1), of shape (B,), each from its own generator."""
+    return torch.cat([torch.rand(1, generator=row) for row in generators])
+
+
 def draw_integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Uniform int64 draws from low..high-1, of shape (B,), each from its own generator."""
     return torch.cat([torch.randint(low, high, (1,), generator=row) for row in generators])

@@ -24,7 +24,7 @@ from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.families.pictures import image_errors, to_pil_image
 from dit_lora.families.posterior import encode_video, sample_posterior
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import DrawFunctions, draw_integers, make_generator, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_integers, draw_uniform, make_generator, normal
 
 # Training noise is added to pixels, but latents are cached: encode this many noisy copies of each image.
 NUM_NOISY_ENCODINGS = 4
@@ -94,9 +94,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         encodings, *shape = batch["image_latent_mean"].shape[1:]
         image_draws: DrawFunctions = {
             "image_posterior": partial(normal, shape),
-            "image_dropout": lambda rows: (
-                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
-            ),
+            "image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout,
         }
         noised: DrawFunctions = {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
         return {**super().draw_functions(batch), **image_draws, **noised}

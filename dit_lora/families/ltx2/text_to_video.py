@@ -8,7 +8,6 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 tokens of sound and A their width.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,13 +28,14 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
 from dit_lora.families.ltx2.guidance import guidance_kwargs
 from dit_lora.families.ltx2.hearing import SoundCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
 from dit_lora.families.ltx2.text import bypass_connectors, join_prompt_tensors, make_text_encoder
-from dit_lora.families.posterior import encode_video
+from dit_lora.families.opening import get_call_default
+from dit_lora.families.posterior import encode_video, make_pixel_encoder
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text
@@ -71,16 +71,14 @@ class LTX2Checkpoint(SoundCheckpoint):
 
     @property
     def frame_rate(self) -> float:
-        return self.fps or self.get_call_default("frame_rate")
+        rate: float = self.fps or get_call_default(self.pipeline_class, "frame_rate")
+        return rate
 
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        return self.get_call_default("max_sequence_length")
-
-    def get_call_default(self, argument: str) -> Any:
-        """Default value of an argument of the pipeline's `__call__`."""
-        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
+        return tokens
 
     @property
     def size_multiple(self) -> int:
@@ -176,12 +174,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         It encodes in fp32 regardless of `dtype`.
         """
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return self.encode_clip(vae, pixels)
-
-        return self.add_sound_encoder(encode, device)
+        return self.add_sound_encoder(make_pixel_encoder(vae, self.encode_clip), device)
 
     def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
@@ -229,9 +222,7 @@ class LTX2Checkpoint(SoundCheckpoint):
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
-        latents = batch["latent_mean"]
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, LTX2Pipeline._pack_latents)
 
     def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.

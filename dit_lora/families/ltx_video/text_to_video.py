@@ -22,9 +22,9 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import get_call_default
-from dit_lora.families.posterior import encode_video, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
@@ -118,13 +118,9 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
         It encodes in fp32 regardless of `dtype`.
         """
-        vae = memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return self.encode_clip(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(
+            memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device), self.encode_clip
+        )
 
     def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's posterior and the VAE's means and deviations (2, C), which are in its weights but in no config."""
@@ -150,10 +146,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
-        latents = batch["latent_mean"]
-        # (B, 1, 1, H, W), expanded to all channels and frames before packing.
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.opening import get_call_default
 from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
 from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.limit import load_text_limit
@@ -41,8 +42,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens that captions are padded to: the default of the pipeline's `__call__`."""
-        arguments = inspect.signature(self.pipeline_class.__call__).parameters
-        tokens: int = arguments["max_sequence_length"].default
+        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
         return tokens
 
     def load_text_limit(self) -> TextLimit:

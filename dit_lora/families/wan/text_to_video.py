@@ -5,7 +5,7 @@ Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/wa
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, ClassVar
@@ -22,8 +22,9 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import get_call_default, read_component_config
-from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
+from dit_lora.families.text.captions import make_padded_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
@@ -120,29 +121,13 @@ class WanCheckpoint(FlowCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
-        pipeline = self.load_text_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # (B, T, D)
-            embeddings, _ = pipeline.encode_prompt(
-                list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
-            )
-            return {"prompt_embeds": embeddings}
-
-        return encode
+        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
@@ -184,11 +169,7 @@ class WanCheckpoint(FlowCheckpoint):
         return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        # The pipeline encodes no text if it gets embeddings.
-        arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | ({"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {})
+        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
