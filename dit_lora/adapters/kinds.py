@@ -82,8 +82,7 @@ def describe_adapter(metadata: Mapping[str, Any]) -> str:
 
 def get_alpha(config: Mapping[str, Any]) -> float | None:
     """Alpha from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
-    alpha: float | None = config.get("lora_alpha", config.get("alpha"))
-    return alpha
+    return config.get("lora_alpha", config.get("alpha"))
 
 
 def compute_scaling(alpha: float, rank: float, *, rslora: bool) -> float:

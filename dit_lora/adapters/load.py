@@ -108,8 +108,7 @@ def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch
         tensors = load_file(file)
         return {f"transformer.{name.removeprefix('base_model.model.')}": tensor for name, tensor in tensors.items()}
     loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
-    state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
-    return state
+    return loaded[0] if isinstance(loaded, tuple) else loaded
 
 
 def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
@@ -157,7 +156,6 @@ def _restore_prefix(requested_name: str, names: list[str]) -> str:
 
 
 def _count_common_characters(first: str, second: str) -> int:
-    """Length of the common prefix of two names."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

@@ -84,7 +84,6 @@ def init(
 
 
 def _list_next_commands(recipe: PackagedRecipe, folder: Path, config: str) -> list[str]:
-    """Return what to type in the new folder, a line each."""
     # The commands below use paths relative to the new folder.
     lines = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
     # Commands that prepare the run, such as `dit-lora tiny`.

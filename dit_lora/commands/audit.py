@@ -227,7 +227,6 @@ def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[Audited
 
 
 def _collect_scan_findings(scan_result: Scan) -> Findings:
-    """Findings on files that the scan of the sources could not use."""
     problems: Findings = {}
     for problem in scan_result.problems:
         remedy = _REMEDIES.get(problem.code, "correct it, or remove the sample")

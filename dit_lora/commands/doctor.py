@@ -147,7 +147,6 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def _describe_package(name: str, env: Environment, version_problems: Sequence[VersionProblem]) -> dict[str, Any]:
-    """The entry of one package: versions, status, and its problem if it has one."""
     problem = next((problem for problem in version_problems if problem.id == name), None)
     return {
         "version": env.versions.get(name),
@@ -161,7 +160,6 @@ def _describe_package(name: str, env: Environment, version_problems: Sequence[Ve
 
 
 def _describe_launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """The entry of the launch config: file, number of processes, and its problem if it has one."""
     path = launch_config or get_default_launch_config()
     # The default config is optional; a file that the user names must exist.
     if launch_config is None and not path.is_file():

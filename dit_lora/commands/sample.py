@@ -183,7 +183,6 @@ def _load_adapters(
 
 
 def _require_files(request: SampleRequest) -> None:
-    """Raise `DitLoraError` if an input image does not exist."""
     options = {"--image": [request.image], "--last-image": [request.last_image], "--reference": request.references}
     missing = [
         f"{option} {file}"

@@ -107,8 +107,7 @@ class PackagedRecipe:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The contents of the YAML file, not validated."""
-        values: dict[str, Any] = parse_yaml(self.text)
-        return values
+        return parse_yaml(self.text)
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
         """The recipe's entry in `dit-lora recipes --json`."""

@@ -33,6 +33,8 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
 
 Tensors = dict[str, torch.Tensor]
+TensorMap = Mapping[str, torch.Tensor]
+"""Tensors by name that are only read, each (B, ...): a cached batch, or the random tensors of a training step."""
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes of tensors by name."""
 TextEncoder = Callable[[Sequence[str]], Tensors]
@@ -57,9 +59,9 @@ class TrainableCheckpoint(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions: ...
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions: ...
 
-    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput: ...
+    def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,11 @@ class Denoiser(CheckpointInfo):
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
 
     @abstractmethod
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Compute the loss of each sample of a cached batch.
 
         Args:
@@ -221,7 +223,7 @@ class Denoiser(CheckpointInfo):
 
     @abstractmethod
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 

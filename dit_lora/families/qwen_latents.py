@@ -17,7 +17,7 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import VideoEncoder
+from dit_lora.families.base import TensorMap, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.loss_mask import compute_packed_loss_weights
@@ -58,7 +58,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     def mu(self, size: torch.Size) -> float:
         return compute_mu(self.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
@@ -69,24 +69,21 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
             "noise": partial(normal, (height * width // square, square * channels)),
         }
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return self.pack_latents(normalize_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, self.pack_latents)
 
     def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = self.pipeline_class._pack_latents(latents, batch, channels, height, width)
-        return packed
+        return self.pipeline_class._pack_latents(latents, batch, channels, height, width)
 
-    def token_grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    def token_grid(self, batch: TensorMap) -> tuple[int, int]:
         """Rows and columns of a batch's image tokens."""
         height, width = batch["latent_mean"].shape[-2:]
         return height // PACK_SIZE, width // PACK_SIZE

@@ -17,7 +17,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import Checkpoint, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
@@ -70,7 +70,6 @@ class CogVideoXCheckpoint(Checkpoint):
         ]
 
     def _position_limit_errors(self, shape: VideoShape) -> list[str]:
-        """One message per size for which the transformer has no positions."""
         config, factor = self.transformer_config, self.spatial_factor
         requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
         # The config gives latent sizes; recipes give pixels.
@@ -108,7 +107,7 @@ class CogVideoXCheckpoint(Checkpoint):
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W); each epoch draws new latents."""
         return make_pixel_encoder(memory.load(AutoencoderKLCogVideoX, self.path, dtype, device), encode_video)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
         return {
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
@@ -117,7 +116,7 @@ class CogVideoXCheckpoint(Checkpoint):
             "timestep": partial(draw_integers, 0, self.num_train_timesteps),
         }
 
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
 
         If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
@@ -159,8 +158,8 @@ class CogVideoXCheckpoint(Checkpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         """The prediction of a training step, which needs no random tensors other than noise and timestep."""
         return self.predict(transformer, noisy, timesteps, batch)
@@ -170,7 +169,7 @@ class CogVideoXCheckpoint(Checkpoint):
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        batch: TensorMap,
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         return self._run_transformer(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])

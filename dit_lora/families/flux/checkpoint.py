@@ -24,7 +24,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
@@ -150,24 +150,22 @@ class FluxCheckpoint(FlowCheckpoint):
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.scheduler, size[-2] * size[-1] // 4)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
         return {**super().draw_functions(batch), "noise": partial(normal, (height * width // 4, 4 * channels))}
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(shift_and_scale_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
@@ -190,7 +188,7 @@ class FluxCheckpoint(FlowCheckpoint):
             return_dict=False,
         )[0][:, : noisy.shape[1]]
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         """The transformer's arguments that depend on sizes, and CLIP's pooled vector."""
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
@@ -218,8 +216,7 @@ class FluxCheckpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +266,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         positions, text = super()._positions(batch), batch["prompt_embeds"]
         for latents in get_reference_latents(batch):
             height, width = latents.shape[-2] // 2, latents.shape[-1] // 2

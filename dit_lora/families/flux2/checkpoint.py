@@ -25,7 +25,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, pack_latents, read_flux_fields
 from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
@@ -174,13 +174,11 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Packed latents, (B, S, P). The cached ones are already normalised."""
         return pack_latents(batch["latent_mean"].float())
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         # Every second latent in both directions has the size of the packed grid, which is all the method reads.
         positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]

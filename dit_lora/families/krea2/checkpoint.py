@@ -59,8 +59,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption, including padding and the template's end: the pipeline's default."""
-        tokens: int = get_call_default(Krea2Pipeline, "max_sequence_length")
-        return tokens
+        return get_call_default(Krea2Pipeline, "max_sequence_length")
 
     def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
@@ -93,8 +92,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         # An instance method of the pipeline, which reads only `patch_size`.
         pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
-        return packed
+        return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
@@ -105,7 +103,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         """
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_embeds_mask"])
         dtype, device = text.dtype, text.device
-        prediction: torch.Tensor = transformer(
+        return transformer(
             hidden_states=noisy.to(dtype),
             encoder_hidden_states=text,
             # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
@@ -114,7 +112,6 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
             encoder_attention_mask=None if mask is None else move_to_device(mask, device),
             return_dict=False,
         )[0]
-        return prediction
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)

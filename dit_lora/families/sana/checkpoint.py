@@ -27,7 +27,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import (
@@ -127,14 +127,12 @@ class SanaCheckpoint(FlowCheckpoint):
         keep_linear_attention_fp32(transformer, should_saturate=self.should_saturate)
         return transformer
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # Without a posterior, every epoch uses the same latents.
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -174,13 +172,11 @@ class SanaCheckpoint(FlowCheckpoint):
 
     @property
     def _text_tokens(self) -> int:
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     @property
     def _instruction(self) -> Sequence[str]:
-        instruction: Sequence[str] = get_call_default(self.pipeline_class, "complex_human_instruction")
-        return instruction
+        return get_call_default(self.pipeline_class, "complex_human_instruction")
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:

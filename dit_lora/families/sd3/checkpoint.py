@@ -16,7 +16,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
@@ -127,15 +127,13 @@ class SD3Checkpoint(FlowCheckpoint):
             return super().mu(size)
         return compute_mu(self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of latents (B, C, H, W); equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -161,8 +159,7 @@ class SD3Checkpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of T5 tokens of every caption: the pipeline's default."""
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:

@@ -19,7 +19,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import get_call_default, read_component_config
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
@@ -66,7 +66,6 @@ class WanCheckpoint(FlowCheckpoint):
         ]
 
     def _position_limit_errors(self, shape: VideoShape) -> list[str]:
-        """One message per size that exceeds the position tables."""
         max_positions = self.transformer_config["rope_max_seq_len"]
         # (time, height, width)
         patches = self.transformer_config["patch_size"]
@@ -86,8 +85,7 @@ class WanCheckpoint(FlowCheckpoint):
         It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
         that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
         """
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     def load_text_limit(self) -> TextLimit:
         return load_text_limit(self.path, self.text_tokens)
@@ -129,15 +127,13 @@ class WanCheckpoint(FlowCheckpoint):
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
         return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return normalize_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline.
 
@@ -147,7 +143,7 @@ class WanCheckpoint(FlowCheckpoint):
         return self.run_transformer(transformer, noisy, timesteps, batch)
 
     def run_transformer(
-        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Run the transformer. `timesteps` is (B,), or (B, S) for per-token timesteps (TI2V-5B)."""
         prompt_embeds = batch["prompt_embeds"]

@@ -20,7 +20,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import read_flow_scheduler
@@ -147,15 +147,13 @@ class ZImageCheckpoint(FlowCheckpoint):
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
         return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents (B, C, H, W); equal to one call of the stock pipeline.
 
@@ -188,8 +186,7 @@ class ZImageCheckpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:

@@ -166,7 +166,6 @@ def convert_videochat2(
 def _check_paths(
     output_folder: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
-    """Raise `DitLoraError` with every path that is missing, or exists and must not."""
     # Collect all problems, so that one run shows them together.
     problems = [f"{output_folder} exists; choose another folder"] if output_folder.exists() else []
     problems += [
