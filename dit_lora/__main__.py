@@ -1,6 +1,4 @@
-"""Run `dit-lora` as a module, so that `accelerate launch -m dit_lora cache build RECIPE` can start several
-processes.
-"""
+"""Run `dit-lora` as a module, so that `accelerate launch -m dit_lora ...` can start several processes."""
 
 from dit_lora.cli.app import main
 

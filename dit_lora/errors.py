@@ -25,9 +25,7 @@ _RANK_0_HEAD_START_S = 3.0
 
 
 class DitLoraError(Exception):
-    """An error that is shown without a traceback. Its message says what was wrong, what was received and what to
-    do.
-    """
+    """An error that is shown without a traceback: its message says what was wrong, what was received, what to do."""
 
     exit_code = 2
     collective = False

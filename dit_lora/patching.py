@@ -51,7 +51,7 @@ class Patches:
         self._undo.append(lambda: delattr(owner, name))
 
     def gate_step(self, owner: Any, is_closed: Callable[[], bool]) -> None:
-        """Make `owner.step` do nothing while `is_step_over()` is true, by swapping in a subclass.
+        """Make `owner.step` do nothing while `is_closed()` is true, by swapping in a subclass.
 
         An attribute would not do: a scheduler's state_dict contains all of its attributes, and must be picklable.
         """
@@ -65,9 +65,7 @@ class Patches:
         self._undo.append(lambda: setattr(owner, "__class__", original_class))
 
     def wrap_iteration(self, owner: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
-        """Wrap `owner.__iter__` by swapping in a subclass. Returns False if the class of the owner cannot be
-        replaced.
-        """
+        """Wrap `owner.__iter__` by swapping in a subclass. Returns False if the owner's class cannot be replaced."""
         original_class = type(owner)
 
         def iterate_wrapped(this: Any) -> Iterator[Any]:

@@ -33,8 +33,7 @@ TOKEN_PATTERNS: Mapping[str, str] = {
     "PyPI": r"pypi-A[\w-]{15,}",
     "JWT": r"eyJ[\w=-]{8,}(?:\.[\w=-]+)*",
     "private key": (
-        r"-{0,5}BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[\s\S]*?"
-        r"(?:END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-{0,5}|\Z)"
+        r"-{0,5}BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[\s\S]*?(?:END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-{0,5}|\Z)"
     ),
     "PuTTY": r"PuTTY-User-Key-File-\d[\s\S]*",
     "age": r"AGE-SECRET-KEY-1[0-9A-Z]{40,}",
@@ -175,9 +174,7 @@ _LOCAL_SCHEMES = frozenset({"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", 
 
 
 def _compile_path_pattern(posix: str, parts: str) -> re.Pattern[str]:
-    """Compile a pattern for URLs, which are mostly kept, and absolute paths. `posix` matches the start of a POSIX
-    path.
-    """
+    """A pattern for URLs, which are mostly kept, and absolute paths; `posix` matches the start of a POSIX path."""
     certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_KNOWN_ROOT})(?:{_FOLDER})*{_LAST_PART}"
     full_path = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
     quoted = rf"(?P<quote>[\"'`])(?P<inside>{full_path})(?P=quote)"

@@ -12,23 +12,17 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 def make_printable(text: object) -> str:
-    r"""The text with all characters that control a terminal written as escapes, such as `\x1b`. Line ends and tabs
-    stay.
-    """
+    r"""The text with characters that control a terminal as escapes, such as `\x1b`; line ends and tabs stay."""
     return _CONTROL_CHARACTERS.sub(_escape, str(text))
 
 
 def make_one_line(text: object) -> str:
-    """`make_printable` text with line ends and tabs escaped too, so that a file name cannot look like a message of
-    ours.
-    """
+    """`make_printable` text with line ends and tabs escaped too, so that a name cannot look like a message of ours."""
     return make_printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def indent_lines(text: object) -> str:
-    """`make_printable` text with all lines after the first indented, so that none looks like another
-    message of ours.
-    """
+    """`make_printable` text with later lines indented, so that none looks like another message of ours."""
     # Lines that are indented by two spaces already stay as they are.
     return re.sub(r"\n(?!  )", "\n  ", make_printable(text))
 

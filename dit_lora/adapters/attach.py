@@ -142,19 +142,15 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
     tied = find_tied_layers(model, names)
     if tied:
         # PEFT would adapt only one use of the weight, and a merged checkpoint could not represent that.
-        raise DitLoraError(
-            format_list(
-                f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
-                "(tie_word_embeddings); leave them out of lora.targets",
-                tied,
-            )
+        message = (
+            f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
+            "(tie_word_embeddings); leave them out of lora.targets"
         )
+        raise DitLoraError(format_list(message, tied))
 
 
 def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
-    """The names that match by PEFT's rule: a string is a regular expression for the whole name, a list holds
-    endings.
-    """
+    """The names that match by PEFT's rule: a string is a regular expression for the whole name, a list holds ends."""
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
     # The dot before both: `to_q` must not match `my_to_q`.
@@ -166,18 +162,17 @@ def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Seq
     # Layers with one of the submodules in their path, at any depth.
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in submodules)]
     if not inside:
-        raise DitLoraError(
-            format_list("no linear layer is inside these submodules, to which LoRA is limited", submodules)
-        )
+        message = "no linear layer is inside these submodules, to which LoRA is limited"
+        raise DitLoraError(format_list(message, submodules))
     inside_targets = [target for target in targets if match_names(inside, [target])]
     other_targets = [target for target in targets if target not in inside_targets]
-    # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
-    parts = (
-        [rf"(?=(?:.*\.)?(?:{_join_alternatives(submodules)})\.)(?:.*\.)?(?:{_join_alternatives(inside_targets)})"]
-        if inside_targets
-        else []
-    )
-    parts += [rf"(?:.*\.)?(?:{_join_alternatives(other_targets)})"] if other_targets else []
+    parts = []
+    if inside_targets:
+        # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
+        ahead = rf"(?=(?:.*\.)?(?:{_join_alternatives(submodules)})\.)"
+        parts.append(rf"{ahead}(?:.*\.)?(?:{_join_alternatives(inside_targets)})")
+    if other_targets:
+        parts.append(rf"(?:.*\.)?(?:{_join_alternatives(other_targets)})")
     return "|".join(parts)
 
 
@@ -189,13 +184,10 @@ def _require_matches(model: str, targets: list[str], linear: list[str], convolut
     names = (*linear, *convolutions)
     unmatched = [target for target in targets if not match_names(names, [target])]
     if unmatched:
-        shown_convolutions = [f"{suffix} ({n}, convolutions)" for suffix, n in _count_suffixes(convolutions).items()]
-        raise DitLoraError(
-            format_list(
-                f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has",
-                [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()] + shown_convolutions,
-            )
-        )
+        shown = [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
+        shown += [f"{suffix} ({count}, convolutions)" for suffix, count in _count_suffixes(convolutions).items()]
+        message = f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has"
+        raise DitLoraError(format_list(message, shown))
 
 
 def _count_suffixes(names: list[str]) -> Counter[str]:

@@ -48,12 +48,15 @@ def merge_into_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     layers.
     """
     if isinstance(layer, LoraLayer):
-        total = weight + _compute_lora_update(layer, adapter, weight)
-        return _apply_dora_magnitude(layer, adapter, total) if adapter in layer.lora_variant else total
+        return _merge_lora(layer, adapter, weight)
     if isinstance(layer, LoKrLayer):
         return weight + _compute_lokr_update(layer, adapter, weight)
     if isinstance(layer, LoHaLayer):
-        return weight + _compute_loha_update(layer, adapter, weight)
+        # LoHa: the elementwise product of two LoRAs (arXiv 2309.14859).
+        w1_a, w1_b, w2_a, w2_b = (
+            getattr(layer, f"hada_{name}")[adapter].to(weight) for name in ("w1_a", "w1_b", "w2_a", "w2_b")
+        )
+        return weight + layer.scaling[adapter] * ((w1_a @ w1_b) * (w2_a @ w2_b)).reshape(weight.shape)
     assert isinstance(layer, OFTLayer), type(layer)
     # A copy in the weight's dtype: the module itself must stay in fp32.
     module: Any = layer.oft_R[adapter]
@@ -62,14 +65,13 @@ def merge_into_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     return weight @ rotation.mT
 
 
-def _compute_lora_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+def _merge_lora(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     a, b = (factors[adapter].weight.to(weight) for factors in (layer.lora_A, layer.lora_B))
     # A convolution's (rank, in, h, w) and (out, rank, 1, 1) are multiplied as matrices.
-    return layer.scaling[adapter] * (b.flatten(1) @ a.flatten(1)).reshape(weight.shape)
-
-
-def _apply_dora_magnitude(layer: Any, adapter: str, total: Tensor) -> Tensor:
-    """DoRA's weight: each row of the sum, scaled to its trained length (arXiv 2402.09353, eq. 5)."""
+    total: Tensor = weight + layer.scaling[adapter] * (b.flatten(1) @ a.flatten(1)).reshape(weight.shape)
+    if adapter not in layer.lora_variant:
+        return total
+    # DoRA: each row of the sum, scaled to its trained length (arXiv 2402.09353, eq. 5).
     # (outputs,), for a convolution from (1, outputs, 1, 1).
     magnitude = layer.lora_magnitude_vector[adapter].weight.to(total).flatten()
     rows = total.flatten(1)
@@ -79,27 +81,18 @@ def _apply_dora_magnitude(layer: Any, adapter: str, total: Tensor) -> Tensor:
 
 
 def _compute_lokr_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    factor_1, factor_2 = (_get_lokr_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
+    factors = []
+    for name in ("lokr_w1", "lokr_w2"):
+        full: dict[str, Tensor] = getattr(layer, name)
+        # PEFT stores a factor either whole, for example if the rank is at least half of its side, or as a product.
+        if adapter in full:
+            factors.append(full[adapter].to(weight))
+        else:
+            a, b = (getattr(layer, f"{name}_{part}")[adapter].to(weight) for part in "ab")
+            factors.append(a @ b)
+    factor_1, factor_2 = factors
     # In a convolution, only the second factor has the kernel's dimensions: append sides of 1 to the first.
     factor_1 = factor_1.reshape(*factor_1.shape, *[1] * (factor_2.ndim - factor_1.ndim))
     # (a * c, b * d, ...) from (a, b) and (c, d, ...).
     product = torch.kron(factor_1, factor_2.contiguous())
     return layer.scaling[adapter] * product.reshape(weight.shape)
-
-
-def _get_lokr_factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
-    """A factor of LoKr, which PEFT stores either whole or as a product of two matrices."""
-    # Stored whole, for example, if the rank is at least half of its side.
-    full: dict[str, Tensor] = getattr(layer, name)
-    if adapter in full:
-        return full[adapter].to(weight)
-    parts: list[Tensor] = [getattr(layer, f"{name}_{part}")[adapter] for part in "ab"]
-    return parts[0].to(weight) @ parts[1].to(weight)
-
-
-def _compute_loha_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    # LoHa: the elementwise product of two LoRAs (arXiv 2309.14859).
-    w1_a, w1_b, w2_a, w2_b = (
-        getattr(layer, f"hada_{name}")[adapter].to(weight) for name in ("w1_a", "w1_b", "w2_a", "w2_b")
-    )
-    return layer.scaling[adapter] * ((w1_a @ w1_b) * (w2_a @ w2_b)).reshape(weight.shape)

@@ -101,9 +101,7 @@ def build_header_entries(run_metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def move_staged_files(staging_folder: Path, output_folder: Path, names: Sequence[str]) -> None:
-    """Move these files from the folder `staging_folder` to `output_folder`. Files that were not written are removed
-    from `output_folder`.
-    """
+    """Move these files to `output_folder`, and remove there the files of these names that were not staged."""
     set_shared_permissions(staging_folder)
     for name in names:
         if (staging_folder / name).exists():
@@ -131,8 +129,12 @@ def save_pipeline(
     `save_adapter`. Raises `CheckFailedError` for values that are not finite.
     """
     if weights is not None:
-        # The sharded model cannot be saved itself.
-        transformer = _build_model_with_weights(transformer, weights)
+        # The sharded model cannot be saved itself: a model of the same config holds `weights` without a copy of them.
+        holder: Any = get_original_class(transformer).from_config(transformer.config)  # type: ignore[attr-defined]
+        # `weights` has parameters only; the model's state dict also has buffers that it computes.
+        tables = {name: table for name, table in transformer.named_buffers() if name in holder.state_dict()}
+        holder.load_state_dict({**weights, **tables}, assign=True)
+        transformer = holder
     require_valid_tensors({}, dict(transformer.named_parameters()))
     staged = output_folder.with_name(f".{output_folder.name}.partial")
     # An interrupted run may have left this folder.
@@ -158,15 +160,6 @@ def get_base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[s
     # PEFT wraps an adapted layer and moves its weight to `base_layer`.
     plain_names = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
     return {name: plain_names[name] for name in trained}
-
-
-def _build_model_with_weights(model: Any, weights: Tensors) -> nn.Module:
-    """A model of the same config that holds `weights` without a copy of them."""
-    holder: nn.Module = get_original_class(model).from_config(model.config)  # type: ignore[attr-defined]
-    # `weights` has parameters only; the model's state dict also has buffers that it computes.
-    tables = {name: table for name, table in model.named_buffers() if name in holder.state_dict()}
-    holder.load_state_dict({**weights, **tables}, assign=True)
-    return holder
 
 
 def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -33,9 +33,8 @@ def find_lora(location: str, option: str) -> Path:
         )
     if file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME) and file.with_name(BASE_FILE).is_file():
         raise DitLoraError(
-            f"{option}: {location} has base weights beside its LoRA ({BASE_FILE}), which a LoRA "
-            "alone leaves out; write "
-            "both into a checkpoint (dit-lora export --to merged) and start from that"
+            f"{option}: {location} has base weights beside its LoRA ({BASE_FILE}), which a LoRA alone leaves out; "
+            "write both into a checkpoint (dit-lora export --to merged) and start from that"
         )
     return file
 
@@ -65,10 +64,9 @@ def _find_in_folder(folder: Path, location: str, option: str) -> Path:
 def _find_on_hub(location: str, option: str) -> Path:
     # OWNER/NAME/FILE, with three parts; OWNER/NAME has two.
     *repository, file_name = location.split("/")
-    name, pattern = "/".join(repository), file_name
+    name = "/".join(repository)
     if file_name.endswith(_SUFFIX) and len(repository) == 2 and not is_likely_local(name):
-        file = resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (pattern,)) / pattern
-        return file
+        return resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (file_name,)) / file_name
     if get_hub_name(location) is None:
         starts = "; a start is kaiming, gaussian, or a LoRA to continue from"
         hint = suggest_hub_prefix(location) or (starts if option == "lora.init" else "")

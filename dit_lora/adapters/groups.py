@@ -57,17 +57,21 @@ def parameter_groups(
         if members[name] and not fnmatch.filter(all_names, pattern)
     ]
     if empty:
-        raise DitLoraError(
-            format_list(
-                f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
-                sorted({f"{name.partition('.')[0]}.*" for name in all_names}),
-            )
-        )
+        message = f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below"
+        raise DitLoraError(format_list(message, sorted({f"{name.partition('.')[0]}.*" for name in all_names})))
     # Shared parameters occur once, under their first name.
     parameters = dict(model.named_parameters())
     # Before the check, which looks at all trainable parameters.
-    _make_trainable(parameters, members)
-    _require_all_grouped(parameters, members)
+    for name in (*members.get("connector", ()), *members.get("backbone", ())):
+        parameter = parameters[name]
+        # AdamW loses small updates of weights in half precision.
+        parameter.data = parameter.data.to(torch.float32)
+        parameter.requires_grad_(True)
+    # The optimizer would never update a parameter outside of all groups.
+    grouped = {name for names in members.values() for name in names}
+    left_out = [name for name, p in parameters.items() if p.requires_grad and name not in grouped]
+    if left_out:
+        raise DitLoraError(format_list("these trainable parameters are in no parameter group", left_out))
     return [
         {
             "name": group,
@@ -145,20 +149,3 @@ def _find_base_group(
         if group_patterns and any(fnmatch.fnmatchcase(name, pattern) for pattern in group_patterns):
             return group
     return None
-
-
-def _make_trainable(parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]) -> None:
-    for group in ("connector", "backbone"):
-        for name in members.get(group, ()):
-            parameter = parameters[name]
-            # AdamW loses small updates of weights in half precision.
-            parameter.data = parameter.data.to(torch.float32)
-            parameter.requires_grad_(True)
-
-
-def _require_all_grouped(parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]) -> None:
-    # The optimizer would never update a parameter outside of all groups.
-    grouped = {name for names in members.values() for name in names}
-    left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
-    if left_out:
-        raise DitLoraError(format_list("these trainable parameters are in no parameter group", left_out))

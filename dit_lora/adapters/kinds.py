@@ -82,8 +82,7 @@ def describe_adapter(metadata: Mapping[str, Any]) -> str:
 
 def get_alpha(config: Mapping[str, Any]) -> float | None:
     """Alpha from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
-    alpha: float | None = config.get("lora_alpha", config.get("alpha"))
-    return alpha
+    return config.get("lora_alpha", config.get("alpha"))
 
 
 def compute_scaling(alpha: float, rank: float, *, rslora: bool) -> float:
@@ -101,12 +100,15 @@ def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig)
     if unfit:
         message = f"lora.kind: {lora.kind} cannot adapt these layers of {type(model).__name__}"
         raise DitLoraError(format_list(message, unfit))
-    unused = [
-        f"lora.{option}: {pattern}"
-        for option in ("rank_pattern", "alpha_pattern")
-        for pattern in getattr(lora, option)
-        if not any(_is_match(pattern, name) for name in layers)
-    ]
+    unused = []
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, option):
+            reason = find_unbounded_reason(pattern)
+            if reason:  # the saved adapter's config would be refused when it is read
+                raise DitLoraError(f"{pattern!r} {reason}")
+            # PEFT returns the name itself if no pattern matches; but a pattern may be equal to the name.
+            if not any(get_pattern_key([pattern], name) == pattern for name in layers):
+                unused.append(f"lora.{option}: {pattern}")
     if unused:
         raise DitLoraError(format_list("these patterns match no adapted layer", unused))
 
@@ -142,11 +144,3 @@ def _find_unsupported_reason(layer: nn.Module, kind: AdapterKind) -> str | None:
         if zero:  # a layer that is initialized with zeros: the first step would divide 0 by 0
             return f"{zero} of its {len(weight)} rows are zero, and dora divides by their lengths"
     return None
-
-
-def _is_match(pattern: str, name: str) -> bool:
-    reason = find_unbounded_reason(pattern)
-    if reason:  # the saved adapter's config would be refused when it is read
-        raise DitLoraError(f"{pattern!r} {reason}")
-    # PEFT returns the name itself if no pattern matches; but a pattern may be equal to the name.
-    return get_pattern_key([pattern], name) == pattern

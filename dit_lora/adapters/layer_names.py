@@ -25,9 +25,13 @@ class LayerNames:
         """The program's name for one of Diffusers' layers; None if it has no such layer."""
         if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
             return None
-        # None if a mapping exists and has no entry for this layer.
-        program_name = _apply_renames(self.renames, name) if self.renames else name
-        return program_name if program_name is None else f"{self.prefix}{program_name}"
+        if not self.renames or name in self.renames:
+            return f"{self.prefix}{self.renames.get(name, name)}"
+        # The mapping has one entry for all blocks.
+        pattern, number = split_block_number(name)
+        if not number or pattern not in self.renames:
+            return None
+        return f"{self.prefix}{self.renames[pattern].replace('*', number)}"
 
 
 def make_unsupported_names(reason: str) -> LayerNames:
@@ -82,19 +86,8 @@ def map_spellings_to_layers(names: Iterator[str] | list[str], comfyui: LayerName
     return {spelling: name for spelling, name in layers.items() if spelling not in ambiguous}
 
 
-def _apply_renames(renames: Mapping[str, str], name: str) -> str | None:
-    if name in renames:
-        return renames[name]
-    # The mapping has one entry for all blocks.
-    pattern, number = split_block_number(name)
-    new_name = renames.get(pattern) if number else None
-    return new_name and new_name.replace("*", number)
-
-
 def split_block_number(name: str) -> tuple[str, str]:
-    """Split a layer's name into a pattern, with `*` for the block's number, and that number; an empty number without a
-    block.
-    """
+    """Split a layer's name into a pattern, with `*` for the block's number, and that number; empty without a block."""
     # The first number between dots is the block's; later ones are positions inside the block.
     number = re.search(r"\.(\d+)\.", name)
     if number is None:

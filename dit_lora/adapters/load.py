@@ -1,6 +1,4 @@
-"""Load an adapter file into a pipeline, with Diffusers' or PEFT's loaders, or else layer by layer as for
-`lora.init`.
-"""
+"""Load an adapter file into a pipeline, with Diffusers' or PEFT's loaders, else layer by layer as for `lora.init`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,8 +68,11 @@ def load_adapter(
     except CONVERTER_ERRORS:
         # The pipeline's loader cannot read the file: the reader below knows more forms.
         state = {}
+    # Names begin with the component, such as `transformer.`.
+    parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
+    has_known_layers = any(name.startswith(parts) and is_adapter_tensor(name) for name in state)
     # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
-    is_stock_form = _has_known_layers(pipeline, state) and not is_converted_lora(target.file, state)
+    is_stock_form = has_known_layers and not is_converted_lora(target.file, state)
     if not is_in_peft_format(target.file) and not is_stock_form and not _has_only_base_weights(target.file):
         _attach_layers(target, comfyui)
     else:
@@ -87,9 +88,7 @@ def load_adapter(
 
 
 def load_with_pipeline_loader(pipeline: Any, adapter: Path) -> None:
-    """Load an adapter, and base weights saved with it, with the pipeline's own loader, which may silently ignore
-    it.
-    """
+    """Load an adapter and its base weights with the pipeline's own loader, which may silently ignore it."""
     target = _prepare_target(pipeline, adapter)
     _run_pipeline_loader(target)
     _set_labels(pipeline, target.file)
@@ -106,10 +105,10 @@ def is_in_peft_format(file: Path) -> bool:
 def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
     """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
     if is_in_peft_format(file):
-        return {_get_pipeline_name(name): tensor for name, tensor in load_file(file).items()}
+        tensors = load_file(file)
+        return {f"transformer.{name.removeprefix('base_model.model.')}": tensor for name, tensor in tensors.items()}
     loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
-    state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
-    return state
+    return loaded[0] if isinstance(loaded, tuple) else loaded
 
 
 def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
@@ -157,7 +156,6 @@ def _restore_prefix(requested_name: str, names: list[str]) -> str:
 
 
 def _count_common_characters(first: str, second: str) -> int:
-    """Length of the common prefix of two names."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -180,8 +178,7 @@ def _prepare_target(pipeline: Any, adapter: str | Path, name: str | None = None)
     if model is None:
         raise DitLoraError(
             f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; "
-            "load it into a pipeline "
-            "with both experts"
+            "load it into a pipeline with both experts"
         )
     base = file.with_name(BASE_FILE)
     if base.is_file():
@@ -218,24 +215,13 @@ def _run_pipeline_loader(target: _LoadTarget) -> None:
         )
 
 
-def _get_pipeline_name(name: str) -> str:
-    return f"transformer.{name.removeprefix('base_model.model.')}"
-
-
-def _has_known_layers(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
-    """True if the state has adapted layers under a prefix that the pipeline loads into."""
-    # Names begin with the component, such as `transformer.`.
-    parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
-    return any(name.startswith(parts) and is_adapter_tensor(name) for name in state)
-
-
 def _has_only_base_weights(file: Path) -> bool:
     return file.with_name(BASE_FILE).is_file() and not load_file(file)
 
 
 def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> None:
     """Raise `DitLoraError` that lists all layers the model lacks. Diffusers would warn and load the others."""
-    modules = {name for name, _ in target.model.named_modules()}
+    modules = dict(target.model.named_modules())
     # Names of layers without duplicates, in the file's order.
     layers = dict.fromkeys(
         get_layer_name(name.removeprefix("transformer."))

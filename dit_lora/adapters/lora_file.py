@@ -82,8 +82,15 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     Raises `DitLoraError` that lists every name without a layer and every wrong shape, and for files that are not
     safetensors or have values that are not finite.
     """
+    try:
+        # Load values even if the caller builds its model on `meta`.
+        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
+            require_few_tensors(file, opened.keys())
+            header = dict(opened.metadata() or {})
+            tensors = read_tensors(file)
+    except (OSError, SafetensorError) as error:
+        raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
     # PEFT's config comes from its own file, or from the header.
-    tensors, header = _read_file(file)
     config_file = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
     config = read_peft_config(config_file) if in_peft_format else parse_header_config(header, file)
@@ -96,17 +103,14 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     if checkpoint_config is not None:
         for name, factors in factors_by_layer.items():
             factors["alpha"] = torch.tensor(_get_alpha(name, factors, checkpoint_config))
-    message = f"{file} was trained on another model than this {type(model).__name__}"
     # Report all shapes at once.
     mismatches = sorted_out.mismatches
-    mismatches += [
-        mismatch
-        for name, factors in factors_by_layer.items()
-        for mismatch in _find_shape_mismatches(model, name, factors)
-    ]
+    for name, factors in factors_by_layer.items():
+        mismatches += _find_shape_mismatches(model, name, factors)
     if mismatches:
+        message = f"{file} was trained on another model than this {type(model).__name__}"
         raise DitLoraError(format_list(message, mismatches))
-    bad = describe_nonfinite_tensors([(name, tensor) for name, tensor in tensors.items()])
+    bad = describe_nonfinite_tensors(list(tensors.items()))
     if bad:
         raise DitLoraError(format_list(f"{file}: these tensors are not finite", bad))
     layers = {
@@ -130,17 +134,6 @@ def require_few_tensors(file: Path, names: Collection[str]) -> None:
 def is_lora_tensor(name: str) -> bool:
     """True if a name in a file is that of A, B or alpha of some layer, of any model."""
     return _MATRIX_NAME.fullmatch(name) is not None or _ALPHA_NAME.fullmatch(name) is not None
-
-
-def _read_file(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    try:
-        # Load values even if the caller builds its model on `meta`.
-        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
-            require_few_tensors(file, opened.keys())
-            header = dict(opened.metadata() or {})
-            return read_tensors(file), header
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -185,9 +178,8 @@ def _read_checkpoint_config(file: Path) -> dict[str, Any] | None:
     if "lora.rank" not in identity:
         run = file.absolute().parents[2]
         raise DitLoraError(
-            f"{file} is of a checkpoint that does not say its alpha, "
-            f"for its run started from a LoRA's file or trained "
-            f"none; end the run, and give its folder: {run}"
+            f"{file} is of a checkpoint that does not say its alpha, for its run started from a LoRA's file or "
+            f"trained none; end the run, and give its folder: {run}"
         )
     return {
         "lora_alpha": float(identity.get("lora.alpha") or identity["lora.rank"]),
@@ -248,9 +240,7 @@ _TEXT_ENCODER_NAME = re.compile(
 def _sort_by_layer(
     file: Path, tensors: Tensors, model: nn.Module, comfyui: LayerNames, pipeline_class: Any
 ) -> _SortedTensors:
-    """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all tensors that are something else, or of no
-    layer.
-    """
+    """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all other tensors, and those of no layer."""
     # First without conversion: names of Diffusers, PEFT, ComfyUI, kohya and the published model.
     spelled = _ModelNames.of_model(model, comfyui)
     sorted_out = _sort_tensors(tensors, spelled)
@@ -261,8 +251,11 @@ def _sort_by_layer(
         # If the conversion leaves problems too, the first attempt's are reported, with the file's own names.
         if converted_layers is not None and not converted_layers.problems:
             sorted_out = converted_layers
-    if sorted_out.problems:
-        raise DitLoraError(_describe_problems(file, sorted_out.problems))
+    problems = sorted_out.problems
+    if problems:
+        reasons = [_REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()]
+        names = [name for names in problems.values() for name in names]
+        raise DitLoraError(format_list(f"{file}: {'; '.join(reasons)}", names))
     if not sorted_out.factors_by_layer and not sorted_out.mismatches:
         raise DitLoraError(f"{file} has no LoRA matrices of a transformer")
     return sorted_out
@@ -344,12 +337,6 @@ def _group_by_layer_name(tensors: Tensors, sorted_tensors: _SortedTensors) -> Fa
             sorted_tensors.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
         groups[name][part] = tensor
     return groups
-
-
-def _describe_problems(file: Path, problems: Mapping[str, list[str]]) -> str:
-    """One line with the reasons why a file is refused, then the names that caused it."""
-    reasons = [_REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()]
-    return format_list(f"{file}: {'; '.join(reasons)}", [name for names in problems.values() for name in names])
 
 
 def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:

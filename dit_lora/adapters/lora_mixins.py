@@ -67,8 +67,7 @@ def _get_module_shape(
         module = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
     if isinstance(module, QuantizedLinear):
         return torch.Size((module.out_features, module.in_features))
-    shape: torch.Size = FluxLoraLoaderMixin._calculate_module_shape(model, base_module=module)
-    return shape
+    return FluxLoraLoaderMixin._calculate_module_shape(model, base_module=module)
 
 
 def _compose_class(base: type, *mixins: type, **members: Any) -> type:

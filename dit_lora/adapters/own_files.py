@@ -68,7 +68,6 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
 
 
 def _list_components(folder: Path) -> list[str]:
-    """Names of the components that the pipeline has."""
     try:
         named = read_typed_json(folder / INDEX_FILE, dict[str, Any])
     except (OSError, ValueError) as error:

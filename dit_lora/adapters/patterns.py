@@ -113,12 +113,9 @@ def _count_item_ways(operation: str, argument: Any) -> int:
     if operation == "BRANCH":
         # Alternatives exclude each other in one match, so their ways are added.
         return sum(_count_ways(branch) for branch in argument[1])
-    if operation in _REPEAT_OPS:
-        return _count_repeat_ways(*argument)
-    raise _UnboundedError("uses a back-reference or a condition; write it without")
-
-
-def _count_repeat_ways(min_count: int, max_count: int, repeated: Any) -> int:
+    if operation not in _REPEAT_OPS:
+        raise _UnboundedError("uses a back-reference or a condition; write it without")
+    min_count, max_count, repeated = argument
     # An optional item: absent, or matched in one of its ways.
     if max_count <= 1:
         return 1 + _count_ways(repeated)

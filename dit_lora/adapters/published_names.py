@@ -167,16 +167,10 @@ def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str,
 
 def split_rows(model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """Split B of a published layer into B of each of Diffusers' layers, in their row order."""
-    return [
-        _swap_halves(part) if _has_swapped_halves(model, layer) else part
-        for layer, part in zip(layers, b.split(sizes), strict=True)
-    ]
-
-
-def _has_swapped_halves(model: nn.Module, layer: str) -> bool:
-    return isinstance(model.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous)
-
-
-def _swap_halves(b: torch.Tensor) -> torch.Tensor:
-    shift, scale = b.chunk(2)
-    return torch.cat([scale, shift])
+    parts = []
+    for layer, part in zip(layers, b.split(sizes), strict=True):
+        if isinstance(model.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):
+            shift, scale = part.chunk(2)
+            part = torch.cat([scale, shift])
+        parts.append(part)
+    return parts

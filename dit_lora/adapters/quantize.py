@@ -66,11 +66,14 @@ def quantize_base(model: nn.Module, kind: Quantization, excluded_parameters: Col
             "none, or optim.groups trains them"
         )
     device = next(model.parameters()).device
-    before, num_parameters = (count_parameter_bytes(model), sum(p.numel() for p in model.parameters()))
+    before, num_parameters = count_parameter_bytes(model), sum(p.numel() for p in model.parameters())
     # All layers are checked before the error, so that it lists every one.
     count, bad = 0, list[str]()
     for name in names:
-        layer = _move_to_gpu(model.get_submodule(name))
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        if torch.cuda.is_available():
+            layer.weight.data = layer.weight.data.cuda()
         # A sum needs one pass over the weight; finding the bad values needs several.
         if not torch.isfinite(layer.weight.sum(dtype=torch.float32)):
             bad += describe_nonfinite_tensors([(f"{name}.weight", layer.weight)])
@@ -97,10 +100,3 @@ def count_quantized_bytes(
 def count_parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _move_to_gpu(layer: nn.Module) -> nn.Linear:
-    assert isinstance(layer, nn.Linear)
-    if torch.cuda.is_available():
-        layer.weight.data = layer.weight.data.cuda()
-    return layer

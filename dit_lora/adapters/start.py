@@ -126,29 +126,19 @@ def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
     base_weight = base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
     # (outputs, inputs * height * width).
     weight = base_weight.detach().float().flatten(1)
-    b_start, a_start = (
-        _compute_principal_factors(weight, rank, scaling) if init == "pissa" else _compute_qr_factors(weight, rank)
-    )
+    if init == "pissa":
+        # scaling * B @ A has the weight's largest singular values. Randomized; u is (outputs, q), v is (inputs, q).
+        u, s, v = torch.svd_lowrank(weight, q=min(rank + _MORE, *weight.shape), niter=_ITERATIONS)
+        # B and A each get the root of the singular values.
+        root = (s[:rank] / scaling).sqrt()
+        b_start, a_start = u[:, :rank] * root, root[:, None] * v[:, :rank].T
+    else:
+        # q is (outputs, k), with orthonormal columns, and r is (k, inputs); k is the smaller side.
+        q, r = torch.linalg.qr(weight)
+        b_start, a_start = q[:, :rank], r[:rank]
     return StoredLayer(
         a_start.reshape(a.shape).cpu().contiguous(), b_start.reshape(b.shape).cpu().contiguous(), scaling * rank
     )
-
-
-def _compute_principal_factors(weight: torch.Tensor, rank: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """B (outputs, rank) and A (rank, inputs): scaling * B @ A has the weight's largest singular values."""
-    num_vectors = min(rank + _MORE, *weight.shape)
-    # Randomized; u is (outputs, q), v is (inputs, q).
-    u, s, v = torch.svd_lowrank(weight, q=num_vectors, niter=_ITERATIONS)
-    # B and A each get the root of the singular values.
-    root = (s[:rank] / scaling).sqrt()
-    return u[:, :rank] * root, root[:, None] * v[:, :rank].T
-
-
-def _compute_qr_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """B and A of the weight's QR decomposition: the columns of B are orthonormal."""
-    # q is (outputs, k) and r is (k, inputs), with k the smaller side.
-    q, r = torch.linalg.qr(weight)
-    return q[:, :rank], r[:rank]
 
 
 @torch.no_grad()

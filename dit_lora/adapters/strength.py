@@ -20,7 +20,8 @@ def scale_adapters(pipeline: Any, strength: float) -> Iterator[None]:
     At 0 the models equal the base bit for bit, and at 1 nothing changes. Raises `DitLoraError` for OFT at other
     values: a rotation has no scale.
     """
-    layers = list(_iterate_adapted_layers(pipeline))
+    models = [component for component in pipeline.components.values() if isinstance(component, nn.Module)]
+    layers: list[Any] = [m for model in models for m in model.modules() if isinstance(m, BaseTunerLayer)]
     if strength not in (0, 1) and any(isinstance(layer, OFTLayer) for layer in layers):
         raise DitLoraError(
             f"strength {strength:g}: OFT rotates, and PEFT has no part of a rotation; it is on (1) or off (0)"
@@ -46,19 +47,10 @@ def scale_adapters(pipeline: Any, strength: float) -> Iterator[None]:
 
 
 def set_adapter_weights(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
-    """Activate several adapters of a pipeline together, each with its weight. Raises `DitLoraError` if that is
-    impossible.
-    """
+    """Activate several adapters together, each with its weight. Raises `DitLoraError` if that is impossible."""
     try:
         # Also multiplies the weights into the scales of the layers.
         pipeline.set_adapters(list(names), list(weights))
     except _PEFT_ERRORS as error:
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(f"these adapters do not act together: {reason}") from error
-
-
-def _iterate_adapted_layers(pipeline: Any) -> Iterator[Any]:
-    """Yield the adapted layers of all models of a pipeline."""
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
-            yield from (module for module in component.modules() if isinstance(module, BaseTunerLayer))

@@ -37,9 +37,7 @@ def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLa
 def attach_frozen_adapters(
     model: Any, frozen_adapters: Mapping[str, tuple[peft.LoraConfig, StoredLayers, float]]
 ) -> None:
-    """Add frozen adapters by name, each a config, layers and a factor. All are active; trainable parameters stay the
-    same.
-    """
+    """Add frozen adapters by name: config, layers and factor. All are active; trainable parameters stay the same."""
     # PEFT makes new adapters trainable and may freeze others.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in frozen_adapters.items():
@@ -66,7 +64,9 @@ def attach_frozen_adapters(
 @contextmanager
 def disable_frozen_adapters(model: nn.Module, keep_active: Iterable[str] = ()) -> Iterator[None]:
     """Disable the frozen adapters inside the context, except those in `keep_active`. Nothing else changes."""
-    layers = [layer for layer in _find_tuner_layers(model) if _has_frozen_adapter(layer)]
+    layers = [
+        layer for layer in _find_tuner_layers(model) if any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
+    ]
     before = [list(layer.active_adapters) for layer in layers]
     # The start belongs to the trained adapter, so it stays on.
     active = {ADAPTER_NAME, START_ADAPTER, *keep_active}
@@ -100,10 +100,6 @@ def disable_trained_adapter(model: nn.Module) -> Iterator[None]:
 
 def _find_tuner_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _has_frozen_adapter(layer: Any) -> bool:
-    return any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
 
 
 def _set_active_adapters(layers: Iterable[Any], names: list[str]) -> None:

@@ -140,9 +140,7 @@ def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[Module
 
 
 def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
-    """Changes of trained base weights, compared with the tensors of the same name and shape in the checkpoint's
-    `files`.
-    """
+    """Changes of trained base weights from the tensors of the same name and shape in the checkpoint's `files`."""
     changes, norms, roots = {}, {}, {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

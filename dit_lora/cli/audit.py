@@ -37,11 +37,10 @@ def audit(
     for line in result.lines():
         # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))
-    samples, notes, buckets, encoded = (result.audited_samples, result.notes, result.buckets, result.encoded)
+    samples, notes, buckets, encoded = result.audited_samples, result.notes, result.buckets, result.encoded
     try:
         if json_file:
-            document = build_audit_json(samples, notes=notes, buckets=buckets, encoded=encoded)
-            write_json(json_file, document)
+            write_json(json_file, build_audit_json(samples, notes=notes, buckets=buckets, encoded=encoded))
         if fix_list:
             write_fix_list(fix_list, samples)
     except OSError as error:

@@ -80,7 +80,6 @@ def _write_captions(request: "CaptionRequest") -> bool | None:
 def _write_or_serve_page(
     folder: Path, recipe: str | None, trigger: str | None, html: Path | None, port: int | None
 ) -> None:
-    """Write the page, or serve it where there is a port."""
     from dit_lora.commands.caption import load_text_limit
     from dit_lora.data.sources.caption_table import CaptionTable
     from dit_lora.report.captions.page import TextRules, write_captions_page

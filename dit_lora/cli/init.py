@@ -84,26 +84,18 @@ def init(
 
 
 def _list_next_commands(recipe: PackagedRecipe, folder: Path, config: str) -> list[str]:
-    """Return what to type in the new folder, a line each."""
     # The commands below use paths relative to the new folder.
     lines = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
     # Commands that prepare the run, such as `dit-lora tiny`.
     lines += recipe.commands[:-1]
     # Smoke recipes have commands that create their data.
     if not recipe.is_smoke:
-        lines += _build_caption_commands(recipe)
+        # Chat models train on conversations, edits on what is to be done, and others on classes.
+        if recipe.facts["Task"].startswith(("text-to-", "image-to-video")):
+            describe = f"dit-lora caption {recipe.values['data']['path']} --model Qwen/Qwen2.5-VL-7B-Instruct"
+            lines.append(f"{describe} --recipe {recipe.file_name}  # where captions are missing")
         lines += [f"dit-lora audit {recipe.file_name}", f"dit-lora plan {recipe.file_name}"]
     return [*lines, recipe.build_launch_command(config)]
-
-
-def _build_caption_commands(recipe: PackagedRecipe) -> list[str]:
-    """Return the command that describes what has no caption, where captions are what it trains on."""
-    # Chat models train on conversations, edits on what is to be done, and others on classes.
-    if not recipe.facts["Task"].startswith(("text-to-", "image-to-video")):
-        return []
-    folder = recipe.values["data"]["path"]
-    describe = f"dit-lora caption {folder} --model Qwen/Qwen2.5-VL-7B-Instruct"
-    return [f"{describe} --recipe {recipe.file_name}  # where captions are missing"]
 
 
 def _print_recipes(records: list[dict[str, Any]]) -> None:

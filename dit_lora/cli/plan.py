@@ -27,16 +27,21 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    import torch
+
     from dit_lora.commands.plan import print_plan
     from dit_lora.planning.budget import Launch
     from dit_lora.planning.search import plan_memory as run
     from dit_lora.training.session.session import hide_progress_bars
 
     hide_progress_bars()
-    size = _get_gpu_bytes() if gpu is None else parse_size(gpu)
+    size = None
+    if gpu is not None:
+        size = parse_size(gpu)
+    elif torch.cuda.is_available():
+        size = int(torch.cuda.get_device_properties(0).total_memory)
     planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
-    fits = planned.budget.fits
-    write_answer(context, as_json, planned.record(), lambda: print_plan(planned), passed=fits)
+    write_answer(context, as_json, planned.record(), lambda: print_plan(planned), passed=planned.budget.fits)
 
 
 def parse_size(text: str) -> int:
@@ -46,11 +51,3 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNIT_BYTES or float(match[1]) == 0:
         raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
     return int(float(match[1]) * _UNIT_BYTES[match[2]])
-
-
-def _get_gpu_bytes() -> int | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)

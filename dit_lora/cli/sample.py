@@ -80,7 +80,6 @@ def sample(
 
 
 def _write_samples(request: "SampleRequest") -> None:
-    """Sample, and print the files, and the page where there are several."""
     from dit_lora.commands.sample import write_sample_cells
     from dit_lora.report.sample_grid import write_sample_grid
 
@@ -95,7 +94,6 @@ def _write_samples(request: "SampleRequest") -> None:
 
 
 def _parse_strengths(text: str | None) -> tuple[float, ...]:
-    """Return the numbers of a list such as `0,0.5,1`."""
     if text is None:
         return ()
     try:

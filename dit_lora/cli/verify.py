@@ -30,12 +30,9 @@ def verify(
     verifications = [
         verify_adapter(item, model, allow_extreme_update=allow_extreme_update) for item in find_expert_results(target)
     ]
+    passed = all(item.passed for item in verifications)
     # A single adapter has its own report.
-    lines, record, passed = (
-        verifications[0].format_lines(),
-        verifications[0].to_dict(),
-        all(item.passed for item in verifications),
-    )
+    lines, record = verifications[0].format_lines(), verifications[0].to_dict()
     if len(verifications) > 1:  # an adapter of each expert
         named = dict(zip(EXPERT_NAMES.values(), verifications, strict=True))
         lines = [line for name, item in named.items() for line in (f"{name}:", *item.format_lines())]

@@ -75,11 +75,11 @@ class Audit:
     def lines(self) -> list[str]:
         """Text for a terminal: rejected samples with reasons, warnings by code, notes, advice and totals."""
         # Every rejected sample has a line, up to a limit.
-        lines = [
-            make_one_line(f"reject  {sample.file}: {'; '.join(_format_reasons(sample))}")
-            for sample in self.audited_samples
-            if sample.verdict == "reject"
-        ]
+        lines = []
+        for sample in self.audited_samples:
+            if sample.verdict == "reject":
+                reasons = [f"{f.code}: {f.words}" for f in sample.findings if f.verdict == "reject"]
+                lines.append(make_one_line(f"reject  {sample.file}: {'; '.join(reasons)}"))
         if len(lines) > _MAX_SHOWN_REJECTS:
             lines = [*lines[:_MAX_SHOWN_REJECTS], f"and {len(lines) - _MAX_SHOWN_REJECTS} more; --json lists all"]
         sums = self.totals
@@ -109,9 +109,8 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
             raise DitLoraError("--encode: a chat model's samples are not encoded before training")
-        audited_samples, caption_findings, notes = audit_conversations(
-            recipe, family.open(recipe.model, recipe), progress=True
-        )
+        checkpoint = family.open(recipe.model, recipe)
+        audited_samples, caption_findings, notes = audit_conversations(recipe, checkpoint, progress=True)
         return Audit(recipe.data.path or "data.sources", merge_audits(audited_samples, caption_findings), tuple(notes))
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
@@ -173,13 +172,14 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         )
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
-    merged = merge_audits(
-        audited_samples,
-        _collect_scan_findings(sources),
-        caption_findings,
-        _find_unbucketed_samples(samples, audited_samples),
-        facts=tokens,
-    )
+    # Codes that the check of the media has reported already, by file.
+    codes = {sample.file: {finding.code for finding in sample.findings} for sample in audited_samples}
+    unbucketed = {
+        name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
+        for name, item in (report.dropped if report else ())
+        if item.code not in codes.get(name, ())
+    }
+    merged = merge_audits(audited_samples, _collect_scan_findings(sources), caption_findings, unbucketed, facts=tokens)
     return Audit(
         title=data.path or "data.sources",
         audited_samples=merge_audits(merged, _group_by_clip(_find_unsupported_references(samples, merged), merged)),
@@ -198,12 +198,16 @@ def add_encoding_findings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) 
         encoded = precompute(session, checkpoint)
     damaged: Findings = {}
     non_finite, statistics = check_encoded(_iterate_tensors(encoded, damaged))
-    failed = {
-        name: [_make_encoder_finding(reason)] for name, reason in encoded.rejected.items() if "is not usable" in reason
-    }
+    failed: Findings = {}
+    for name, reason in encoded.rejected.items():
+        if "is not usable" in reason:
+            part = "embedding" if "caption '" in reason else "latent"
+            kind = "out_of_range" if "beyond" in reason else "non_finite"
+            remedy = "look at the sample; encode it in fp32 or bf16, or remove it"
+            failed[name] = [Finding(f"{part}_{kind}", reason, "reject", remedy)]
     # Each part has findings by cache entry, and an entry may be one window of a clip.
-    parts = [_group_by_clip(part, audit.audited_samples) for part in (damaged, non_finite, failed)]
-    return replace(audit, audited_samples=merge_audits(audit.audited_samples, *parts), encoded=statistics)
+    grouped = [_group_by_clip(findings, audit.audited_samples) for findings in (damaged, non_finite, failed)]
+    return replace(audit, audited_samples=merge_audits(audit.audited_samples, *grouped), encoded=statistics)
 
 
 def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[AuditedSample]) -> Findings:
@@ -222,30 +226,12 @@ def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[Audited
     return by_clip
 
 
-def _format_reasons(sample: AuditedSample) -> list[str]:
-    """The sample's reasons for rejection, with their codes."""
-    return [f"{f.code}: {f.words}" for f in sample.findings if f.verdict == "reject"]
-
-
 def _collect_scan_findings(scan_result: Scan) -> Findings:
-    """Findings on files that the scan of the sources could not use."""
     problems: Findings = {}
     for problem in scan_result.problems:
         remedy = _REMEDIES.get(problem.code, "correct it, or remove the sample")
         problems.setdefault(problem.file, []).append(Finding(problem.code, problem.message, "reject", remedy))
     return problems
-
-
-def _find_unbucketed_samples(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
-    """Findings on samples that fit no bucket, unless the media's own findings already say so."""
-    # Codes that the check of the media has reported already, by file.
-    codes = {sample.file: {finding.code for finding in sample.findings} for sample in audited_samples}
-    dropped = samples.report.dropped if samples.report else ()
-    return {
-        name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
-        for name, item in dropped
-        if item.code not in codes.get(name, ())
-    }
 
 
 def _find_unsupported_references(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
@@ -277,11 +263,3 @@ def _iterate_tensors(
             damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
         # Without the batch dimension, which is 1.
         yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
-
-
-def _make_encoder_finding(reason: str) -> Finding:
-    """The finding for an encoder's error message."""
-    part = "embedding" if "caption '" in reason else "latent"
-    kind = "out_of_range" if "beyond" in reason else "non_finite"
-    remedy = "look at the sample; encode it in fp32 or bf16, or remove it"
-    return Finding(f"{part}_{kind}", reason, "reject", remedy)

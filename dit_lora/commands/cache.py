@@ -1,6 +1,6 @@
 """Implements `dit-lora cache`: fill, verify, count and prune the caches of clips and of captions."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from dit_lora.training.tasks.diffusion.precompute import precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
 _CACHE_NAMES = ("videos", "texts")
+_BYTE_FIELDS = ("bytes", "file_bytes", "freed")
 _MAX_SHOWN_PROBLEMS = 50  # problems listed in a terminal; JSON has all
 
 Caches = Mapping[str, TensorCache]
@@ -50,11 +51,10 @@ class CacheOutcome:
 
     def format_text(self) -> str:
         """The result as text for the terminal."""
-        lines = []
+        lines: list[str] = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
-                lines.append(f"{kind}: {', '.join(_format_counts(values))}")
-                lines += [f"  {line}" for line in _format_details(values)]
+                lines += _format_cache(kind, values)
         return "\n".join(lines)
 
 
@@ -97,7 +97,17 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
     # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
     # For each recipe, the used keys by name of the cache.
-    keys_of_each = [dict(zip(_CACHE_NAMES, _compute_used_keys(recipe), strict=True)) for recipe in recipes]
+    keys_of_each = []
+    for recipe in recipes:
+        _require_cache(recipe)
+        hide_progress_bars()
+        checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Keys contain the dtype of encoding, which depends on this machine.
+        dtype = choose_precision(recipe.model.dtype, device).dtype
+        second = open_sampling_checkpoint(recipe, checkpoint)
+        plan = make_plan(recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second)
+        keys_of_each.append(dict(zip(_CACHE_NAMES, plan.keys, strict=True)))
 
     def prune_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.PruneResult:
         # Recipes may share the cache: an entry stays if any of them uses it.
@@ -108,23 +118,10 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
 
 
 def _require_cache(recipe: Recipe) -> None:
-    """Raise `DitLoraError` for a chat recipe, which has no cache."""
     if recipe.model.family in CHAT_FAMILIES:
         raise DitLoraError(
             f"family {recipe.model.family}: conversations are read as they come; there is nothing to cache"
         )
-
-
-def _compute_used_keys(recipe: Recipe) -> tuple[set[str], set[str]]:
-    """Keys of the cache entries that a recipe uses on this machine: of clips, and of captions."""
-    _require_cache(recipe)
-    hide_progress_bars()
-    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = choose_precision(recipe.model.dtype, device).dtype
-    # Keys contain the dtype of encoding, which depends on this machine.
-    second = open_sampling_checkpoint(recipe, checkpoint)
-    return make_plan(recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second).keys
 
 
 def _process_caches(
@@ -182,26 +179,21 @@ def _convert_paths(value: Any, root: Path) -> Any:
     return value
 
 
-def _format_counts(values: Mapping[str, Any]) -> Iterable[str]:
-    """Text for every count in `values`, sizes in MiB."""
-    for name, value in values.items():
+def _format_cache(name: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line with every count, then the sizes of each kind of tensor, then the first problems."""
+    counts = []
+    for field, value in values.items():
         # The terminal shows a list as its number of items.
         if isinstance(value, list):
             value = len(value)
         if isinstance(value, int):
-            text = f"{value / 2**20:,.1f} MiB" if name in _BYTE_FIELDS else f"{value:,}"
-            yield f"{name.replace('_', ' ')} {text}"
-
-
-_BYTE_FIELDS = ("bytes", "file_bytes", "freed")
-
-
-def _format_details(values: Mapping[str, Any]) -> Iterable[str]:
-    """Text for the sizes of each kind of tensor, and for the first problems."""
+            text = f"{value / 2**20:,.1f} MiB" if field in _BYTE_FIELDS else f"{value:,}"
+            counts.append(f"{field.replace('_', ' ')} {text}")
+    yield f"{name}: {', '.join(counts)}"
     for kind, (count, size) in values.get("kinds", {}).items():
-        yield f"{count:,} of {kind}: {size / 2**20:,.1f} MiB"
+        yield f"  {count:,} of {kind}: {size / 2**20:,.1f} MiB"
     problems = values.get("problems", [])
     for entry in problems[:_MAX_SHOWN_PROBLEMS]:
-        yield f"{entry['kind']}: {entry['sample'] or entry['key'] or ''} in {entry['path']}: {entry['words']}"
+        yield f"  {entry['kind']}: {entry['sample'] or entry['key'] or ''} in {entry['path']}: {entry['words']}"
     if len(problems) > _MAX_SHOWN_PROBLEMS:
-        yield f"and {len(problems) - _MAX_SHOWN_PROBLEMS} more; --json lists all"
+        yield f"  and {len(problems) - _MAX_SHOWN_PROBLEMS} more; --json lists all"

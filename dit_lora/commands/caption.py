@@ -191,9 +191,7 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
 
 def add_trigger(caption: str, trigger: str | None) -> str:
     """Put the trigger in front of a caption that does not contain it as a word."""
-    if not trigger or has_word(caption, trigger):
-        return caption
-    return f"{trigger}, {caption}"
+    return caption if not trigger or has_word(caption, trigger) else f"{trigger}, {caption}"
 
 
 def shorten_caption(caption: str, limit: TextLimit | None) -> tuple[str, bool]:

@@ -62,9 +62,12 @@ def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]
         env: The environment.
         launch_config: An Accelerate config file; None for the one that `accelerate launch` reads.
     """
-    # Versions and known-bad combinations.
     issues = find_problems(env)
     launch = _describe_launch(env, launch_config)
+    kernels = kernel_support()
+    # If the recipe does not set them.
+    kernel_choice = "fused, where parity holds" if kernels.mode == "gpu" else "lora_linear alone"
+    decisions = [*list_decisions(env), Decision("kernels", kernel_choice, kernels.reason)]
     return {
         "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
         "python": env.python,
@@ -82,8 +85,8 @@ def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]
             if problem.id not in TESTED
         ],
         "launch": launch,
-        "triton": kernel_support()._asdict(),
-        "decisions": [asdict(decision) for decision in (*list_decisions(env), _decide_kernels())],
+        "triton": kernels._asdict(),
+        "decisions": [asdict(decision) for decision in decisions],
     }
 
 
@@ -143,15 +146,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
 
 
-def _decide_kernels() -> Decision:
-    """The choice of kernels, if the recipe does not set them."""
-    support = kernel_support()
-    choice = "fused, where parity holds" if support.mode == "gpu" else "lora_linear alone"
-    return Decision("kernels", choice, support.reason)
-
-
 def _describe_package(name: str, env: Environment, version_problems: Sequence[VersionProblem]) -> dict[str, Any]:
-    """The entry of one package: versions, status, and its problem if it has one."""
     problem = next((problem for problem in version_problems if problem.id == name), None)
     return {
         "version": env.versions.get(name),
@@ -165,7 +160,6 @@ def _describe_package(name: str, env: Environment, version_problems: Sequence[Ve
 
 
 def _describe_launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """The entry of the launch config: file, number of processes, and its problem if it has one."""
     path = launch_config or get_default_launch_config()
     # The default config is optional; a file that the user names must exist.
     if launch_config is None and not path.is_file():

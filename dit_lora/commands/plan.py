@@ -28,8 +28,9 @@ def print_plan(planned: MemoryPlan) -> None:
         for shape, needs in budget.activations.items()
     ]
     console.print(_build_table(("activations, GiB, with checkpointing", *CHECKPOINTING_MODES), rows))
-    console.print(_build_table(("host memory", "GiB"), _build_rows(_drop_zeros(budget.host_bytes))))
-    console.print(_build_table(("disk", "GiB"), _build_rows(_drop_zeros(budget.disk_bytes))))
+    for title, sizes in (("host memory", budget.host_bytes), ("disk", budget.disk_bytes)):
+        nonzero = {name: size for name, size in sizes.items() if size}
+        console.print(_build_table((title, "GiB"), _build_rows(nonzero)))
     assumed = [f"assumed: {line}" for line in budget.assumptions]
     for line in (*assumed, *describe_fit(planned)):
         console.print(make_printable(line), markup=False, soft_wrap=True)
@@ -62,13 +63,7 @@ def format_gib(size: int) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _drop_zeros(sizes: Any) -> dict[str, int]:
-    """The sizes that are not zero."""
-    return {name: size for name, size in sizes.items() if size}
-
-
 def _build_rows(sizes: Any) -> list[tuple[str, str]]:
-    """Rows of the memory table: what needs memory, and its GiB as text."""
     return [(name.replace("_", " "), format_gib(size)) for name, size in sizes.items()]
 
 

@@ -63,6 +63,10 @@ def replay_bundle(
         raise DitLoraError(f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own")
     recipe = _load_bundle_recipe(bundle, folder, model)
     micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
+    notes = []
+    if digest != bundle.facts["transformer_digest"]:
+        notes.append("the base model's files are not those of the run: results may differ")
+    notes += describe_version_differences(bundle, probe_environment().versions)
     return run_and_diagnose(
         bundle,
         micro_batch,
@@ -71,7 +75,7 @@ def replay_bundle(
         without=without,
         limit=MAX_ABS,
         masked_attention=get_family(recipe.model.family).has_attention_mask,
-        notes=_describe_differences(bundle, digest),
+        notes=notes,
     )
 
 
@@ -141,11 +145,8 @@ def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(accelerator.device)
     position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
-    return (
-        make_replayable(build_loss_function(checkpoint), unwrapped_model, batch, position),
-        unwrapped_model,
-        digest,
-    )
+    micro_batch = make_replayable(build_loss_function(checkpoint), unwrapped_model, batch, position)
+    return micro_batch, unwrapped_model, digest
 
 
 def _load_weights(transformer: nn.Module, bundle: Bundle) -> None:
@@ -158,11 +159,3 @@ def _load_weights(transformer: nn.Module, bundle: Bundle) -> None:
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(bundle.weights[name])
-
-
-def _describe_differences(bundle: Bundle, digest: str) -> tuple[str, ...]:
-    """Messages on differences from the machine that wrote the bundle."""
-    notes = []
-    if digest != bundle.facts["transformer_digest"]:
-        notes.append("the base model's files are not those of the run: results may differ")
-    return (*notes, *describe_version_differences(bundle, probe_environment().versions))

@@ -105,9 +105,8 @@ class _ScriptReplay:
         called = ", ".join(dict.fromkeys(class_name for class_name, _ in self._other_models.values()))
         return DitLoraError(
             format_list(
-                f"no model that {script} calls fits the bundle's {self._class_name} (called: "
-                f"{called}); give the arguments "
-                f"that the script had then, behind --. What differs in {name}",
+                f"no model that {script} calls fits the bundle's {self._class_name} (called: {called}); give the "
+                f"arguments that the script had then, behind --. What differs in {name}",
                 differing,
             )
         )
@@ -144,7 +143,6 @@ class _ScriptReplay:
         return None
 
     def _create_guard_without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Create the script's guard without a folder."""
         original(*args, **{**kwargs, "folder": None})
 
     def _stop_at_second_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -142,7 +142,11 @@ def _iterate_samples(
             echo(f"{prompt!r} is written without sound: {problem}", err=True)
             # The file is written without it.
             sound = None
-        name = _make_file_name(prompt, settings)
+        # Readable, with only characters that are safe in file names of every system.
+        slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
+        # Unique for these settings.
+        digest = hashlib.sha256(f"{prompt} {settings}".encode()).hexdigest()[:6]
+        name = f"seed_{seed}_{slug}_{digest}"
         name += "" if strength is None else f"_strength_{strength:g}"
         yield WrittenSample(prompt, seed, strength, write_sample(output_folder / name, frames, settings.fps, sound))
 
@@ -179,7 +183,6 @@ def _load_adapters(
 
 
 def _require_files(request: SampleRequest) -> None:
-    """Raise `DitLoraError` if an input image does not exist."""
     options = {"--image": [request.image], "--last-image": [request.last_image], "--reference": request.references}
     missing = [
         f"{option} {file}"
@@ -202,14 +205,6 @@ def _download_target(request: SampleRequest) -> SampleRequest:
         resolve_result_folder(request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"))
     output_folder = request.output_folder or Path("samples") / request.target.name
     return replace(request, target=folder, output_folder=output_folder)
-
-
-def _make_file_name(prompt: str, sampling: Sampling) -> str:
-    """Readable file name from seed and prompt, with a digest that makes it unique for these settings."""
-    # Only characters that are safe in file names of every system.
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
-    digest = hashlib.sha256(f"{prompt} {sampling}".encode()).hexdigest()[:6]
-    return f"seed_{sampling.seed}_{slug}_{digest}"
 
 
 def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:

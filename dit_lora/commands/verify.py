@@ -92,8 +92,11 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
         raise DitLoraError(f"{target} does not exist; give a run's folder, or an adapter's folder or file")
     # Look for a chat adapter first: `find_source` raises for a folder in PEFT's format.
     chat = None if find_pipeline_folder(target) else _find_chat_folder(target)
-    if chat is not None and not _is_diffusion_in_peft_format(chat):
-        return _make_chat_target(chat, model)
+    if chat is not None:
+        peft_file = chat / CHAT_ADAPTER_FILE
+        # Some kinds of adapters for diffusion models are saved in PEFT's format, too.
+        if not (is_in_peft_format(peft_file) and _read_metadata(peft_file).get("family") in DIFFUSION_FAMILIES):
+            return _make_chat_target(chat, model)
     source = find_source(target, read_metadata=_read_metadata)
     base = source.resolve_base(model)
     if source.is_pipeline:
@@ -118,14 +121,7 @@ def _find_chat_folder(target: Path) -> Path | None:
     return None
 
 
-def _is_diffusion_in_peft_format(folder: Path) -> bool:
-    """True if the folder has a diffusion adapter in PEFT's format."""
-    file = folder / CHAT_ADAPTER_FILE
-    return is_in_peft_format(file) and _read_metadata(file).get("family") in DIFFUSION_FAMILIES
-
-
 def _make_chat_target(folder: Path, model: str | None) -> VerifyTarget:
-    """The target for a chat adapter's folder."""
     file = find_chat_adapter_file(folder)
     metadata = _read_metadata(file)
     if metadata.get("family") in DIFFUSION_FAMILIES:
@@ -185,7 +181,6 @@ def _update_record(run: Path, verification: Verification, changed: Sequence[str]
 
 
 def _run_checks(source: VerifyTarget, allow_extreme_update: bool) -> Verification:
-    """Run the checks for this target."""
     reference_model = source.open_reference_model()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype

@@ -107,8 +107,7 @@ class PackagedRecipe:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The contents of the YAML file, not validated."""
-        values: dict[str, Any] = parse_yaml(self.text)
-        return values
+        return parse_yaml(self.text)
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
         """The recipe's entry in `dit-lora recipes --json`."""
@@ -133,9 +132,7 @@ class PackagedRecipe:
         return match[1] if match else "cpu"
 
     def build_launch_command(self, config: str) -> str:
-        """The command that launches it in a folder for one run. Overrides of data.path and run.dir are dropped: the
-        file has them.
-        """
+        """The command that launches it in a folder for one run, without data.path and run.dir, which the file has."""
         # accelerate launch [options] --config_file accelerate_configs/NAME.yaml recipes/lora.py RECIPE [overrides]
         arguments = shlex.split(self.commands[-1])
         script = arguments.index("recipes/lora.py")
@@ -199,8 +196,7 @@ def _describe_unknown_name(name: str, names: list[str], families: Iterable[str])
         return format_list(f"{name!r} has several recipes; choose one:", inside)
     # Compare with names with and without their folder, and with families.
     spelled = {recipe.split("/")[-1]: recipe for recipe in names}
-    spelled |= {recipe: recipe for recipe in names}
-    spelled |= {family: family for family in families}
+    spelled |= {name: name for name in (*names, *families)}
     # Typing errors first, then names that contain the text.
     similar_names = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
     similar_names += [recipe for recipe in names if name and name in recipe]

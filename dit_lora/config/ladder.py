@@ -80,9 +80,7 @@ class LoopConfig(LadderConfig):
 
     @classmethod
     def from_script_options(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
-        """Settings of `dit-lora guard`. With `max_skips`, the last recovery action is stop; without, nothing stops the
-        script.
-        """
+        """Settings of `dit-lora guard`. Only with `max_skips` is the last recovery action stop."""
         if max_skips is None:
             return cls(**settings)
         return cls(on_nonfinite=RECOVERY_ACTIONS, max_skips=max_skips, **settings)

@@ -70,15 +70,12 @@ def load_folder_config(path: str, overrides: Sequence[str] = ()) -> DataConfig:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The complete recipe as YAML, which `load_recipe` reads back unchanged. Sections that its mode does not have are
-    left out.
-    """
+    """The recipe as YAML, which `load_recipe` reads back unchanged, without sections that its mode does not have."""
     # Plain lists and numbers, which YAML can represent; tuples would become Python tags.
     values = recipe.model_dump(mode="json")
     # Mode `full` has no adapter: leave out the sections that describe one.
     if recipe.train.mode == "full":
-        del values["lora"], values["optim"]["groups"]["adapter"]
-        del values["optim"]["groups"]["adapter_b"]
+        del values["lora"], values["optim"]["groups"]["adapter"], values["optim"]["groups"]["adapter_b"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -97,9 +97,8 @@ class LoraConfig(Section):
     def _check_init(cls, init: str) -> str:
         if init == "loftq":
             raise ValueError(
-                "loftq corrects the error of one quantisation, "
-                "and its adapter fits no other base than that: take pissa, "
-                f"or another of {', '.join(INITS)}"
+                "loftq corrects the error of one quantisation, and its adapter fits no other base than that: take "
+                f"pissa, or another of {', '.join(INITS)}"
             )
         return init
 

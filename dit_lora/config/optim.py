@@ -152,8 +152,7 @@ class PreserveConfig(Section):
         if words_with_trigger:
             raise ValueError(
                 f"class_words: {', '.join(map(repr, words_with_trigger))} has the trigger {self.trigger!r} in it, "
-                "so that the "
-                "caption would not be without it"
+                "so that the caption would not be without it"
             )
         return self
 

@@ -239,15 +239,10 @@ class Recipe(Section):
                 "data.sources.generate samples the base with the steps and guidance of validation, which are "
                 "validation.model's; generate them in a run without it first"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_validation_model(self) -> "Recipe":
-        if self.validation.model is not None and self.lora.init in WEIGHT_INITS:
+        if second and self.lora.init in WEIGHT_INITS:
             raise ValueError(
-                f"validation.model: lora.init: {self.lora.init} starts from this base's weights, "
-                "which the second model "
-                "has not"
+                f"validation.model: lora.init: {self.lora.init} starts from this base's weights, which the second "
+                "model has not"
             )
         return self
 
@@ -281,7 +276,12 @@ class Recipe(Section):
             if self.model.from_scratch is not None:
                 raise ValueError("model.from_scratch needs train.mode: full; a LoRA needs a trained base")
             if groups.adapter is None:
-                self._check_base_groups()
+                if self.lora != LoraConfig():
+                    raise ValueError("lora does not apply: optim.groups.adapter is null")
+                if not groups.get_configured_groups():
+                    raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
+                if groups.adapter_b:
+                    raise ValueError("optim.groups: adapter_b needs adapter")
             return self
         # From here on `train.mode` is `full`, which has no adapter.
         if self.validation.model is not None:
@@ -320,9 +320,8 @@ class Recipe(Section):
         # PyTorch's setting has no effect on these packages, whose backward passes use atomic additions by default.
         if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
             raise ValueError(
-                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} "
-                "adds in no fixed "
-                "order; leave one of them out"
+                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} adds in no "
+                "fixed order; leave one of them out"
             )
         return self
 
@@ -352,14 +351,6 @@ class Recipe(Section):
                 f"train.save_every or be a multiple of it; got {eval_steps} and {save}"
             )
         return self
-
-    def _check_base_groups(self) -> None:
-        if self.lora != LoraConfig():
-            raise ValueError("lora does not apply: optim.groups.adapter is null")
-        if not self.optim.groups.get_configured_groups():
-            raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
-        if self.optim.groups.adapter_b:
-            raise ValueError("optim.groups: adapter_b needs adapter")
 
     @property
     def cache_dir(self) -> Path:

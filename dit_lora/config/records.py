@@ -28,8 +28,12 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max
 Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)]
 # For example torch.bfloat16 or torch.float8_e4m3fn. The text is put into generated code.
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
-# Unknown keys are kept, and values are not converted.
-_ALLOW_EXTRA = ConfigDict(extra="allow", strict=True)
+
+
+class _Record(TypedDict):
+    """A JSON object. Unknown keys are kept, and values are not converted."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
 
 class Manifest(TypedDict):
@@ -38,75 +42,65 @@ class Manifest(TypedDict):
     sha256: dict[str, str]
 
 
-class CheckpointState(TypedDict):
+class CheckpointState(_Record):
     """state.json of a training checkpoint."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     step: Count
     identity: dict[str, Any]
     guard: dict[str, Any]
     place: NotRequired[dict[str, Any]]
 
 
-class Status(TypedDict):
+class Status(_Record):
     """status.json of a run."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     state: NotRequired[str]
 
 
-class VerifiedFiles(TypedDict):
+class VerifiedFiles(_Record):
     """The keys of verification.json that are read; earlier versions have no digests."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     files: NotRequired[dict[str, str]]
     """Hex SHA-256 by path relative to the run's folder."""
     passed: NotRequired[bool]
 
 
-class Answer(TypedDict):
+class Answer(_Record):
     """A chat model's answer to a validation prompt, in answers.json."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     prompt: NotRequired[str]
     media: NotRequired[str | None]
     answer: NotRequired[str]
 
 
-class FrozenAdapterRecord(TypedDict):
+class FrozenAdapterRecord(_Record):
     """A frozen adapter that was active while a result was trained."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     name: str
     scale: Number
     in_samples: bool
 
 
-class NamedFile(TypedDict):
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
+class NamedFile(_Record):
     name: str
 
 
-class ViewingRecord(TypedDict):
+class ViewingRecord(_Record):
     """How frames of media are chosen for a chat model: the fields of `Viewing`."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
 
-
-class Video(TypedDict):
+class Video(_Record):
     """Shape of the training samples: numbers of frames and pixels, frames per second."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     frames: NotRequired[Count | None]
     height: NotRequired[Count | None]
     width: NotRequired[Count | None]
     fps: NotRequired[Number | None]
 
 
-class RunMetadata(TypedDict):
+class RunMetadata(_Record):
     """The run's own entry in an adapter's header; empty for an adapter of another program."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     family: NotRequired[str]
     part: NotRequired[Literal["transformer", "transformer_2"]]
     base_model: NotRequired[str | None]
@@ -134,10 +128,9 @@ class RunMetadata(TypedDict):
     reference_resolution: NotRequired[Int64 | None]
 
 
-class AdapterConfig(TypedDict):
+class AdapterConfig(_Record):
     """The keys of PEFT's adapter config that are read."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     peft_type: NotRequired[str | None]
     base_model_name_or_path: NotRequired[str | None]
     r: NotRequired[Int64]
@@ -153,10 +146,9 @@ class AdapterConfig(TypedDict):
     modules_to_save: NotRequired[list[str] | None]
 
 
-class Replay(TypedDict):
+class Replay(_Record):
     """Position of a micro-batch in a run."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     step: Count
     micro_step: Count
     rank: Count
@@ -165,25 +157,22 @@ class Replay(TypedDict):
     faults: NotRequired[dict[str, Any]]
 
 
-class EventRecord(TypedDict):
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
+class EventRecord(_Record):
     kind: str
 
 
 _Class = TypedDict("_Class", {"class": Name})
 
 
-class CalledModel(_Class):
+class CalledModel(_Class, _Record):
     """The model of an external training loop: its class, and "name shape" for each parameter."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     parameters: list[Annotated[str, StringConstraints(pattern=r"^\S.* \S+$")]]
 
 
-class BundleFacts(TypedDict):
+class BundleFacts(_Record):
     """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     format: Int64
     left_out: list[str]
     event: EventRecord
@@ -198,10 +187,9 @@ class BundleFacts(TypedDict):
     model: NotRequired[CalledModel]
 
 
-class PipelineFacts(_Class):
+class PipelineFacts(_Class, _Record):
     """The entry of facts.json about a pipeline, from which the model card's code is generated."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     module: Module
     loads_lora: bool
     condition: Literal["prompt", "class_labels"]
@@ -220,10 +208,9 @@ class PipelineFacts(_Class):
     in_fp32: list[Name]
 
 
-class ModelFacts(_Class):
+class ModelFacts(_Class, _Record):
     """The entry of facts.json about a chat model's class."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     module: Module
     library: str
 
@@ -237,10 +224,9 @@ class NumberSummary(TypedDict):
     sum: Number
 
 
-class ClipDataFacts(TypedDict):
+class ClipDataFacts(_Record):
     """The entry of facts.json about clips or images."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     kind: Literal["images", "clips"]
     datasets: list[str]
     left_out: Count
@@ -258,10 +244,9 @@ class ClipDataFacts(TypedDict):
     classes: NotRequired[Count]
 
 
-class ConversationDataFacts(TypedDict):
+class ConversationDataFacts(_Record):
     """The entry of facts.json about conversations."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     kind: Literal["conversations"]
     datasets: list[str]
     left_out: Count
@@ -271,69 +256,61 @@ class ConversationDataFacts(TypedDict):
     seconds: NumberSummary | None
 
 
-class ChatTemplateFile(TypedDict):
+class ChatTemplateFile(_Record):
     """chat_template.json of older chat checkpoints."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     chat_template: str
 
 
-class WeightMap(TypedDict):
+class WeightMap(_Record):
     """The index file of a model that is split into several files."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     weight_map: dict[str, str]
 
 
-class GroupInCard(TypedDict):
+class GroupInCard(_Record):
     """One parameter group of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     lr: NotRequired[Number]
 
 
-class OptimInCard(TypedDict):
+class OptimInCard(_Record):
     """`optim` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     name: str
     schedule: str
     warmup_steps: Count
     groups: dict[str, GroupInCard | None]
 
 
-class TrainInCard(TypedDict):
+class TrainInCard(_Record):
     """`train` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     batch_size: Count
     accumulate: Count
     seed: Int64
     ema: NotRequired[Number | None]
 
 
-class DataInCard(TypedDict):
+class DataInCard(_Record):
     """`data` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     caption_dropout: Number
     mask_floor: NotRequired[Number]
     sources: NotRequired[list[dict[str, Any]] | None]
     reference_folders: NotRequired[list[str] | None]
 
 
-class LoraInCard(TypedDict):
+class LoraInCard(_Record):
     """`lora` of config.yaml, as far as a pushed copy changes it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     init: NotRequired[str]
     under: NotRequired[list[dict[str, Any]] | None]
 
 
-class ValidationInCard(TypedDict):
+class ValidationInCard(_Record):
     """`validation` of config.yaml, as far as a pushed copy changes it and the card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     prompts: NotRequired[list[Any] | None]
     images: NotRequired[list[Any] | None]
     last_images: NotRequired[list[Any] | None]
@@ -342,10 +319,9 @@ class ValidationInCard(TypedDict):
     model: NotRequired[str | None]
 
 
-class ConfigInCard(TypedDict):
+class ConfigInCard(_Record):
     """config.yaml of a run, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     model: dict[str, Any]
     data: DataInCard
     optim: OptimInCard
@@ -354,34 +330,30 @@ class ConfigInCard(TypedDict):
     validation: NotRequired[ValidationInCard | None]
 
 
-class CheckInCard(TypedDict):
+class CheckInCard(_Record):
     """One check in verification.json."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     passed: NotRequired[bool]
     words: NotRequired[str]
 
 
-class VerificationInCard(TypedDict):
+class VerificationInCard(_Record):
     """verification.json, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     checks: dict[str, CheckInCard]
 
 
-class EnvironmentInCard(TypedDict):
+class EnvironmentInCard(_Record):
     """environment.json, as far as the model card shows it."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     processes: NotRequired[Count]
     packages: NotRequired[dict[str, str] | None]
     devices: NotRequired[list[dict[str, Any]] | None]
 
 
-class Facts(TypedDict):
+class Facts(_Record):
     """facts.json of a run."""
 
-    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     data: Annotated[ClipDataFacts | ConversationDataFacts, Field(discriminator="kind")]
     pipeline: NotRequired[PipelineFacts]
     model: NotRequired[ModelFacts]
@@ -397,9 +369,7 @@ def read_typed_json(path: Path, value_type: type[T]) -> T:
 
 
 def parse_typed_json(text: str | bytes, value_type: type[T], description: str) -> T:
-    """Parse a JSON text and validate it as this type. `description` names the text in the message of
-    the `ParseError`.
-    """
+    """Parse a JSON text and validate it as this type. `description` names the text in the `ParseError`."""
     try:
         # Duplicate keys: two readers could take different values from such a file.
         value = parse_json(text, unique=True)

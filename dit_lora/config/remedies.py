@@ -58,9 +58,7 @@ def suggest_hub_prefix(path: str) -> str:
 
 
 def suggest_recipe(path: Path) -> str:
-    """Suggest a recipe for a path that does not exist: a similar file in its folder, or one that comes with
-    dit-lora.
-    """
+    """Suggest a recipe for a path that does not exist: a similar file in its folder, or a packaged one."""
     # Compared without the suffix, which all of them share.
     siblings = {sibling.stem: sibling for sibling in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, siblings, n=1)

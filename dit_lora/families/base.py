@@ -33,6 +33,8 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
 
 Tensors = dict[str, torch.Tensor]
+TensorMap = Mapping[str, torch.Tensor]
+"""Tensors by name that are only read, each (B, ...): a cached batch, or the random tensors of a training step."""
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes of tensors by name."""
 TextEncoder = Callable[[Sequence[str]], Tensors]
@@ -57,9 +59,9 @@ class TrainableCheckpoint(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions: ...
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions: ...
 
-    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput: ...
+    def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,11 @@ class Denoiser(CheckpointInfo):
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
 
     @abstractmethod
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Compute the loss of each sample of a cached batch.
 
         Args:
@@ -221,7 +223,7 @@ class Denoiser(CheckpointInfo):
 
     @abstractmethod
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 
@@ -266,9 +268,7 @@ class Sampler(CheckpointInfo):
             pipeline.to(device)
 
     def _load_pipeline(self, dtype: torch.dtype, transformer: nn.Module | None, text: bool, **init_kwargs: Any) -> Any:
-        """Load the stock pipeline in `dtype`, except components of `fp32_components`; `arguments` go to its
-        constructor.
-        """
+        """Load the stock pipeline in `dtype`, except `fp32_components`; `init_kwargs` go to its constructor."""
         # Diffusers' from_pretrained accepts one dtype, or a dict of dtypes by component.
         dtypes: Any = dtype
         if self.fp32_components:
@@ -365,9 +365,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         return {} if side is None else {"reference_resolution": side}
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
-        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare its output or to
-        sample.
-        """
+        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
         # Adapters that do not record the setting keep the value that the checkpoint was opened with.
         side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)

@@ -4,7 +4,6 @@ The image's tokens are clean and have timestep 0, which tells the network that t
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -12,9 +11,10 @@ import torch
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.base import TensorMap
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.pictures import image_errors
-from dit_lora.numerics.streams import DrawFunctions
+from dit_lora.numerics.streams import DrawFunctions, draw_uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +29,12 @@ class FirstFrameCheckpoint(FlowCheckpoint):
         # A share of samples without an image keeps the model able to work from text only.
         return replace(super().apply_recipe(recipe), image_dropout=recipe.data.image_dropout)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # One uniform number per sample decides whether it keeps its image; the draw is true where it does.
-        image_draws: DrawFunctions = {
-            "image_dropout": lambda rows: (
-                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
-            )
-        }
+        image_draws: DrawFunctions = {"image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout}
         return {**super().draw_functions(batch), **image_draws}
 
-    def has_picture(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def has_picture(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """True for each sample that keeps its image, bool (B,).
 
         All are true if `random_tensors`, the random tensors of the step, contains no image dropout.
@@ -67,12 +61,8 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         return ("image",)
 
     @abstractmethod
-    def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """The image's normalised latents, repeated for every frame (B, S, C). `random_tensors` holds the random
-        tensors.
-        """
+    def picture_tokens(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """The image's normalised latents, repeated for every frame (B, S, C)."""
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if validation prompts have no images."""
@@ -83,9 +73,7 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
             raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         return checkpoint
 
-    def conditioning_mask(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Conditioning mask (B, S, 1): 1 at the tokens of the first frame of samples that keep their image, else 0."""
         frames, height, width = batch["latent_mean"].shape[2:]
         # (B,) and (S,) combine to (B, S, 1).
@@ -93,16 +81,12 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         is_first_frame = torch.arange(frames * height * width, device=has_picture.device) < height * width
         return (has_picture.view(-1, 1, 1) & is_first_frame.view(1, -1, 1)).float()
 
-    def token_timesteps(
-        self, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def token_timesteps(self, timesteps: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Timestep of every token (B, S): 0 at the image's tokens."""
         # (B, 1) * (B, S): the mask is 1 at the image's tokens, which sets their timestep to 0.
         return timesteps[:, None] * (1 - self.conditioning_mask(batch, random_tensors).squeeze(-1))
 
-    def replace_first_frame(
-        self, tokens: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def replace_first_frame(self, tokens: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Tokens (B, S, C) with the first frame replaced by the image's tokens, for samples that keep their image."""
         # (B, S, C), and a mask (B, S, 1) that broadcasts over the channels.
         picture = self.picture_tokens(batch, random_tensors)

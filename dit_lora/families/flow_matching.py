@@ -5,7 +5,6 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
@@ -16,7 +15,7 @@ from torch import nn
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, TensorMap
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -87,7 +86,7 @@ class FlowCheckpoint(Checkpoint):
         levels, steps = self.objective.distribution, self.num_train_timesteps
         return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of a training step: noise, noise levels (`timestep`) and the posterior's noise, if any."""
         size = batch["latent_mean"].shape[1:]
         shift = self.compute_shift(size)
@@ -100,28 +99,22 @@ class FlowCheckpoint(Checkpoint):
         return {**posterior, **noise_draws}
 
     @abstractmethod
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32. `random_tensors` holds the random tensors of
-        `draw_functions`.
-        """
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
-    def conditioning_mask(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor | None:
+    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
         """Conditioning mask: 1 where latents are given clean, 0 where they are denoised. None without conditioning.
 
         It broadcasts to the latents. Clean latents get no noise and no loss.
         """
         return None
 
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = (objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws))
+        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
@@ -132,13 +125,11 @@ class FlowCheckpoint(Checkpoint):
         losses = compute_mean_squared_error(prediction, target, self._loss_weights(batch, conditioning_mask))
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from the data's masks, broadcastable to `clean_latents`; None without masks."""
         return compute_loss_weights(batch, self.mask_floor, batch["latent_mean"])
 
-    def _loss_weights(
-        self, batch: Mapping[str, torch.Tensor], conditioning_mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _loss_weights(self, batch: TensorMap, conditioning_mask: torch.Tensor | None) -> torch.Tensor | None:
         masked = self.mask_weights(batch)
         # With only one of the two, there is nothing to multiply.
         if conditioning_mask is None or masked is None:
@@ -151,10 +142,8 @@ class FlowCheckpoint(Checkpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Predict for a training step. Calls `predict`; families that need further random tensors override this, and
-        take them from `random_tensors`.
-        """
+        """Predict for a training step. Families that need random tensors beyond noise and timestep override this."""
         return self.predict(transformer, noisy, timesteps, batch)

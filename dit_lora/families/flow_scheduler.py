@@ -10,6 +10,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.opening import read_component_config
+from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevelDistribution
+from dit_lora.numerics.objectives import FlowMatching
 
 
 def read_flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
@@ -33,6 +35,14 @@ def read_flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
             f"{model.family} knows exponential, the published checkpoints'"
         )
     return dict(config)
+
+
+def build_flow_matching(
+    scheduler: Mapping[str, Any], distribution: NoiseLevelDistribution = LOGIT_NORMAL
+) -> FlowMatching:
+    """The objective with the scheduler's shift; a dynamic one depends on the number of tokens, through `mu`."""
+    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    return FlowMatching(shift, scheduler["num_train_timesteps"], distribution)
 
 
 def compute_mu(scheduler: Mapping[str, Any], num_tokens: int) -> float:

@@ -3,7 +3,7 @@
 Shapes: B batch, H and W latent size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import functional as F
@@ -33,3 +33,13 @@ def compute_loss_weights(
     weights = min_weight + (1 - min_weight) * mask
     # (B, H, W) -> (B, 1, ..., 1, H, W), with as many dimensions as `latents`.
     return weights.view(len(mask), *[1] * (latents.ndim - 3), *mask.shape[-2:])
+
+
+def compute_packed_loss_weights(
+    batch: Mapping[str, torch.Tensor], min_weight: float, pack_latents: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """`compute_loss_weights` of a batch's latents, packed into tokens like them. None for data without masks."""
+    latents = batch["latent_mean"]
+    weights = compute_loss_weights(batch, min_weight, latents)
+    # Expanded to all channels and frames first, so that every packed value has its weight.
+    return None if weights is None else pack_latents(weights.expand_as(latents))

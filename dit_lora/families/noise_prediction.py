@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import sample_posterior
@@ -79,13 +79,13 @@ class NoisePredictionCheckpoint(Checkpoint):
 
         return encode
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape, (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
         timestep = partial(draw_integers, 0, self.num_train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
 
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Squared error of the noise, plus the variational bound of the variance in bits, in fp32.
 
         Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the

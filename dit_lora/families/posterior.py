@@ -1,11 +1,11 @@
 """Posteriors of autoencoders (mean and log variance): encoding, sampling and normalising latents."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from dit_lora.families.base import Tensors
+from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.numerics.streams import move_to_device
 
 
@@ -22,6 +22,16 @@ def encode_picture(vae: Any, pixels: torch.Tensor) -> Tensors:
     # (1, 3, height, width), from -1 to 1.
     posterior = vae.encode((pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+
+def make_pixel_encoder(vae: Any, encode: Callable[[Any, torch.Tensor], Tensors]) -> VideoEncoder:
+    """A `VideoEncoder` of samples whose tensors are `encode(vae, pixels)`, without a separate first image."""
+
+    @torch.no_grad()
+    def encode_pixels(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        return encode(vae, pixels)
+
+    return encode_pixels
 
 
 def shift_and_scale_latents(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:

@@ -17,15 +17,14 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import fill_defaults, get_checkpoint_folder, read_checkpoint_fields
-from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
-from dit_lora.families.refusals import side_errors
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
+from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import DrawFunctions, normal
 
 PACK_SIZE = 2
@@ -47,27 +46,19 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return int(PACK_SIZE * 2 ** len(self.vae_config["temperal_downsample"]))
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
-        problems = side_errors(shape, self.size_multiple)
-        if shape.frames != 1:
-            problems.append(f"data.frames must be 1, {self.pipeline_class.__name__} makes images; got {shape.frames}")
-        return problems
+        frame_problems = image_frames_errors(shape.frames, self.pipeline_class.__name__)
+        return [*side_errors(shape, self.size_multiple), *frame_problems]
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device), encode_video)
 
     def mu(self, size: torch.Size) -> float:
         return compute_mu(self.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
@@ -78,27 +69,21 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
             "noise": partial(normal, (height * width // square, square * channels)),
         }
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return self.pack_latents(normalize_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
-        latents = batch["latent_mean"]
-        # (B, 1, 1, H, W), expanded to all channels, so that every packed value has its weight.
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else self.pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, self.pack_latents)
 
     def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = self.pipeline_class._pack_latents(latents, batch, channels, height, width)
-        return packed
+        return self.pipeline_class._pack_latents(latents, batch, channels, height, width)
 
-    def token_grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    def token_grid(self, batch: TensorMap) -> tuple[int, int]:
         """Rows and columns of a batch's image tokens."""
         height, width = batch["latent_mean"].shape[-2:]
         return height // PACK_SIZE, width // PACK_SIZE
@@ -124,12 +109,10 @@ def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict
             f"{channels}, of {PACK_SIZE}x{PACK_SIZE} latents of its VAE's {vae['z_dim']} channels; got "
             f"{transformer['in_channels']}"
         )
-    # With dynamic shifting, the scheduler's shift depends only on `mu`.
-    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return {
         **fields,
         "transformer_config": transformer,
         "vae_config": vae,
         "scheduler": scheduler,
-        "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
+        "objective": build_flow_matching(scheduler),
     }

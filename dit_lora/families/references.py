@@ -63,9 +63,7 @@ class ReferenceEncoder(Protocol):
     """A `VideoEncoder` of a family that accepts references."""
 
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        """Encode references, each uint8 (frames, 3, height, width) at its own size. `encoded_shape`
-        is the sample's.
-        """
+        """Encode references, each uint8 (frames, 3, height, width) at its own size. `shape` is the sample's."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,7 @@ def name_reference_latents(latents: Sequence[torch.Tensor]) -> Tensors:
 
 
 def scale_image(image: Image.Image, resolution: int | None) -> Image.Image:
-    """Scale an image to at most `resolution` squared pixels, keeping its aspect ratio. Smaller images stay as they
-    are.
-    """
+    """Scale an image down to at most `resolution` squared pixels, keeping its aspect ratio."""
     # PIL sizes are (width, height).
     width, height = compute_scaled_size(image.height, image.width, resolution)[::-1]
     if (width, height) == image.size:
@@ -127,9 +123,7 @@ def scale_image(image: Image.Image, resolution: int | None) -> Image.Image:
 
 
 def compute_scaled_size(height: int, width: int, resolution: int | None) -> tuple[int, int]:
-    """Height and width scaled to at most `resolution` squared pixels, keeping their ratio. No limit if `resolution` is
-    None.
-    """
+    """Height and width scaled down to at most `resolution` squared pixels (None: no limit), keeping their ratio."""
     if resolution is None or height * width <= resolution * resolution:
         return height, width
     # Scale the area to side**2, so each side by the square root of the ratio.

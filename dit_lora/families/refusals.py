@@ -24,6 +24,11 @@ def side_errors(shape: VideoShape, step: int) -> list[str]:
     return multiple_errors({"height": (shape.height, step), "width": (shape.width, step)})
 
 
+def image_frames_errors(frames: int, model: str) -> list[str]:
+    """Message if a sample of a model that makes images has more than one frame."""
+    return [] if frames == 1 else [f"data.frames must be 1, {model} makes images; got {frames}"]
+
+
 def min_frames_errors(frames: int, step: int) -> list[str]:
     """Message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
     # The first latent frame is the given image. One more latent frame needs `step` more frames.

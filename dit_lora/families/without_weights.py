@@ -136,9 +136,7 @@ def _build_uninitialized(cls: Any, config: Any) -> Any:
 
 
 def open_recipe_checkpoint(recipe: Recipe) -> tuple[Any, Any]:
-    """Family and checkpoint of a recipe from `config_only_recipe`. Without its data, it has the
-    checkpoint's classes.
-    """
+    """Family and checkpoint of a recipe from `config_only_recipe`. Without data, it has the checkpoint's classes."""
     family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
     if not is_data_available(recipe) and recipe.data.classes is None and not is_chat:
         recipe = _add_classes(recipe, family.open(recipe.model))

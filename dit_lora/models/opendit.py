@@ -88,7 +88,8 @@ def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str,
             problems += _position_table_errors(name, tensor, model)
         else:
             parts = dict(_convert_tensor(name, tensor))
-            problems += [] if parts else [f"{name}: VDiT has no such tensor"]
+            if not parts:
+                problems.append(f"{name}: VDiT has no such tensor")
             converted |= parts
     # Compare in both directions: tensors that the model lacks, and those that the file lacks.
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -124,29 +125,24 @@ def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | No
     if not any(name in state_dict for name in _CONDITION_TENSORS):
         missing.append(" or ".join(_CONDITION_TENSORS))
     if missing:
-        raise DitLoraError(
-            format_list(
-                "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way "
-                "here); it lacks",
-                missing,
-            )
+        message = (
+            "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way here)"
         )
+        raise DitLoraError(format_list(f"{message}; it lacks", missing))
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
     kernel, spatial, temporal, fc1, proj_out = (shapes[name] for name in _SIZE_TENSORS)
     # Check the numbers of dimensions before unpacking the shapes.
     if [len(shapes[name]) for name in _SIZE_TENSORS] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZE_TENSORS]
-        raise DitLoraError(
-            format_list("this is no state dict of OpenDiT's video model; got tensors of these shapes", received)
-        )
+        message = "this is no state dict of OpenDiT's video model; got tensors of these shapes"
+        raise DitLoraError(format_list(message, received))
     width, channels, patch_t, patch, _ = kernel
     heads = heads or _HEADS_BY_WIDTH.get(width)
     if heads is None:
         raise DitLoraError(
-            f"its width of {width} is none of OpenDiT's "
-            f"({', '.join(map(str, _HEADS_BY_WIDTH))}), and its tensors do not say "
-            "how many attention heads share it; give --heads"
+            f"its width of {width} is none of OpenDiT's ({', '.join(map(str, _HEADS_BY_WIDTH))}), and its tensors "
+            "do not say how many attention heads share it; give --heads"
         )
     if width % heads:
         raise DitLoraError(f"--heads {heads} does not divide its width of {width}")

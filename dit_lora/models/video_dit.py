@@ -220,7 +220,6 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return embedded + embed(conditions[required])
 
     def _patch_grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
-        """Numbers of patches in time, height and width."""
         sizes = tuple(latents.shape[2:])
         if len(sizes) != 3 or any(size % step for size, step in zip(sizes, self.patch, strict=True)):
             raise DitLoraError(

@@ -136,20 +136,16 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise DitLoraError(f"{path} is neither a file of weights nor a folder of .bin or .safetensors")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        file_tensors = _read_tensors(file)
+        if file.suffix == ".safetensors":
+            try:
+                file_tensors = load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise DitLoraError(f"{file} cannot be read: {error}") from error
+        else:
+            file_tensors = read_released(file).tensors
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:
             raise DitLoraError(format_list(f"{file} has tensors that another file of it has too", duplicates))
         tensors |= file_tensors
     return tensors
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of one file."""
-    if file.suffix != ".safetensors":
-        return read_released(file).tensors
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} cannot be read: {error}") from error

@@ -149,11 +149,12 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             inputs = self.scheduler.scale_model_input(latents, step).to(dtype)
             output = self._predict(inputs, step, condition)
             if empty is not None:
-                output = _apply_guidance(
-                    output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
-                )
+                # A learned variance, in the other channels, stays that of the conditional prediction.
+                unconditional = self._predict(inputs, step, empty)[:, : config.in_channels]
+                noise = unconditional + guidance_scale * (output[:, : config.in_channels] - unconditional)
+                output = torch.cat([noise, output[:, config.in_channels :]], dim=1)
             # A scheduler with a fixed variance only takes the noise.
-            if not _has_learned_variance(self.scheduler):
+            if self.scheduler.config.get("variance_type") not in ("learned", "learned_range"):
                 output = output[:, : config.in_channels]
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
         video: Any = latents
@@ -206,17 +207,4 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         negative = negative_pooled_projections
         if negative is None:
             negative = self.encode_prompt([""])
-        negative = negative.to(device, self.transformer.dtype).expand_as(pooled)
-        return conditions, {"pooled_projections": negative}
-
-
-def _apply_guidance(output: torch.Tensor, unconditional: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
-    """Noise with classifier-free guidance. A learned variance stays that of the conditional prediction."""
-    # Extrapolate from the unconditional prediction through the conditional one.
-    noise = unconditional[:, :channels] + scale * (output[:, :channels] - unconditional[:, :channels])
-    return torch.cat([noise, output[:, channels:]], dim=1)
-
-
-def _has_learned_variance(scheduler: Any) -> bool:
-    """True if the scheduler takes a learned variance."""
-    return scheduler.config.get("variance_type") in ("learned", "learned_range")
+        return conditions, {"pooled_projections": negative.to(device, self.transformer.dtype).expand_as(pooled)}

@@ -66,15 +66,15 @@ def gather_tensors(tensors: Mapping[str, torch.Tensor], *, keep_values: bool) ->
     Sharded ones are gathered one at a time and moved to the CPU. Without `keep_values` they come back without values
     (on `meta`), for ranks that only take part in the gathering.
     """
-    return {name: _gather_tensor(tensor.detach(), keep_values=keep_values) for name, tensor in tensors.items()}
-
-
-def _gather_tensor(tensor: torch.Tensor, *, keep_values: bool) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # All ranks take part in the gathering, whether or not they keep the values.
-    values = tensor.full_tensor()
-    return values.cpu() if keep_values else torch.empty_like(values, device="meta")
+    gathered = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach()
+        if isinstance(values, DTensor):
+            # All ranks take part in the gathering, whether or not they keep the values.
+            values = values.full_tensor()
+            values = values.cpu() if keep_values else torch.empty_like(values, device="meta")
+        gathered[name] = values
+    return gathered
 
 
 def shard_like(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -35,26 +35,20 @@ def unify_out_of_memory_errors() -> Iterator[None]:
 
 
 def get_available_bytes(device: torch.device, num_processes: int) -> int:
-    """Bytes that this process can still allocate on its device; of host memory, an equal share among
-    `num_processes`.
-    """
+    """Bytes that this process can still allocate on its device; of host memory, an equal share per process."""
     # Every process of this machine sees the same free host memory.
     if device.type != "cuda":
-        return _get_host_bytes() // num_processes
+        try:
+            import psutil
+        # psutil is optional for the guard. Free pages do not count caches that the kernel could reclaim.
+        except ImportError:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_processes
+        available: int = psutil.virtual_memory().available
+        return available // num_processes
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device)
     # Blocks that PyTorch's caching allocator holds without a tensor in them can be reused.
     return free + cached - torch.cuda.memory_allocated(device)
-
-
-def _get_host_bytes() -> int:
-    try:
-        import psutil
-    # psutil is optional for the guard. Free pages do not count caches that the kernel could reclaim.
-    except ImportError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available: int = psutil.virtual_memory().available
-    return available
 
 
 def has_memory_for_fp32(model: nn.Module) -> bool:

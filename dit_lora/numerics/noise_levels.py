@@ -134,7 +134,6 @@ LOGIT_NORMAL = NoiseLevelDistribution()
 
 
 def _invert_by_bisection(increasing: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    """Invert an increasing function on [0, 1] by bisection."""
     low, high = torch.zeros_like(target), torch.ones_like(target)
     for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2

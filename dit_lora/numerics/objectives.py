@@ -99,18 +99,12 @@ class VPrediction:
         return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
     def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = self._look_up(timesteps, clean)
+        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * clean.float() + sigma * noise.float()
 
     def compute_target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = self._look_up(timesteps, clean)
+        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * noise.float() - sigma * clean.float()
-
-    def _look_up(self, timesteps: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # (B, 1, ..., 1), to broadcast over each sample.
-        shape = (-1, *[1] * (reference.ndim - 1))
-        alpha, sigma = (t.to(reference.device, non_blocking=True) for t in (self.alpha, self.sigma))
-        return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
 
 
 @dataclass(frozen=True)
@@ -221,8 +215,13 @@ class EpsilonPrediction:
         divergence.
         """
         # Each (B, 1, ..., 1).
-        tables = (_look_up(table, timesteps, clean) for table in self._tables)
-        alpha, sigma, high, low, clean_share, noisy_share = tables
+        alpha, sigma, high, low, clean_share, noisy_share = (
+            _look_up(table, timesteps, clean)
+            for table in (
+                *(self.alpha, self.sigma, self.log_beta, self.log_posterior_variance),
+                *(self.clean_coefficient, self.noisy_coefficient),
+            )
+        )
         share = (variance_fraction.float() + 1) / 2
         # Interpolated between the two log variances, section 3.1 of the paper.
         log_variance = share * high + (1 - share) * low
@@ -239,11 +238,6 @@ class EpsilonPrediction:
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
         # From nats to bits.
         return _compute_weighted_mean(nats, weights) / math.log(2)
-
-    @property
-    def _tables(self) -> tuple[torch.Tensor, ...]:
-        by_timestep = (self.alpha, self.sigma, self.log_beta, self.log_posterior_variance)
-        return (*by_timestep, self.clean_coefficient, self.noisy_coefficient)
 
 
 def _compute_weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

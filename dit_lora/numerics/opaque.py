@@ -21,8 +21,7 @@ def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> No
 
 def get_fused_test(module: nn.Module) -> Callable[[], bool] | None:
     """The test that `set_fused_test` has set for this module; None without one."""
-    is_fused: Callable[[], bool] | None = module.__dict__.get(_FUSED_TEST)
-    return is_fused
+    return module.__dict__.get(_FUSED_TEST)
 
 
 def iterate_called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

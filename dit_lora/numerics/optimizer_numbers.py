@@ -23,9 +23,7 @@ def convert_to_tensor(value: torch.Tensor | float) -> torch.Tensor:
 
 
 def is_scalar_tensor(tensor: torch.Tensor) -> bool:
-    """True for the tensors of `convert_to_tensor`: 0-dim int64 or float64. Optimizers' own tensors
-    are fp32 or uint8.
-    """
+    """True for the tensors of `convert_to_tensor`: optimizers' own tensors are fp32 or uint8."""
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 

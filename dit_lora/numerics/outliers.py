@@ -41,7 +41,11 @@ def describe_corrupted_tensors(
         if get_local_tensor(tensor).numel() > 1
     }
     peaks = read_scalars(compute_peaks(tensors))
-    usual = _compute_median_peaks(peaks)
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    for name, peak in peaks.items():
+        kinds[_get_tensor_kind(name)].append(peak)
+    # With only one or two tensors, a corrupted one would change the median itself.
+    usual = {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}
     squares = collect_names(lambda record: record.squared_state)
     descriptions = []
     for name, peak in peaks.items():
@@ -78,19 +82,8 @@ def compute_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _get_tensor_kind(name: str) -> str:
-    """The kind of a tensor by its name, such as `exp_avg` for `adapter/block.weight/exp_avg`: `ema`, `weight` or a
-    moment.
-    """
+    """The kind of a tensor: `ema`, `weight`, or a moment such as `exp_avg` for `adapter/block.weight/exp_avg`."""
     # A weight's average: what follows is the weight's name.
     if name.startswith("ema/"):
         return "ema"
     return name.rpartition("/")[2] if "/" in name else "weight"
-
-
-def _compute_median_peaks(peaks: Mapping[str, float]) -> dict[str, float]:
-    """The median peak of each kind; 0 for a kind with fewer than three tensors."""
-    kinds: defaultdict[str, list[float]] = defaultdict(list)
-    for name, peak in peaks.items():
-        kinds[_get_tensor_kind(name)].append(peak)
-    # With only one or two tensors, a corrupted one would change the median itself.
-    return {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}

@@ -20,9 +20,7 @@ class Precision(NamedTuple):
 
 
 def choose_precision(requested: str, device: torch.device) -> Precision:
-    """Choose the dtype for `model.dtype` on a device. `auto` is bf16 if the device computes in bf16 natively, else
-    fp32.
-    """
+    """Choose the dtype for `model.dtype`. `auto` is bf16 if the device computes in bf16 natively, else fp32."""
     if requested != "auto":
         return Precision(DTYPES[requested], f"asked for by model.dtype={requested}")
     # PyTorch emulates bf16 on older GPUs, which this excludes.

@@ -48,8 +48,7 @@ class QuantizedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         # Codes of nf4 are flat, so the shape is passed separately.
         shape = (self.out_features, self.in_features)
-        product: Tensor = _QuantizedMatmul.apply(x, self.weight, self.scale, bias, self.kind, shape)
-        return product
+        return _QuantizedMatmul.apply(x, self.weight, self.scale, bias, self.kind, shape)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight, (out, in), as the product uses it."""
@@ -101,8 +100,7 @@ def dequantize_weight(
 
         size = torch.Size(shape)
         state = QuantState(scale, shape=size, dtype=dtype, blocksize=_BLOCK_SIZE, quant_type="nf4")
-        weight: Tensor = dequantize_4bit(codes, state)
-        return weight
+        return dequantize_4bit(codes, state)
     # Both kinds of codes are exact in bf16.
     values = codes.view(_FP8) if kind == "fp8" else codes
     # In place on the copy that the cast made: (out, in) times (out, 1).

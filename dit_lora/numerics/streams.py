@@ -63,19 +63,15 @@ class RandomStreams:
         self.seed = seed
         self.sample_seeds = tuple(sample_seeds)
         # They do not match, for instance, after a sample was drawn again; then the numbers are computed here.
-        is_valid = prefetched is not None and (prefetched.seed, prefetched.sample_seeds) == (
-            self.seed,
-            self.sample_seeds,
-        )
-        self._prefetched = prefetched.tensors if prefetched is not None and is_valid else {}
+        self._prefetched: Mapping[str, torch.Tensor] = {}
+        if prefetched is not None and (prefetched.seed, prefetched.sample_seeds) == (self.seed, self.sample_seeds):
+            self._prefetched = prefetched.tensors
 
     def __call__(self, stream: str) -> list[torch.Generator]:
         return [make_generator(self.seed, stream, draw) for draw in self.sample_seeds]
 
     def draw_tensors(self, functions: DrawFunctions, device: torch.device) -> dict[str, torch.Tensor]:
-        """The random numbers of all streams on a device, from `prefetched` if it has them and drawn now otherwise. The
-        bits are equal either way.
-        """
+        """The random numbers of all streams on a device: from `prefetched`, or drawn now with the same bits."""
         return {
             name: move_to_device(self._prefetched[name] if name in self._prefetched else draw(self(name)), device)
             for name, draw in functions.items()
@@ -94,6 +90,11 @@ def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch
     """Standard normal noise, fp32 (B, *shape) on the CPU, each row from its own generator."""
     # One call for each sample: the batch size must not change a sample's numbers.
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
+
+
+def draw_uniform(generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Uniform fp32 draws from [0, 1), of shape (B,), each from its own generator."""
+    return torch.cat([torch.rand(1, generator=row) for row in generators])
 
 
 def draw_integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -25,7 +25,5 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 
 
 def find_weights_read_outside(transformer: nn.Module, directly_called_modules: Sequence[str]) -> set[nn.Parameter]:
-    """Weights of blocks that the model also reads outside of them, according to its family's
-    `directly_called_modules`.
-    """
+    """Weights of blocks that the model also reads outside of them: those of its `directly_called_modules`."""
     return {p for name in directly_called_modules for p in transformer.get_submodule(name).parameters()}

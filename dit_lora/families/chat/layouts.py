@@ -344,26 +344,9 @@ def get_token_text(tokenizer: Any, token_id: int) -> str:
 def spell_number(number: int) -> str:
     """A number from 0 to 999 in English, as written by num2words, which SmolVLM's processor uses."""
     small = [
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "thirteen",
-        "fourteen",
-        "fifteen",
-        "sixteen",
-        "seventeen",
-        "eighteen",
-        "nineteen",
+        *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+        *("ten", "eleven", "twelve", "thirteen", "fourteen"),
+        *("fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
     ]
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     # num2words writes British English: "one hundred and five".

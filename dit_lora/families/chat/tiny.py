@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from tokenizers import AddedToken
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForImageTextToText,
     InternVLConfig,
@@ -24,6 +23,7 @@ from transformers import (
 
 from dit_lora.environment.pretrained import build_from_config
 from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
+from dit_lora.families.tiny.chat_text import build_byte_tokenizer
 
 # Maximum length of a prompt. Byte tokens make prompts several times longer than in published models.
 _MAX_TOKENS = 2048
@@ -116,20 +116,12 @@ def build_tiny_chat(variant_name: str, extra_tokens: Sequence[str] = ()) -> tupl
 
 def _build_tokenizer(variant: Variant) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and the special tokens. Nothing is trained."""
-    # All 256 bytes, sorted so that ids do not depend on the order of a dict.
-    vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
-    none: Any = None  # an unknown token would enlarge the vocabulary
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=[],
-        unk_token=none,
-        pad_token=variant.special_tokens[0],
-        eos_token=variant.end_token,
+    tokenizer = build_byte_tokenizer(
+        variant.special_tokens,
+        variant.end_token,
         extra_special_tokens=variant.named_tokens,
         model_max_length=_MAX_TOKENS,
     )
-    tokens = [AddedToken(token, special=True, normalized=False) for token in variant.special_tokens]
-    tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.chat_template = variant.template
     return tokenizer
 

@@ -1,6 +1,5 @@
 """Opens CogVideoX checkpoints, 1.0 and 1.5, text-to-video and image-to-video; their configs say which."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from dit_lora.families.cogvideox.image_to_video import CogVideoXImageCheckpoint
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
+    fill_defaults,
     get_checkpoint_folder,
     read_component_config,
     read_index,
@@ -53,8 +53,7 @@ def _read_transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
 
     Version 1.0's files lack options that were added later.
     """
-    parameters = inspect.signature(CogVideoXTransformer3DModel.__init__).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    defaults = fill_defaults(CogVideoXTransformer3DModel, {})
     config = read_component_config(path, "transformer")
     changes = model.from_scratch or {}
     # Diffusers would ignore an unknown option with a warning.

@@ -19,12 +19,12 @@ from torch import nn
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.families.pictures import image_errors, to_pil_image
 from dit_lora.families.posterior import encode_video, sample_posterior
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import DrawFunctions, draw_integers, make_generator, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_integers, draw_uniform, make_generator, normal
 
 # Training noise is added to pixels, but latents are cached: encode this many noisy copies of each image.
 NUM_NOISY_ENCODINGS = 4
@@ -88,15 +88,13 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
 
         return encode
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of the clip, plus the image's encoding, its latent, and whether the image is dropped."""
         # (B, K, C, 1, H, W): K encodings of one image, each with the shape (C, 1, H, W).
         encodings, *shape = batch["image_latent_mean"].shape[1:]
         image_draws: DrawFunctions = {
             "image_posterior": partial(normal, shape),
-            "image_dropout": lambda rows: (
-                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
-            ),
+            "image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout,
         }
         noised: DrawFunctions = {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
         return {**super().draw_functions(batch), **image_draws, **noised}
@@ -106,8 +104,8 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         """Predict with a latent of the randomly chosen image encoding, or with zeros if the image is dropped."""
         mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
@@ -126,7 +124,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        batch: TensorMap,
     ) -> torch.Tensor:
         """Predict the velocity with the mean latent of the clean image; equal to one call of the stock pipeline."""
         clean = batch["image_latent_mean"][:, 0].float()
@@ -137,7 +135,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        batch: TensorMap,
         image_BCFHW: torch.Tensor,
     ) -> torch.Tensor:
         scale = self.vae_config["scaling_factor"]

@@ -6,7 +6,7 @@ Positions, prompts and denoising call the stock pipeline's own code, so training
 Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -17,10 +17,11 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import Checkpoint, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
-from dit_lora.families.posterior import encode_video, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
+from dit_lora.families.text.captions import make_padded_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
@@ -69,7 +70,6 @@ class CogVideoXCheckpoint(Checkpoint):
         ]
 
     def _position_limit_errors(self, shape: VideoShape) -> list[str]:
-        """One message per size for which the transformer has no positions."""
         config, factor = self.transformer_config, self.spatial_factor
         requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
         # The config gives latent sizes; recipes give pixels.
@@ -99,31 +99,15 @@ class CogVideoXCheckpoint(Checkpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as the pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
-        pipeline = self.load_text_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # (B, T, D). Every caption is padded to T, so captions in one batch do not influence each other.
-            embeddings, _ = pipeline.encode_prompt(
-                list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
-            )
-            return {"prompt_embeds": embeddings}
-
-        return encode
+        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W); each epoch draws new latents."""
-        vae = memory.load(AutoencoderKLCogVideoX, self.path, dtype, device)
+        return make_pixel_encoder(memory.load(AutoencoderKLCogVideoX, self.path, dtype, device), encode_video)
 
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
-
-        return encode
-
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
         return {
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
@@ -132,7 +116,7 @@ class CogVideoXCheckpoint(Checkpoint):
             "timestep": partial(draw_integers, 0, self.num_train_timesteps),
         }
 
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
 
         If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
@@ -174,8 +158,8 @@ class CogVideoXCheckpoint(Checkpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         """The prediction of a training step, which needs no random tensors other than noise and timestep."""
         return self.predict(transformer, noisy, timesteps, batch)
@@ -185,7 +169,7 @@ class CogVideoXCheckpoint(Checkpoint):
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        batch: TensorMap,
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         return self._run_transformer(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
@@ -210,11 +194,7 @@ class CogVideoXCheckpoint(Checkpoint):
         )[0]
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        # The pipeline encodes no text if it gets embeddings.
-        arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | ({"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {})
+        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

@@ -7,8 +7,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent 
 packed channels (4 C).
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +24,20 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import (
+    fill_defaults,
+    get_call_default,
     get_checkpoint_folder,
     read_checkpoint_fields,
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
+from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -44,10 +45,10 @@ from dit_lora.families.references import (
     get_reference_latents,
     min_side_error,
 )
-from dit_lora.families.refusals import side_errors
+from dit_lora.families.refusals import image_frames_errors, side_errors
+from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
 
 # The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
@@ -77,10 +78,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return 2 * 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
-        problems = side_errors(shape, self.size_multiple)
-        if shape.frames != 1:
-            problems.append(f"data.frames must be 1, FLUX makes images; got {shape.frames}")
-        return problems
+        return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "FLUX")]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         checkpoint = super().apply_recipe(recipe)
@@ -133,58 +131,41 @@ class FluxCheckpoint(FlowCheckpoint):
         """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
         pipeline = self.load_text_pipeline(dtype, device)
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors must not depend on the others in its batch.
-            encoded = [
-                pipeline.encode_prompt(
-                    prompt=caption, prompt_2=None, device=device, max_sequence_length=self.text_tokens
-                )[:2]
-                for caption in captions
-            ]
-            # Each (1, T, D) and (1, pooled width).
-            embeddings, pooled = zip(*encoded, strict=True)
-            return {"prompt_embeds": torch.cat(embeddings), "pooled_prompt_embeds": torch.cat(pooled)}
+        def encode_caption(caption: str) -> Tensors:
+            # (1, T, D) and (1, pooled width)
+            embeddings, pooled = pipeline.encode_prompt(
+                prompt=caption, prompt_2=None, device=device, max_sequence_length=self.text_tokens
+            )[:2]
+            return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
-        return encode
+        return make_caption_encoder(encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_picture(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
 
     def mu(self, size: torch.Size) -> float:
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.scheduler, size[-2] * size[-1] // 4)
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
         return {**super().draw_functions(batch), "noise": partial(normal, (height * width // 4, 4 * channels))}
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(shift_and_scale_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
-        latents = batch["latent_mean"]
-        # (B, 1, H, W), expanded to all channels before packing, so that every packed value has its weight.
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
@@ -207,7 +188,7 @@ class FluxCheckpoint(FlowCheckpoint):
             return_dict=False,
         )[0][:, : noisy.shape[1]]
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         """The transformer's arguments that depend on sizes, and CLIP's pooled vector."""
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
@@ -235,11 +216,7 @@ class FluxCheckpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        return self.get_call_default("max_sequence_length")
-
-    def get_call_default(self, argument: str) -> Any:
-        """Default value of an argument of the pipeline's `__call__`."""
-        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +266,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         positions, text = super()._positions(batch), batch["prompt_embeds"]
         for latents in get_reference_latents(batch):
             height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
@@ -327,15 +304,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoi
 def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
     """The fields that checkpoints of FLUX.1 and FLUX.2 share."""
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    parameters = inspect.signature(transformer_class.__init__).parameters
-    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-    config = {**defaults, **fields["transformer_config"]}
-    # None: the shift depends on the number of tokens, through `mu`.
-    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    config = fill_defaults(transformer_class, fields["transformer_config"])
     return {
         **fields,
         "transformer_config": config,
         "scheduler": scheduler,
         "guidance": TRAINING_GUIDANCE if config["guidance_embeds"] else None,
-        "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
+        "objective": build_flow_matching(scheduler),
     }

@@ -25,10 +25,10 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, pack_latents, read_flux_fields
-from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -36,6 +36,7 @@ from dit_lora.families.references import (
     get_reference_latents,
     min_side_error,
 )
+from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import move_to_device
@@ -84,9 +85,7 @@ class Flux2Checkpoint(FluxCheckpoint):
         return ReferenceSpec(0, None, self._reference_shape, self._reference_error)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """The reference's own size, rounded down to `size_multiple`; scaled down if it exceeds
-        `max_reference_pixels`.
-        """
+        """The reference's own size, scaled down to `max_reference_pixels` and rounded down to `size_multiple`."""
         # First the recipe's limit, then the pipeline's.
         height, width = compute_scaled_size(height, width, self.reference_resolution)
         if height * width > self.max_reference_pixels:
@@ -138,21 +137,16 @@ class Flux2Checkpoint(FluxCheckpoint):
         """
         pipeline = self.load_text_pipeline(dtype, device)
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors must not depend on the others in its batch.
-            encoded = [
-                pipeline.encode_prompt(
-                    prompt=caption,
-                    device=device,
-                    max_sequence_length=self.text_tokens,
-                    text_encoder_out_layers=self._text_encoder_layers,
-                )[0]
-                for caption in captions
-            ]
-            return {"prompt_embeds": torch.cat(encoded)}
+        def encode_caption(caption: str) -> Tensors:
+            encoded = pipeline.encode_prompt(
+                prompt=caption,
+                device=device,
+                max_sequence_length=self.text_tokens,
+                text_encoder_out_layers=self._text_encoder_layers,
+            )
+            return {"prompt_embeds": encoded[0]}
 
-        return encode
+        return make_caption_encoder(encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -180,13 +174,11 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Packed latents, (B, S, P). The cached ones are already normalised."""
         return pack_latents(batch["latent_mean"].float())
 
-    def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         # Every second latent in both directions has the size of the packed grid, which is all the method reads.
         positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
@@ -214,7 +206,7 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     @property
     def _text_encoder_layers(self) -> tuple[int, ...]:
-        return tuple(self.get_call_default("text_encoder_out_layers"))
+        return tuple(get_call_default(self.pipeline_class, "text_encoder_out_layers"))
 
     def _load_tokenizer(self) -> Any:
         """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""

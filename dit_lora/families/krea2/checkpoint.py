@@ -6,8 +6,7 @@ Prompts, packing, positions, the shift and denoising call the stock pipeline's o
 Shapes: B batch, T text tokens, L layers of the text encoder, D their width, S image tokens, P packed channels.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -22,8 +21,9 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
 from dit_lora.families.qwen_latents import PACK_SIZE, QwenLatentsCheckpoint, read_qwen_latents_fields
+from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import move_to_device
@@ -59,8 +59,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption, including padding and the template's end: the pipeline's default."""
-        tokens: int = inspect.signature(Krea2Pipeline.__call__).parameters["max_sequence_length"].default
-        return tokens
+        return get_call_default(Krea2Pipeline, "max_sequence_length")
 
     def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
@@ -81,26 +80,19 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         """Load Qwen3-VL as the pipeline uses it: padding comes before the template's end and takes up no positions."""
         pipeline = self.load_text_pipeline(dtype, device)
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors must not depend on the others in its batch.
-            encoded = [
-                pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
-                for caption in captions
-            ]
-            # Each (1, T, L, D) and (1, T).
-            embeddings, masks = zip(*encoded, strict=True)
-            return {"prompt_embeds": torch.cat(embeddings), "prompt_embeds_mask": torch.cat(masks)}
+        def encode_caption(caption: str) -> Tensors:
+            # (1, T, L, D) and (1, T)
+            embeddings, mask = pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
+            return {"prompt_embeds": embeddings, "prompt_embeds_mask": mask}
 
-        return encode
+        return make_caption_encoder(encode_caption)
 
     def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         # An instance method of the pipeline, which reads only `patch_size`.
         pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
-        return packed
+        return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
@@ -111,7 +103,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         """
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_embeds_mask"])
         dtype, device = text.dtype, text.device
-        prediction: torch.Tensor = transformer(
+        return transformer(
             hidden_states=noisy.to(dtype),
             encoder_hidden_states=text,
             # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
@@ -120,14 +112,9 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
             encoder_attention_mask=None if mask is None else move_to_device(mask, device),
             return_dict=False,
         )[0]
-        return prediction
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        # The pipeline's negative arguments have the same names with this prefix.
-        negative = {f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}
-        return {**prompt, **negative}
+        return make_prompt_kwargs(prompt, empty_prompt)
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpoint:

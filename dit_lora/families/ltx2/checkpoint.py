@@ -1,6 +1,5 @@
 """Opens LTX-2 checkpoints, 2.0 and 2.3. Their configs say which generation they are; nothing else depends on it."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +16,11 @@ from transformers import Gemma3ForConditionalGeneration
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import read_flow_scheduler
+from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx2.in_context import LTX2InContextCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.opening import (
+    fill_defaults,
     get_checkpoint_folder,
     read_checkpoint_fields,
     read_component_config,
@@ -28,7 +28,6 @@ from dit_lora.families.opening import (
     require_complete_weights,
 )
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
-from dit_lora.numerics.objectives import FlowMatching
 
 # Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
 _TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name__: "ic_lora"}
@@ -43,19 +42,21 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)
     # Older files lack options. The checks below need all of them.
-    fields["transformer_config"] = _fill_defaults(LTX2VideoTransformer3DModel, fields["transformer_config"])
-    fields["vae_config"] = _fill_defaults(AutoencoderKLLTX2Video, fields["vae_config"])
+    fields["transformer_config"] = fill_defaults(LTX2VideoTransformer3DModel, fields["transformer_config"])
+    fields["vae_config"] = fill_defaults(AutoencoderKLLTX2Video, fields["vae_config"])
     _refuse_newer_versions(model, index, fields["transformer_config"])
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
-    fields |= {name: _fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
+    fields |= {name: fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
     _require_matching_components(model, fields)
     require_complete_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = read_flow_scheduler(model, path)
     # The recipe's task wins, because all tasks use the same weights.
     stored_task = _TASKS.get(index["_class_name"], "t2v")
     task = model.task or stored_task
+    # The vendor's noise levels.
+    objective = build_flow_matching(scheduler, NoiseLevelDistribution(density="stretched_logit_normal"))
     return _select_checkpoint_class(task)(
-        **fields, scheduler=scheduler, objective=_build_objective(scheduler), has_task_override=task != stored_task
+        **fields, scheduler=scheduler, objective=objective, has_task_override=task != stored_task
     )
 
 
@@ -69,12 +70,6 @@ def _select_checkpoint_class(task: str) -> type[LTX2Checkpoint]:
     from dit_lora.families.ltx2.image_to_video import LTX2ImageCheckpoint
 
     return LTX2ImageCheckpoint
-
-
-def _fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill a config with its class's defaults."""
-    parameters = inspect.signature(model_class.__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
 
 
 def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
@@ -134,10 +129,3 @@ def _require_matching_components(model: ModelConfig, fields: Mapping[str, Any]) 
         )
     if problems:
         raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
-
-
-def _build_objective(scheduler: Mapping[str, Any]) -> FlowMatching:
-    """Flow matching with the vendor's stretched logit-normal noise levels, shifted by the number of tokens."""
-    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
-    levels = NoiseLevelDistribution(density="stretched_logit_normal")
-    return FlowMatching(shift, scheduler["num_train_timesteps"], levels)

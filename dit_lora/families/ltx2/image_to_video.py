@@ -20,7 +20,7 @@ from PIL import Image
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstTokensCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.pictures import to_pil_image
@@ -95,22 +95,17 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         grid = (side // vae.spatial_compression_ratio for side in (height, width))
         return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity with the image's tokens in the first frame; equal to one call of the stock pipeline."""
         return super().predict(transformer, self.replace_first_frame(noisy, batch, {}), timesteps, batch)
 
-    def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def picture_tokens(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
         latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
-        tokens: torch.Tensor = self.pipeline_class._pack_latents(latents)
-        return tokens
+        return self.pipeline_class._pack_latents(latents)

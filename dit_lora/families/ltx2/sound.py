@@ -85,7 +85,6 @@ def compute_log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.
 
 
 def _require_valid_waveform(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
-    """Raise `DitLoraError` if the audio VAE does not accept this waveform."""
     channels, expected_rate = config["in_channels"], config["sample_rate"]
     is_valid = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
     if not is_valid or rate != expected_rate:

@@ -7,13 +7,14 @@ pipeline generates sound with every video.
 Shapes: B batch, T text tokens, D width of the video's text, A of the sound's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from dit_lora.families.base import Tensors, TextEncoder
+from dit_lora.families.text.captions import make_caption_encoder
 
 # The connectors return these three, in this order.
 TEXT_TENSORS = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")
@@ -22,25 +23,17 @@ TEXT_TENSORS = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")
 def make_text_encoder(pipeline: Any, max_tokens: int, device: torch.device) -> TextEncoder:
     """A caption encoder that runs a pipeline's text encoder and connectors."""
 
-    @torch.no_grad()
-    def encode(captions: Sequence[str]) -> Tensors:
-        # One by one: a caption's tensors must not depend on the others in its batch, and the hidden states are large.
-        rows = [_encode_caption(pipeline, caption, max_tokens, device) for caption in captions]
-        # (1, T, ...) of each caption -> (B, T, ...)
-        return {name: torch.cat(tensors) for name, tensors in zip(TEXT_TENSORS, zip(*rows, strict=True), strict=True)}
+    def encode_caption(caption: str) -> Tensors:
+        # Hidden states of all layers, and the mask (1, T).
+        states, mask, *_ = pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=max_tokens, device=device
+        )
+        # Read this after encode_prompt, which sets it.
+        side = pipeline.tokenizer.padding_side
+        return dict(zip(TEXT_TENSORS, pipeline.connectors(states, mask, padding_side=side), strict=True))
 
-    return encode
-
-
-def _encode_caption(pipeline: Any, caption: str, max_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    # Hidden states of all layers, and the mask (1, T).
-    states, mask, *_ = pipeline.encode_prompt(
-        caption, do_classifier_free_guidance=False, max_sequence_length=max_tokens, device=device
-    )
-    # Read this after encode_prompt, which sets it.
-    side = pipeline.tokenizer.padding_side
-    encoded: tuple[torch.Tensor, ...] = pipeline.connectors(states, mask, padding_side=side)
-    return encoded
+    # One by one also because the hidden states are large.
+    return make_caption_encoder(encode_caption)
 
 
 def join_prompt_tensors(prompt: Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
@@ -59,9 +52,7 @@ def join_prompt_tensors(prompt: Tensors, empty_prompt: Tensors | None) -> dict[s
 
 @contextmanager
 def bypass_connectors(pipeline: Any, prompt_kwargs: Mapping[str, Any], video_width: int) -> Iterator[None]:
-    """Inside the context, the pipeline accepts prompts from `join_prompt_tensors`. Other conditions leave it
-    unchanged.
-    """
+    """Inside the context, the pipeline accepts prompts from `join_prompt_tensors`; others leave it unchanged."""
     if "prompt_embeds" not in prompt_kwargs:
         yield
         return

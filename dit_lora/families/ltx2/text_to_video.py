@@ -8,7 +8,6 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 tokens of sound and A their width.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,16 +25,17 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.sound import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
 from dit_lora.families.ltx2.guidance import guidance_kwargs
 from dit_lora.families.ltx2.hearing import SoundCheckpoint
 from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
 from dit_lora.families.ltx2.text import bypass_connectors, join_prompt_tensors, make_text_encoder
-from dit_lora.families.posterior import encode_video
+from dit_lora.families.opening import get_call_default
+from dit_lora.families.posterior import encode_video, make_pixel_encoder
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text
@@ -71,16 +71,12 @@ class LTX2Checkpoint(SoundCheckpoint):
 
     @property
     def frame_rate(self) -> float:
-        return self.fps or self.get_call_default("frame_rate")
+        return self.fps or get_call_default(self.pipeline_class, "frame_rate")
 
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        return self.get_call_default("max_sequence_length")
-
-    def get_call_default(self, argument: str) -> Any:
-        """Default value of an argument of the pipeline's `__call__`."""
-        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     @property
     def size_multiple(self) -> int:
@@ -176,12 +172,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         It encodes in fp32 regardless of `dtype`.
         """
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return self.encode_clip(vae, pixels)
-
-        return self.add_sound_encoder(encode, device)
+        return self.add_sound_encoder(make_pixel_encoder(vae, self.encode_clip), device)
 
     def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
@@ -197,7 +188,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         """
         return compute_mu(self.scheduler, prod(size[1:]))
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
 
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
@@ -221,19 +212,15 @@ class LTX2Checkpoint(SoundCheckpoint):
             "audio_timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
         }
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Packed latents, (B, S, C). The cached ones are already normalised."""
         return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
-        latents = batch["latent_mean"]
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, LTX2Pipeline._pack_latents)
 
-    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.
 
         The vendor's trainer adds them in the same way (flexible.py, compute_loss). The reported timesteps are the
@@ -265,7 +252,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.predict_velocities(transformer, noisy, timesteps, batch, {})[0]
@@ -275,8 +262,8 @@ class LTX2Checkpoint(SoundCheckpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         return self.predict_velocities(transformer, noisy, timesteps, batch, random_tensors)[0]
 
@@ -285,8 +272,8 @@ class LTX2Checkpoint(SoundCheckpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocities of video (B, S, C) and sound (B, L, A) in one call.
 
@@ -334,15 +321,11 @@ class LTX2Checkpoint(SoundCheckpoint):
         # Drop the output for tokens that `append_reference_tokens` added.
         return video[:, : noisy.shape[1]], sound
 
-    def append_reference_tokens(
-        self, transformer_kwargs: dict[str, Any], batch: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
+    def append_reference_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         """The transformer's arguments with further tokens after the video's. There are none here."""
         return transformer_kwargs
 
-    def token_timesteps(
-        self, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def token_timesteps(self, timesteps: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Timesteps of the video's tokens: one per sample (B,), or one per token (B, S)."""
         return timesteps
 

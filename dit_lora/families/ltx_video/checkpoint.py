@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXVideoTr
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import read_flow_scheduler
+from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx_video.image_to_video import LTXVideoImageCheckpoint
 from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint
 from dit_lora.families.opening import (
@@ -19,7 +19,6 @@ from dit_lora.families.opening import (
     require_complete_weights,
 )
 from dit_lora.families.refusals import refuse_ic_lora
-from dit_lora.numerics.objectives import FlowMatching
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
@@ -33,8 +32,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     transformer = fill_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
     vae = fill_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
     _require_matching_components(model, transformer, vae)
-    # None: the shift depends on the number of tokens, through `mu`.
-    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     # The recipe's task wins, because both tasks use the same weights.
     stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
     task = model.task or stored_task
@@ -42,7 +39,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     return kind(
         **fields | {"transformer_config": transformer, "vae_config": vae},
         scheduler=scheduler,
-        objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
+        objective=build_flow_matching(scheduler),
         has_task_override=task != stored_task,
     )
 

@@ -17,7 +17,7 @@ from diffusers.video_processor import VideoProcessor
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstTokensCheckpoint
 from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint, normalize_latents, pack_latents
 from dit_lora.families.pictures import to_pil_image
@@ -66,15 +66,13 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
 
         return encode
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of the clip, plus the image's dropout and its latent."""
         # (C, 1, H, W)
         picture: DrawFunctions = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
         return {**super().draw_functions(batch), **picture}
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
@@ -83,24 +81,22 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         # (B, S)
         token_timesteps = self.token_timesteps(timesteps, batch, random_tensors)
         return self.run_transformer(transformer, noisy, token_timesteps, batch)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image, at the posterior's mean.
         conditioned = self.replace_first_frame(noisy, batch, {})
         return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
-    def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def picture_tokens(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         latent, noise = batch["image_latent_mean"].float(), random_tensors.get("image_posterior")
         if noise is not None:
             latent = sample_posterior(latent, batch["image_latent_logvar"], noise)

@@ -19,12 +19,12 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import get_call_default
-from dit_lora.families.posterior import encode_video, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
@@ -118,13 +118,9 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
         It encodes in fp32 regardless of `dtype`.
         """
-        vae = memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return self.encode_clip(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(
+            memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device), self.encode_clip
+        )
 
     def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's posterior and the VAE's means and deviations (2, C), which are in its weights but in no config."""
@@ -136,33 +132,28 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         # Every latent is one token.
         return compute_mu(self.scheduler, prod(size[1:]))
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, C)."""
         channels, *grid = batch["latent_mean"].shape[1:]
         return {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(normalize_latents(latents, batch, self.vae_config["scaling_factor"]))
 
-    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
-        latents = batch["latent_mean"]
-        # (B, 1, 1, H, W), expanded to all channels and frames before packing.
-        weights = compute_loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else pack_latents(weights.expand_as(latents))
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.run_transformer(transformer, noisy, timesteps, batch)
 
     def run_transformer(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Run the transformer. `timesteps` is (B,), or (B, S) for one timestep per token."""
         text = batch["prompt_embeds"]
@@ -215,19 +206,15 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     @property
     def frame_rate(self) -> float:
-        rate: float = self.fps or get_call_default(self.pipeline_class, "frame_rate")
-        return rate
+        return self.fps or get_call_default(self.pipeline_class, "frame_rate")
 
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
-def normalize_latents(
-    latents: torch.Tensor, batch: Mapping[str, torch.Tensor], scaling_factor: float = 1.0
-) -> torch.Tensor:
+def normalize_latents(latents: torch.Tensor, batch: TensorMap, scaling_factor: float = 1.0) -> torch.Tensor:
     """Normalise latents (B, C, F, H, W) with the VAE's statistics, which are the same in every row of a batch."""
     # (B, 2, C): the first row's two vectors.
     mean, deviation = batch["latent_statistics"][0]

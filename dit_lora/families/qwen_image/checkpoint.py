@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.opening import get_call_default
 from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
 from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.limit import load_text_limit
@@ -41,9 +42,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens that captions are padded to: the default of the pipeline's `__call__`."""
-        arguments = inspect.signature(self.pipeline_class.__call__).parameters
-        tokens: int = arguments["max_sequence_length"].default
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     def load_text_limit(self) -> TextLimit:
         """The limit on caption tokens, not counting the chat template's tokens around the caption."""
@@ -88,7 +87,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         return transformer
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
         return self.run_transformer(transformer, noisy, timesteps, batch, [self.token_grid(batch)])
@@ -98,7 +97,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         transformer: nn.Module,
         hidden: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        batch: TensorMap,
         grids: Sequence[tuple[int, int]],
     ) -> torch.Tensor:
         """Run the transformer on tokens (B, S, P) of images with these rows and columns, the noisy image first."""

@@ -170,8 +170,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             # (1, 3, height, width) -> (1, 3, 1, height, width)
             values = processor.preprocess(picture, *self._vae_size(picture.height, picture.width))
             encoded = self.pipeline_class._encode_vae_image(pipeline, values.unsqueeze(2).to(device), generator=None)
-            latents: torch.Tensor = encoded[0]
-            return latents
+            return encoded[0]
 
         return PictureEncoder(encode, encode_reference, None)
 

@@ -35,8 +35,7 @@ class PictureProcessor(Qwen2VLProcessor):
 
 def load_processor(path: Path) -> PictureProcessor:
     """Load a checkpoint's processor."""
-    processor: PictureProcessor = load_pretrained(PictureProcessor, _processor_folder(path))
-    return processor
+    return load_pretrained(PictureProcessor, _processor_folder(path))
 
 
 def load_image_processor(path: Path) -> Any:

@@ -6,7 +6,6 @@ derived from these classes in `sana_video.checkpoint`.
 Shapes: B batch, T text tokens, C latent channels, H and W latent size.
 """
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +27,18 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import (
+    get_call_default,
     get_checkpoint_folder,
     read_checkpoint_fields,
     read_component_config,
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.refusals import side_errors
+from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
@@ -73,10 +73,7 @@ class SanaCheckpoint(FlowCheckpoint):
         return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
-        problems = side_errors(shape, self.size_multiple)
-        if shape.frames != 1:
-            problems.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
-        return problems
+        return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Sana")]
 
     def load_text_limit(self) -> TextLimit:
         return load_text_limit(self.path, self._text_tokens)
@@ -130,14 +127,12 @@ class SanaCheckpoint(FlowCheckpoint):
         keep_linear_attention_fp32(transformer, should_saturate=self.should_saturate)
         return transformer
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # Without a posterior, every epoch uses the same latents.
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -177,15 +172,11 @@ class SanaCheckpoint(FlowCheckpoint):
 
     @property
     def _text_tokens(self) -> int:
-        return self._get_call_default("max_sequence_length")
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     @property
     def _instruction(self) -> Sequence[str]:
-        return self._get_call_default("complex_human_instruction")
-
-    def _get_call_default(self, argument: str) -> Any:
-        """Default value of an argument of the pipeline's `__call__`."""
-        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+        return get_call_default(self.pipeline_class, "complex_human_instruction")
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:

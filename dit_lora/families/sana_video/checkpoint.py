@@ -6,7 +6,6 @@ Prompts, positions and denoising call the stock pipeline's and transformer's own
 Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, ClassVar
@@ -17,9 +16,9 @@ from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana_fields
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -59,17 +58,9 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
+        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
 
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
-
-        return encode
-
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return normalize_latents(latents, self.vae_config)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
 
 from dit_lora.families.sana.tiny import (
@@ -13,6 +12,7 @@ from dit_lora.families.sana.tiny import (
     build_gemma_encoder,
     build_gemma_tokenizer,
 )
+from dit_lora.families.tiny.vae import scale_posterior
 
 
 def build_tiny(_variant: str, folder: Path) -> None:
@@ -41,7 +41,7 @@ def build_tiny(_variant: str, folder: Path) -> None:
 
 
 def _build_wan_vae() -> AutoencoderKLWan:
-    vae: Any = AutoencoderKLWan(
+    vae = AutoencoderKLWan(
         base_dim=4,
         z_dim=LATENT_CHANNELS,
         dim_mult=[1, 1, 1, 1],
@@ -50,10 +50,4 @@ def _build_wan_vae() -> AutoencoderKLWan:
         latents_mean=[-0.2, 0.3, 0.1, -0.4],
         latents_std=[0.8, 1.3, 0.6, 1.1],
     )
-    # Make the posterior narrow and the latents as wide as `latents_std` says, as in a trained VAE.
-    head = vae.quant_conv
-    with torch.no_grad():
-        head.weight[:LATENT_CHANNELS] *= 5
-        head.weight[LATENT_CHANNELS:] *= 0.1
-        head.bias[LATENT_CHANNELS:] = -6.0
-    return vae.eval()
+    return scale_posterior(vae, 5)

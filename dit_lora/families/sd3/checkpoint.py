@@ -16,10 +16,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
+from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.opening import (
     fill_defaults,
     get_call_default,
@@ -29,12 +29,11 @@ from dit_lora.families.opening import (
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
-from dit_lora.families.refusals import position_limit_errors, side_errors
+from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
+from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import FlowMatching
 
 # text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
 TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
@@ -63,10 +62,11 @@ class SD3Checkpoint(FlowCheckpoint):
         # Positions are cut from the centre of a larger square table.
         max_side = self.transformer_config["pos_embed_max_size"] * self.size_multiple
         ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}
-        problems = [*side_errors(shape, self.size_multiple), *position_limit_errors(ends, "pos_embed_max_size")]
-        if shape.frames != 1:
-            problems.append(f"data.frames must be 1, Stable Diffusion 3 makes images; got {shape.frames}")
-        return problems
+        return [
+            *side_errors(shape, self.size_multiple),
+            *position_limit_errors(ends, "pos_embed_max_size"),
+            *image_frames_errors(shape.frames, "Stable Diffusion 3"),
+        ]
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
         """The family's targets, the text queries of all blocks but the last, and the second attention of 3.5 medium.
@@ -119,13 +119,7 @@ class SD3Checkpoint(FlowCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_picture(vae, pixels)
-
-        return encode
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
 
     def mu(self, size: torch.Size) -> float:
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
@@ -133,15 +127,13 @@ class SD3Checkpoint(FlowCheckpoint):
             return super().mu(size)
         return compute_mu(self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2)
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of latents (B, C, H, W); equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -167,8 +159,7 @@ class SD3Checkpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of T5 tokens of every caption: the pipeline's default."""
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:
@@ -179,11 +170,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoin
     require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
-    # None: the shift depends on the number of patches, through `mu`.
-    shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return SD3Checkpoint(
         **fields,
         scheduler=scheduler,
         clip_tokens=read_component_config(path, "text_encoder")["max_position_embeddings"],
-        objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
+        objective=build_flow_matching(scheduler),
     )

@@ -24,13 +24,22 @@ def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncode
     return encode
 
 
-def make_prompt_kwargs(prompt: str | Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
-    """Pipeline arguments for a prompt.
+def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) -> TextEncoder:
+    """A caption encoder of a pipeline that pads every caption to `num_tokens`, so that none influences the others."""
 
-    Args:
-        prompt: The text, or its tensors.
-        empty_prompt: The tensors of "", used as the negative prompt. None without guidance.
-    """
+    @torch.no_grad()
+    def encode(captions: Sequence[str]) -> Tensors:
+        # (B, T, D)
+        embeddings, _ = pipeline.encode_prompt(
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=num_tokens, device=device
+        )
+        return {"prompt_embeds": embeddings}
+
+    return encode
+
+
+def make_prompt_kwargs(prompt: str | Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
+    """Pipeline arguments for a prompt; the arguments are those of `Sampler.prompt_kwargs`."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     # Cached tensors have the names of the pipeline's arguments.

@@ -37,13 +37,13 @@ def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
     return tokenizer, config
 
 
-def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str) -> Qwen2Tokenizer:
+def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str, **options: Any) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
     # Sorted, so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=none, pad_token=special_tokens[0], eos_token=end_token
+        vocab=vocab, merges=[], unk_token=none, pad_token=special_tokens[0], eos_token=end_token, **options
     )
     tokens = [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     tokenizer.add_tokens(tokens, special_tokens=True)

@@ -8,10 +8,7 @@ from diffusers import AutoencoderKLQwenImage
 
 def build_qwen_image_vae() -> AutoencoderKLQwenImage:
     """Qwen-Image's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
-    vae: AutoencoderKLQwenImage = scale_posterior(
-        AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 24
-    )
-    return vae
+    return scale_posterior(AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 24)
 
 
 def scale_posterior(vae: Any, width: float) -> Any:

@@ -24,7 +24,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstFrameCheckpoint
 from dit_lora.families.pictures import image_errors, to_pil_image
 from dit_lora.families.posterior import encode_video
@@ -160,7 +160,7 @@ class WanImageCheckpoint(WanCheckpoint):
         return lambda pictures: self.pipeline_class.encode_image(pipeline_stub, pictures, device)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity with the condition; equal to one call of the stock pipeline."""
         # (B, C + mask channels + C, F, H, W)
@@ -179,15 +179,11 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
     supported_options: ClassVar[tuple[str, ...]] = (*WanImageCheckpoint.supported_options, "data.image_dropout")
     has_token_mask: ClassVar[bool] = True
 
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self._replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
-    def conditioning_mask(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Conditioning mask (B, 1, F, 1, 1): 1 at the first frame of samples that keep their image, else 0."""
         frames = batch["latent_mean"].shape[2]
         is_first_frame = torch.arange(frames, device=batch["latent_mean"].device) == 0
@@ -200,32 +196,8 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        return self._predict_with_token_timesteps(transformer, noisy, timesteps, batch, random_tensors)
-
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Predict the velocity with the image's latent in the first frame; equal to one call of the stock pipeline."""
-        # Without random tensors, every sample keeps its image.
-        conditioned = self._replace_first_frame(noisy, batch, {})
-        return self._predict_with_token_timesteps(transformer, conditioned, timesteps, batch, {})
-
-    def _replace_first_frame(
-        self, latents: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        conditioning_mask = self.conditioning_mask(batch, random_tensors)
-        return torch.where(conditioning_mask > 0, batch["image_latents"].float(), latents)
-
-    def _predict_with_token_timesteps(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
         """Run the transformer with one timestep per token, as the pipeline does: 0 where latents are given clean."""
         _, patch_height, patch_width = self.transformer_config["patch_size"]
@@ -235,3 +207,15 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         # (B, F, tokens per frame) -> (B, S)
         token_timesteps = frame_timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
         return self.run_transformer(transformer, noisy, token_timesteps, batch)
+
+    def predict(
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    ) -> torch.Tensor:
+        """Predict the velocity with the image's latent in the first frame; equal to one call of the stock pipeline."""
+        # Without random tensors, every sample keeps its image.
+        conditioned = self._replace_first_frame(noisy, batch, {})
+        return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
+
+    def _replace_first_frame(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        conditioning_mask = self.conditioning_mask(batch, random_tensors)
+        return torch.where(conditioning_mask > 0, batch["image_latents"].float(), latents)

@@ -5,7 +5,7 @@ Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/wa
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, ClassVar
@@ -19,11 +19,12 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import get_call_default, read_component_config
-from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
+from dit_lora.families.text.captions import make_padded_encoder, make_prompt_kwargs
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
@@ -65,7 +66,6 @@ class WanCheckpoint(FlowCheckpoint):
         ]
 
     def _position_limit_errors(self, shape: VideoShape) -> list[str]:
-        """One message per size that exceeds the position tables."""
         max_positions = self.transformer_config["rope_max_seq_len"]
         # (time, height, width)
         patches = self.transformer_config["patch_size"]
@@ -85,8 +85,7 @@ class WanCheckpoint(FlowCheckpoint):
         It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
         that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
         """
-        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     def load_text_limit(self) -> TextLimit:
         return load_text_limit(self.path, self.text_tokens)
@@ -120,39 +119,21 @@ class WanCheckpoint(FlowCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
-        pipeline = self.load_text_pipeline(dtype, device)
-
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # (B, T, D)
-            embeddings, _ = pipeline.encode_prompt(
-                list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
-            )
-            return {"prompt_embeds": embeddings}
-
-        return encode
+        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
+        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
 
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
-
-        return encode
-
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return normalize_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline.
 
@@ -162,7 +143,7 @@ class WanCheckpoint(FlowCheckpoint):
         return self.run_transformer(transformer, noisy, timesteps, batch)
 
     def run_transformer(
-        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Run the transformer. `timesteps` is (B,), or (B, S) for per-token timesteps (TI2V-5B)."""
         prompt_embeds = batch["prompt_embeds"]
@@ -184,11 +165,7 @@ class WanCheckpoint(FlowCheckpoint):
         return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
-        # The pipeline encodes no text if it gets embeddings.
-        arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | ({"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {})
+        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

@@ -7,7 +7,6 @@ output is the negative velocity.
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
 """
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +20,20 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import read_flow_scheduler
 from dit_lora.families.opening import (
     fill_defaults,
+    get_call_default,
     get_checkpoint_folder,
     read_checkpoint_fields,
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
-from dit_lora.families.refusals import side_errors
+from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
+from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.text.mask import unpad_captions
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -70,19 +70,15 @@ class ZImageCheckpoint(FlowCheckpoint):
         return int(PATCH_SIZE * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
-        problems = side_errors(shape, self.size_multiple)
-        if shape.frames != 1:
-            problems.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
         # Numbers of positions for text and images, rows and columns.
         _, rows, columns = self.transformer_config["axes_lens"]
-        for name, value, max_value in (("height", shape.height, rows), ("width", shape.width, columns)):
-            if value > max_value * self.size_multiple:
-                problems.append(
-                    f"data.{name} can be {max_value * self.size_multiple} at most, where its "
-                    "positions end (axes_lens); "
-                    f"got {value}"
-                )
-        return problems
+        step = self.size_multiple
+        ends = {"height": (shape.height, rows * step), "width": (shape.width, columns * step)}
+        return [
+            *side_errors(shape, step),
+            *image_frames_errors(shape.frames, "Z-Image"),
+            *position_limit_errors(ends, "axes_lens"),
+        ]
 
     def notes(self, recipe: Recipe) -> list[str]:
         notes, name = super().notes(recipe), recipe.model.path
@@ -93,8 +89,8 @@ class ZImageCheckpoint(FlowCheckpoint):
             *notes,
             f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): trained as it is, it "
             "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
-            "lora.under="
-            f"[{DE_DISTILLATION_ADAPTER}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
+            f"lora.under=[{DE_DISTILLATION_ADAPTER}]; or train Tongyi-MAI/Z-Image and sample from this one with "
+            "validation.model",
         ]
 
     def load_text_limit(self) -> TextLimit:
@@ -149,23 +145,15 @@ class ZImageCheckpoint(FlowCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
 
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_picture(vae, pixels)
-
-        return encode
-
-    def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents (B, C, H, W); equal to one call of the stock pipeline.
 
@@ -198,9 +186,7 @@ class ZImageCheckpoint(FlowCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
-        parameters = inspect.signature(self.pipeline_class.__call__).parameters
-        tokens: int = parameters["max_sequence_length"].default
-        return tokens
+        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
@@ -238,9 +224,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
     config = fill_defaults(ZImageTransformer2DModel, fields["transformer_config"])
     if (PATCH_SIZE, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
         raise DitLoraError(
-            f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its "
-            "transformer has all_patch_size="
-            f"{list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
+            f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its transformer has "
+            f"all_patch_size={list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
         )
     checkpoint = ZImageCheckpoint(
         **{**fields, "transformer_config": config},

@@ -123,7 +123,6 @@ class VideoChat2Config(PreTrainedConfig):
         return self.num_views(height, width) * (self.num_query_tokens + self.num_extra_query_tokens)
 
     def _check(self) -> None:
-        """Raise `DitLoraError` with all inconsistent values."""
         problems = []
         if self.prompt_format not in PROMPT_FORMATS:
             problems.append(f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}")

@@ -129,7 +129,10 @@ def convert_videochat2(
     text_config, notes = _read_text_config(llm, kind, tokenizer)
     if legacy is None:
         legacy = any(is_instruction_tuned(file.tensors) for file in released)
-    ours = _build_model_config(kind, legacy, text_config, len(bert_tokenizer), config or {})
+    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text_config, **(config or {})}
+    # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
+    values["qformer_config"] = {"vocab_size": len(bert_tokenizer), **values.get("qformer_config", {})}
+    ours = VideoChat2Config(**values)
     # The model only tells which tensors are expected, and their shapes.
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
@@ -163,7 +166,6 @@ def convert_videochat2(
 def _check_paths(
     output_folder: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
-    """Raise `DitLoraError` with every path that is missing, or exists and must not."""
     # Collect all problems, so that one run shows them together.
     problems = [f"{output_folder} exists; choose another folder"] if output_folder.exists() else []
     problems += [
@@ -176,16 +178,6 @@ def _check_paths(
         problems.append("no file of stage 2 or later was given, so nothing projects to the language model")
     if problems:
         raise DitLoraError(format_list("cannot convert VideoChat2:", problems))
-
-
-def _build_model_config(
-    kind: str, legacy: bool, text: PreTrainedConfig, vocab_size: int, overrides: Mapping[str, Any]
-) -> VideoChat2Config:
-    """The model's config, with overrides. `vocab_size` is the vocabulary size of the Q-Former's tokenizer."""
-    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
-    # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
-    qformer = {"vocab_size": vocab_size, **overrides.get("qformer_config", {})}
-    return VideoChat2Config(**{**values, **overrides, "qformer_config": qformer})
 
 
 def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
@@ -210,12 +202,8 @@ def _require_language_model(files: Sequence[ReleasedFile]) -> str:
     kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
         return kinds.pop()
-    raise DitLoraError(
-        format_list(
-            f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):",
-            [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()],
-        )
-    )
+    message = f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):"
+    raise DitLoraError(format_list(message, [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()]))
 
 
 def _read_text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
@@ -334,11 +322,8 @@ def _write_shards(
         if progress is not None:
             progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
     if bad:
-        raise DitLoraError(
-            format_list(
-                "these tensors are not finite:", [f"{sources.weights[name].file.name}: {name}" for name in bad]
-            )
-        )
+        offenders = [f"{sources.weights[name].file.name}: {name}" for name in bad]
+        raise DitLoraError(format_list("these tensors are not finite:", offenders))
     # A single file needs no index.
     if len(shards) == 1:
         (folder / _shard_name(0)).rename(folder / "model.safetensors")

@@ -65,21 +65,16 @@ def collect_tensors(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, us
             reason = unused_reason(name, blocks=blocks, use_text=use_text)
             if reason:
                 sources.unused.setdefault(reason, []).append(f"{file.path.name}: {name}")
+                continue
+            # detach reads nothing: the values stay on disk until they are used.
+            target, stored = map_tensor_name(name), TensorOnDisk(file.path, tuple(tensor.shape), tensor.detach)
+            if target is None:
+                sources.unknown.append(f"{file.path.name}: {name}")
+            elif target.part == "weight":
+                sources.weights[target.name] = stored
             else:
-                _add_tensor(sources, file.path, name, tensor)
+                sources.lora.setdefault(target.name, {})[target.part] = stored
     return sources
-
-
-def _add_tensor(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
-    """Add one released tensor to the sources under our name."""
-    # detach reads nothing: the values stay on disk until they are used.
-    target, stored = map_tensor_name(name), TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
-    if target is None:
-        sources.unknown.append(f"{file.name}: {name}")
-    elif target.part == "weight":
-        sources.weights[target.name] = stored
-    else:
-        sources.lora.setdefault(target.name, {})[target.part] = stored
 
 
 def _iter_language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
@@ -117,8 +112,7 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
     try:
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise DitLoraError(f"{file} is no whole safetensors file: {error}") from error
     for name, shape in shapes.items():
@@ -126,7 +120,6 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 
 def _iter_pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
-    """Yield the tensors of a .bin file."""
     for name, tensor in read_released(file).tensors.items():
         yield name, TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
 
@@ -149,7 +142,6 @@ def check_tensors(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _lora_errors(module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None) -> list[str]:
-    """Problems with the LoRA of one layer."""
     if shape is None:
         return [f"LoRA of {module}: the model has no such layer"]
     # A and B must both be there.

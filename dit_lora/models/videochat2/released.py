@@ -154,7 +154,6 @@ def read_released(path: Path) -> ReleasedFile:
 
 
 def _unsafe_file_message(path: Path) -> str:
-    """Error message for a file that is not safe to unpickle."""
     unsafe: list[str] = []
     # Only zip files can be inspected without unpickling them.
     if zipfile.is_zipfile(path):
