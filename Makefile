@@ -29,7 +29,7 @@ demo: setup
 	  --inference-steps 4
 	@echo
 	@echo 'Trained a LoRA on a random tiny CogVideoX, then loaded it into the stock Diffusers pipeline.'
-	@echo 'The model knows nothing, so its videos are noise; the held-out loss above is what fell.'
+	@echo 'The model knows nothing, so its videos are noise; the eval loss above is what fell.'
 	@echo 'Open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
 
 test: setup

@@ -155,7 +155,7 @@ def trained_vae(digits: np.ndarray, steps: int = 400) -> AutoencoderKL:
 
 def recipes(work: Path, steps: int, lora_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
     data = {"height": PIXELS, "width": PIXELS, "workers": 0, "caption_dropout": 0.1}
-    quiet = {"held_out_draws": 4, "held_out_clips": 64}
+    quiet = {"eval_draws": 4, "eval_clips": 64}
     scratch = {
         "model": {"family": "dit", "path": str(work / "base"), "from_scratch": {}},
         "data": {"path": str(work / "known"), **data},

@@ -3,7 +3,7 @@
     python -m benchmarks.edit WORK [--steps 300] [--pairs 320]
 
 Three runs of recipes/smoke/flux2_edit.yaml on synthetic pairs (`dit-lora tiny shapes --pairs`), from the same random
-model and with the same draws: unchanged, with shuffled references, with shuffled captions. The held-out loss of the
+model and with the same draws: unchanged, with shuffled references, with shuffled captions. The eval loss of the
 other two shows how much a model loses that cannot learn from references or captions.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     }
     table = pairs / "metadata.jsonl"
     rows = [json.loads(line) for line in table.read_text().splitlines()]
-    print("| run | held-out loss before | after | seconds |\n|---|---|---|---|")
+    print("| run | eval loss before | after | seconds |\n|---|---|---|---|")
     for name, changed in arms.items():
         table.write_text("".join(f"{json.dumps(row)}\n" for row in changed(rows)))
         began = time.perf_counter()
@@ -78,7 +78,7 @@ def fit_statistics(model: Path, pictures: list[Path]) -> None:
 
 
 def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
-    """Run the recipe; return its held-out losses before and after."""
+    """Run the recipe; return its eval losses before and after."""
     run = work / "runs" / name
     groups = ", ".join(f"{group}: {{lr: {RATE}}}" for group in ("adapter", "connector", "backbone"))
     values = [
@@ -97,7 +97,7 @@ def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
         f"optim.groups={{{groups}}}",
         "validation.prompts=[]",
         "validation.references=[]",
-        "validation.held_out_clips=64",
+        "validation.eval_clips=64",
         f"validation.every={steps}",
         f"run.dir={run}",
     ]
@@ -105,8 +105,8 @@ def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
     process = subprocess.run(script, capture_output=True, text=True, check=False)
     if process.returncode:
         raise SystemExit(process.stderr)
-    losses = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
-    return losses[0]["held_out_loss"], losses[-1]["held_out_loss"]
+    losses = [json.loads(line) for line in (run / "eval_loss.jsonl").read_text().splitlines()]
+    return losses[0]["eval_loss"], losses[-1]["eval_loss"]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
 `benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, each tree its own; `again`
 is a second start, that finds there what the first has remembered, `first` finds the encoded clips alone, and
-`unchecked` has preflight, held-out loss, statistics and samples off. `beside` is the work between the first and the
-second step: held-out loss and samples of the base. The last comparison of kernels counts with what comes after.
+`unchecked` has preflight, eval loss, statistics and samples off. `beside` is the work between the first and the
+second step: eval loss and samples of the base. The last comparison of kernels counts with what comes after.
 `--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and medians
 are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
 """
@@ -31,7 +31,7 @@ UNCHECKED = (
     "guard.preflight=false",
     "guard.parity_every=0",
     "guard.monitor_every=0",
-    "validation.held_out_draws=0",
+    "validation.eval_draws=0",
     "validation.prompts=[]",
 )
 _SIZE = {"num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
@@ -47,7 +47,7 @@ class Times:
     step: float
     """Of its process for a step after the first, of those in between the mean."""
     beside: float
-    """CPU seconds for the base's held-out loss and samples, where they follow the first step."""
+    """CPU seconds for the base's eval loss and samples, where they follow the first step."""
     after: tuple[float, float]
     """After its last step, to its end."""
 
@@ -158,13 +158,13 @@ def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
 
 
 def _beside_steps(out: Path) -> float:
-    """CPU seconds of held-out losses and samples between a run's first step and its last line of metrics."""
+    """CPU seconds of eval losses and samples between a run's first step and its last line of metrics."""
     try:
         phases = json.loads((out / "phases.json").read_text())["phases"]
     except OSError:
         return 0.0
     # Saving and the last comparison come after that line.
-    between = {"held-out loss", "samples"}
+    between = {"eval loss", "samples"}
     return sum(p["cpu_seconds"] for p in phases if p["stage"] == "training" and p["name"] in between)
 
 

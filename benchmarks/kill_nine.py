@@ -2,7 +2,7 @@
 
     python -m benchmarks.kill_nine [--rounds 100] [--out DIR] [--seed 0]
 
-A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
+A tiny CogVideoX trains on a CPU, saves every third step and measures eval losses. `kill -9` comes while it
 starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name; a
 fifth of the rounds have two ranks, of which one is killed, or both. In some rounds the newest checkpoint is cut
 short besides, as a lost disk cache would leave it. Runs are forked from this process, which has imported everything.
@@ -244,7 +244,7 @@ def differences(run: Path, reference: Path, steps: int) -> list[str]:
     last_checkpoint = f"checkpoints/step_{steps:06d}"
     exact = [
         *(f"{last_checkpoint}/{name}" for name in _SAVED),
-        "held_out.jsonl",
+        "eval_loss.jsonl",
         "checkpoints/best.json",
     ]
     exact += [str(path.relative_to(reference)) for path in (reference / "adapter").iterdir()]
@@ -335,8 +335,8 @@ SETTINGS = (
     "guard.preflight=false",
     "validation.prompts=[]",
     "validation.every=6",
-    "validation.held_out_draws=1",
-    "validation.held_out_clips=2",
+    "validation.eval_draws=1",
+    "validation.eval_clips=2",
 )
 
 

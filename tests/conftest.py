@@ -85,7 +85,7 @@ def recipe_values(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path
         "lora": {"rank": 4, "alpha": 8},
         "optim": {"groups": {"adapter": {"lr": 1e-3}}},
         "train": {"steps": 4, "checkpointing": "none"},
-        "validation": {"held_out_draws": 1, "inference_steps": 2},
+        "validation": {"eval_draws": 1, "inference_steps": 2},
         "run": {"dir": str(tmp_path / "runs" / "run")},
     }
 
@@ -117,7 +117,7 @@ def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, encoded_shapes: 
         "data.height=32",
         "data.width=48",
         "validation.prompts=[]",
-        "validation.held_out_draws=0",
+        "validation.eval_draws=0",
         # Tests put other kernels into one process, which no digest of files tells apart.
         "guard.preflight=anew",
     ]

@@ -64,7 +64,7 @@ SMALL: dict[str, Sequence[str]] = {
         "lora.rank=4",
         "train.steps=4",
         "validation.inference_steps=2",
-        "validation.held_out_draws=1",
+        "validation.eval_draws=1",
     ),
     "chat": (
         "data.frames=4",
@@ -120,7 +120,7 @@ _QUICK = (
     "data.width=48",
     "train.steps=2",
     "validation.prompts=[]",
-    "validation.held_out_draws=0",
+    "validation.eval_draws=0",
 )
 
 

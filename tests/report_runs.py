@@ -50,8 +50,8 @@ def write_run(folder: Path) -> Path:
     (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     write_lines(folder / "metrics.jsonl", [metrics_line(step) for step in range(1, 21)])
     write_lines(
-        folder / "held_out.jsonl",
-        [{"step": 0, "held_out_loss": 2.5}, {"step": 20, "held_out_loss": 2.0}],
+        folder / "eval_loss.jsonl",
+        [{"step": 0, "eval_loss": 2.5}, {"step": 20, "eval_loss": 2.0}],
     )
     (folder / "status.json").write_text('{"state": "interrupted", "recipe": "kitten.yaml"}')
     for step in (0, 10, 20):

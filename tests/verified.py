@@ -28,7 +28,7 @@ def quick(clips: Path, out: Path, *more: str) -> list[str]:
         "train.steps=3",
         "train.batch_size=1",
         "validation.prompts=[]",
-        "validation.held_out_draws=0",
+        "validation.eval_draws=0",
         "guard.preflight=false",
         *more,
     ]

@@ -74,7 +74,7 @@ def _cut_clip(fault: Fault, world: World) -> Observation:
     return world.observe(fault.name, None, clips=folder, fresh_cache=True)
 
 
-def _held_out(stage: Stage) -> None:
+def _eval_loss(stage: Stage) -> None:
     """Make the loss not finite whenever nothing is trained."""
 
     def change(output: Any, batch: Any, streams: Any) -> Any:
@@ -88,7 +88,7 @@ def _held_out(stage: Stage) -> None:
 def _other_conversations(fault: Fault, world: World) -> Observation:
     """Measure a chat model on conversations of its own, here those that it trains on."""
     override = ("validation.conversations", str(data_of(world.targets, world.clips)))
-    return world.observe(fault.name, _held_out, (override,))
+    return world.observe(fault.name, _eval_loss, (override,))
 
 
 def _spoil_weight(stage: Stage, value: float) -> None:
@@ -200,8 +200,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 _AUTO = (("train.resume", "auto"),)
 _ROLLED = Expected("weights", "rollback", same_as="clean")
 _RESUMED = Expected("none", "none", same_as="clean")
-_HELD_OUT = (("validation.held_out_draws", 1),)
-_HELD_OUT_NAN = Expected("unknown", "report", ("held-out loss",), same_as="clean")
+_EVAL_LOSS = (("validation.eval_draws", 1),)
+_EVAL_LOSS_NAN = Expected("unknown", "report", ("eval loss",), same_as="clean")
 _DISK_FULL = _refused("No space left", "step_000003")
 _NAN, _INF = torch.nan, torch.inf
 FAULTS: tuple[Fault, ...] = (
@@ -209,19 +209,19 @@ FAULTS: tuple[Fault, ...] = (
     _from_vae("Inf from the VAE", _INF, "1 Inf"),
     Fault("a clip that breaks off", "media", "before the run", _refused("02_"), play=_cut_clip),
     Fault(
-        "a held-out loss that is NaN",
+        "an eval loss that is NaN",
         "validation",
         "before and after",
-        _HELD_OUT_NAN,
-        _held_out,
-        _HELD_OUT,
+        _EVAL_LOSS_NAN,
+        _eval_loss,
+        _EVAL_LOSS,
         needs=("encoded",),
     ),
     Fault(
         "a loss of other conversations that is NaN",
         "validation",
         "before and after",
-        _HELD_OUT_NAN,
+        _EVAL_LOSS_NAN,
         play=_other_conversations,
         needs=("experts",),
     ),

@@ -220,7 +220,7 @@ class World:
                 "save_every": 3,
                 "keep": 9,
             },
-            "validation": {"held_out_draws": 0},
+            "validation": {"eval_draws": 0},
             "guard": {
                 "snapshot_every": 2,
                 "monitor_every": 0,

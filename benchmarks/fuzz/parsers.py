@@ -157,7 +157,7 @@ def _write_run(folder: Path) -> None:
     modules = {"blocks.0": {"rms": 1.0, "grad": 0.5}}
     lines = [{"step": step, **line, "modules": modules} for step in range(1, 5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
-    (folder / "held_out.jsonl").write_text('{"step": 0, "held_out_loss": 2.0}\n')
+    (folder / "eval_loss.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n')
     (folder / "events.jsonl").write_text(json.dumps(_EVENT) + "\n")
     (folder / "quarantine.jsonl").write_text('{"sample_id": "a", "reason": "nan", "step": 3, "run": "r"}\n')
     for name, value in _RECORDS.items():

@@ -177,7 +177,7 @@ class TrainConfig(Section):
     keep: Count = 2
     """Checkpoints kept: the newest."""
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints kept besides: those with the lowest held-out loss at their step, named in
+    """Checkpoints kept besides: those with the lowest eval loss at their step, named in
     checkpoints/best.json. Needs validation.every."""
     resume: str = "none"
     """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""

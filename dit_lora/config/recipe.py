@@ -342,12 +342,12 @@ class Recipe(Section):
         if not self.train.keep_best:
             return self
         if self.chat is not None and self.validation.conversations is None:
-            raise ValueError("train.keep_best needs a held-out loss: give validation.conversations")
-        if self.chat is None and not self.validation.held_out_draws:
-            raise ValueError("train.keep_best needs a held-out loss: validation.held_out_draws is 0")
+            raise ValueError("train.keep_best needs an eval loss: give validation.conversations")
+        if self.chat is None and not self.validation.eval_draws:
+            raise ValueError("train.keep_best needs an eval loss: validation.eval_draws is 0")
         if eval_steps is None or (save % eval_steps and eval_steps % save):
             raise ValueError(
-                "train.keep_best needs the held-out loss of checkpoints: validation.every must divide "
+                "train.keep_best needs the eval loss of checkpoints: validation.every must divide "
                 f"train.save_every or be a multiple of it; got {eval_steps} and {save}"
             )
         return self

@@ -1,11 +1,14 @@
 """The section `validation` of a recipe: samples and losses during training."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from dit_lora.config.section import Count, Section
+
+RENAMED_KEYS = {"held_out_draws": "eval_draws", "held_out_clips": "eval_clips"}
+"""Old keys of the section and what they are called now. The old ones are read until version 0.3."""
 
 
 class ValidationConfig(Section):
@@ -14,7 +17,7 @@ class ValidationConfig(Section):
     classes, their names."""
     model: str | None = None
     """A second checkpoint of the same architecture, a folder or a Hub id, that makes samples with the trained adapter:
-    for example, train the base and sample with its distilled version. Held-out losses stay the trained model's."""
+    for example, train the base and sample with its distilled version. Eval losses stay the trained model's."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
     last_images: tuple[str, ...] = ()
@@ -24,7 +27,7 @@ class ValidationConfig(Section):
     media: tuple[str, ...] = ()
     """Chat models: one image or video a prompt, which is then the question about it."""
     conversations: str | None = None
-    """Chat models: a file of conversations that are never trained on, whose loss is the held-out loss."""
+    """Chat models: a file of conversations that are never trained on, whose loss is the eval loss."""
     max_answer_tokens: Count = 64
     """Chat models: tokens after which an answer is cut off."""
     every: Count | None = None
@@ -38,10 +41,30 @@ class ValidationConfig(Section):
     other_expert: str | None = None
     """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
     folder, its file, or a repository on the Hub; null for that expert as the checkpoint has it."""
-    held_out_draws: Annotated[int, Field(ge=0)] = 4
-    """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
-    held_out_clips: Count = 16
-    """Clips in the held-out loss."""
+    eval_draws: Annotated[int, Field(ge=0)] = 4
+    """Noise and timestep draws per clip, never trained on, for the eval loss; 0 turns it off."""
+    eval_clips: Count = 16
+    """Clips in the eval loss."""
+
+    _old_keys: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_old_keys(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Accept keys of earlier versions, and remember which were given."""
+        if not isinstance(values, dict):
+            return handler(values)
+        section = handler(rename_old_keys(values))
+        section._old_keys = tuple(key for key in RENAMED_KEYS if key in values)
+        return section
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each old key that was given."""
+        return [
+            f"validation.{key} is called validation.{RENAMED_KEYS[key]} now; the old key is read until version 0.3"
+            for key in self._old_keys
+        ]
 
     @field_validator("references", mode="before")
     @classmethod
@@ -55,6 +78,13 @@ class ValidationConfig(Section):
     def sample_titles(self) -> list[str]:
         """The prompt or class of each sample in a validation, in the order of the files."""
         return build_sample_titles(self.prompts, self.count, self.seed)
+
+
+def rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section `validation` with today's keys. Of an old and a new key, the later one counts, as a
+    command line's override comes after the recipe.
+    """
+    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
 
 
 def build_sample_titles(prompts: Sequence[str], count: int, seed: int) -> list[str]:

@@ -89,8 +89,8 @@ def _list_unsupported_validation_options(config: ValidationConfig) -> dict[str, 
         "validation.count": (config.count != 1, answers),
         "validation.inference_steps": (config.inference_steps != defaults.inference_steps, answers),
         "validation.guidance_scale": (config.guidance_scale != defaults.guidance_scale, answers),
-        "validation.held_out_draws": (
-            config.held_out_draws not in (0, defaults.held_out_draws),
-            "there is no noise to draw; 0 turns the held-out loss off",
+        "validation.eval_draws": (
+            config.eval_draws not in (0, defaults.eval_draws),
+            "there is no noise to draw; 0 turns the eval loss off",
         ),
     }

@@ -144,7 +144,7 @@ def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
 def _get_eval_losses(contents: Contents) -> tuple[float, float] | None:
     """Eval loss before and after training; None unless it was measured at least twice."""
     # The first and the last measurement are shown.
-    losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
+    losses = {step: loss for step, loss in contents.run.eval_losses.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
 
@@ -160,7 +160,7 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
             dataset_type="custom",
             dataset_name=_describe_eval_data(contents),
             metric_type="loss",
-            metric_name="held-out loss",
+            metric_name="eval loss",
             metric_value=round(losses[1], 6),
         )
     ]
@@ -332,12 +332,12 @@ def _list_results(contents: Contents) -> Iterator[str]:
         # A single step's loss is too noisy.
         recent = losses[-50:]
         yield f"training loss, mean of the last {len(recent)} steps: {sum(recent) / len(recent):.4f}"
-    held_out = _get_eval_losses(contents)
-    if held_out:
-        first_loss, last_loss = held_out
+    eval_losses = _get_eval_losses(contents)
+    if eval_losses:
+        first_loss, last_loss = eval_losses
         change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
         measured_on = _describe_eval_data(contents)
-        yield f"held-out loss ({measured_on}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
+        yield f"eval loss ({measured_on}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
     yield from _list_events(contents)
 
 

@@ -165,12 +165,10 @@ def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | No
 
 
 def find_best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """The `count` checkpoints with the lowest held-out loss, lowest first."""
+    """The `count` checkpoints with the lowest eval loss, lowest first."""
     if not count:
         return []
     losses, checkpoints = read_eval_losses(run_dir), list_checkpoints(run_dir)
     # Of equal losses, the earlier step comes first.
     measured = sorted((losses[step], step) for step in checkpoints if step in losses)
-    return [
-        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss} for loss, step in measured[:count]
-    ]
+    return [{"checkpoint": checkpoints[step].name, "step": step, "eval_loss": loss} for loss, step in measured[:count]]

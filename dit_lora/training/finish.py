@@ -210,7 +210,7 @@ def require_verified(session: Session, verification: Verification | None) -> Non
 
 
 def summary(session: Session, adapter: Path, verification: Verification | None, report: Path | None) -> str:
-    """The closing lines: what was written, where, and by how much the held-out loss fell."""
+    """The closing lines: what was written, where, and by how much the eval loss fell."""
     losses = read_eval_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
@@ -221,7 +221,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None, 
     if len(losses) > 1 and 0 in losses:
         first_loss, last_loss = losses[min(losses)], losses[max(losses)]
         change = 100 * (last_loss / first_loss - 1)
-        lines.append(f"held-out loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
+        lines.append(f"eval loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
     # The whole run, resumes included: the file has a line for each step taken.
     steps = read_json_lines(session.dir / "metrics.jsonl")[0]
     waited, spent = (sum(line[name] for line in steps) for name in ("data_seconds", "seconds"))

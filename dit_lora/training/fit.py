@@ -262,7 +262,7 @@ def _report_anomaly(run: Run, step: int, kind: str, message: str, cause: str = "
 
 
 def validate(run: Run, step: int) -> None:
-    """Measure the held-out loss and generate samples with the weights that would be saved. Collective.
+    """Measure the eval loss and generate samples with the weights that would be saved. Collective.
 
     At step 0 the base is used. A failure is reported, and costs only the measurement or samples that are left out.
     """
@@ -274,16 +274,16 @@ def validate(run: Run, step: int) -> None:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
         if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
-        with phases.timing("held-out loss"):
+        with phases.timing("eval loss"):
             measure = partial(setup.task.compute_eval_loss, setup)
-            loss = optional.attempt("held-out losses", step, measure, is_collective=is_collective)
+            loss = optional.attempt("eval losses", step, measure, is_collective=is_collective)
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.write_eval_loss(step, loss)
                 run.checkpoints.update_best(step)
             else:
-                message = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
+                message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
                 _report_anomaly(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
             write = partial(setup.task.write_samples, setup, step)

@@ -1,4 +1,4 @@
-"""Writes a run's metrics.jsonl, held_out.jsonl and events.jsonl while it trains, and forwards them to the trackers."""
+"""Writes a run's metrics.jsonl, eval_loss.jsonl and events.jsonl while it trains, also to the trackers."""
 
 import json
 import math
@@ -21,6 +21,10 @@ STARVED, WINDOW = 0.2, 50
 MAX_IDLE_STEPS = 10
 """Consecutive steps without a gradient after which a group is reported. A single step is normal: a LoRA's A has no
 gradient in the first step, because B is zero, and a vision encoder has none in a step without media.
+"""
+EVAL_LOSS_FILES = ("held_out.jsonl", "eval_loss.jsonl")
+"""Files with a run's eval losses. A run that an earlier version began has the first, whose key is `held_out_loss`; it
+is read until version 0.3. Lines are written to the second only.
 """
 LOSS_PART_KEYS = ("loss_by_timestep", "loss_by_media")
 """Optional keys of a line of metrics.jsonl; which are present depends on the kind of model."""
@@ -47,14 +51,15 @@ class Journal:
         self._on_error = on_error
         self._unwritten: list[tuple[str, str]] = []
         self._num_samples = 0
-        self._held_out_steps: set[int] = set()
+        self._eval_steps: set[int] = set()
         self._recent_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._has_warned = False
         self._num_idle_steps: Counter[str] = Counter()
         if start_step == 0:
             # The file may be another recipe's.
-            (run_dir / "held_out.jsonl").unlink(missing_ok=True)
-        for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
+            for name in EVAL_LOSS_FILES:
+                (run_dir / name).unlink(missing_ok=True)
+        for name in ("metrics.jsonl", *EVAL_LOSS_FILES, "events.jsonl"):
             torn = read_json_lines(run_dir / name)[1]
             if torn:
                 say(f"warning: {name}: passed over {torn} torn line(s), of a process that was killed")
@@ -67,8 +72,8 @@ class Journal:
         self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
         self._num_samples = steps[-1].get("samples", 0) if steps else 0
-        lines = _truncate_log(self.dir / "held_out.jsonl", step, first_step=0)
-        self._held_out_steps = {line["step"] for line in lines}
+        files = [_truncate_log(self.dir / name, step, first_step=0) for name in EVAL_LOSS_FILES]
+        self._eval_steps = {line["step"] for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far."""
@@ -113,13 +118,13 @@ class Journal:
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
     def write_eval_loss(self, step: int, loss: float) -> None:
-        """Write a held-out loss, once per step: a finished run that is resumed computes the same value again."""
-        if step in self._held_out_steps:
+        """Write an eval loss, once per step: a finished run that is resumed computes the same value again."""
+        if step in self._eval_steps:
             return
-        self._held_out_steps.add(step)
-        self._append("held_out.jsonl", {"step": step, "held_out_loss": loss})
+        self._eval_steps.add(step)
+        self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss})
         if self.trackers is not None:
-            self.trackers.log_scalars({"held_out_loss": loss}, step)
+            self.trackers.log_scalars({"eval_loss": loss}, step)
 
     def write_event(self, event: Event) -> None:
         line = event.to_record()
@@ -178,8 +183,12 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 
 
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """A run's held-out losses so far, by step."""
-    return {line["step"]: line["held_out_loss"] for line in _read_records(run_dir / "held_out.jsonl")}
+    """A run's eval losses so far, by step."""
+    losses = {}
+    for name in EVAL_LOSS_FILES:
+        for line in _read_records(run_dir / name):
+            losses[line["step"]] = line["eval_loss"] if "eval_loss" in line else line["held_out_loss"]
+    return losses
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -58,7 +58,7 @@ def test_every_cell_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert re.findall(r"(\d+) of 16 adapter tensors are finite", output.getvalue()) == ["0", "16"]
     assert [event["sample_ids"] for event in names["guard"].events] == [["03_red_square.mp4"]] * 3
     assert names["event"]["verdict"]["cause"] == "data"
-    assert "held-out loss" in output.getvalue()
+    assert "eval loss" in output.getvalue()
     assert names["pipe"].get_list_adapters() == {"transformer": ["default_0"]}
 
 

@@ -67,7 +67,7 @@ def arguments(
         return [
             *smoke_args(name, tiny_checkpoints, shape_clips, tmp_path),
             "validation.prompts=[]",
-            "validation.held_out_draws=0",
+            "validation.eval_draws=0",
         ]
 
     return args

@@ -91,10 +91,10 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     assert state(parts, 4) == state(uninterrupted, 4)
     kinds = {kind for line in lines(uninterrupted, "metrics.jsonl") for kind in line["loss_by_media"]}
     assert len(kinds) > 1
-    held_out = [(line["step"], line["held_out_loss"]) for line in lines(uninterrupted, "held_out.jsonl")]
-    assert [step for step, _ in held_out] == [0, 4]
-    assert held_out[0][1] != held_out[1][1]
-    assert lines(parts, "held_out.jsonl")[-1]["held_out_loss"] == held_out[1][1]
+    eval_losses = [(line["step"], line["eval_loss"]) for line in lines(uninterrupted, "eval_loss.jsonl")]
+    assert [step for step, _ in eval_losses] == [0, 4]
+    assert eval_losses[0][1] != eval_losses[1][1]
+    assert lines(parts, "eval_loss.jsonl")[-1]["eval_loss"] == eval_losses[1][1]
     written = json.loads((uninterrupted / "samples" / "step_000004" / "answers.json").read_text())
     assert [answer["prompt"] for answer in written] == [question]
 
@@ -227,7 +227,7 @@ def test_a_clip_that_breaks_while_it_trains_is_left_out_and_named(
 def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-untyped-def]
     launch, lora_main: Main, tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """Same losses, gradient norms and held-out loss, text among the steps, connector and backbone training."""
+    """Same losses, gradient norms and eval loss, text among the steps, connector and backbone training."""
     base = without_dropout(tiny_checkpoints["videochat2-mistral"], tmp_path / "base")
     args = [
         *common("videochat2", base, data, tmp_path),
@@ -246,7 +246,7 @@ def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-unty
     assert [line["samples"] for line in one_process] == [line["samples"] for line in two_ranks]
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in two_ranks] == pytest.approx([line[name] for line in one_process], rel=1e-4)
-    eval_losses = [line["held_out_loss"] for run in ("one", "two") for line in lines(tmp_path / run, "held_out.jsonl")]
+    eval_losses = [line["eval_loss"] for run in ("one", "two") for line in lines(tmp_path / run, "eval_loss.jsonl")]
     assert eval_losses[:2] == pytest.approx(eval_losses[2:], rel=1e-4)
 
 

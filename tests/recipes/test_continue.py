@@ -27,7 +27,7 @@ def first(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
     """A run of rank 3 with alpha 5, on two of attention's layers."""
     run = tmp_path / "first"
     options = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, to_out.0]"]
-    lora_main([*smoke, *options, "train.steps=4", "validation.held_out_draws=2", f"run.dir={run}"])
+    lora_main([*smoke, *options, "train.steps=4", "validation.eval_draws=2", f"run.dir={run}"])
     return run
 
 
@@ -49,16 +49,16 @@ def relabelled(file: Path, out: Path, **changes: Any) -> Path:
     return out
 
 
-def held_out(run: Path) -> dict[int, float]:
-    return {line["step"]: line["held_out_loss"] for line in lines(run, "held_out.jsonl")}
+def eval_losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in lines(run, "eval_loss.jsonl")}
 
 
 def test_a_run_starts_where_the_file_ended(lora_main: Main, onward: list[str], first: Path, tmp_path: Path) -> None:
     run = tmp_path / "second"
     args = [*onward, f"lora.init={first}", "train.steps=3", f"run.dir={run}"]
-    lora_main([*args, "validation.held_out_draws=2"])
+    lora_main([*args, "validation.eval_draws=2"])
     # What the base's loss was before the first step is the trained adapter's.
-    assert held_out(run)[0] == held_out(first)[4]
+    assert eval_losses(run)[0] == eval_losses(first)[4]
     metadata = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert (metadata["rank"], metadata["alpha"]) == (3, 5)
     assert metadata["continued"] == {"name": "first", "sha256": metadata["continued"]["sha256"]}

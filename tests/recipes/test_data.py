@@ -43,7 +43,7 @@ def mixed(smoke: list[str], shape_clips: Path, tmp_path: Path) -> list[str]:
         "train.batch_size=2",
         "train.accumulate=1",
         "data.caption_dropout=0.3",
-        "validation.held_out_draws=1",
+        "validation.eval_draws=1",
     ]
 
 
@@ -102,8 +102,8 @@ def test_encoding_on_the_fly_trains_as_the_cache_does_bit_for_bit(
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert trajectory(tmp_path / "live") == trajectory(tmp_path / "cached")
     assert same_adapter(tmp_path / "live", tmp_path / "cached")
-    held_out = [lines(tmp_path / run, "held_out.jsonl") for run in ("live", "cached")]
-    assert held_out[0] == held_out[1]
+    eval_losses = [lines(tmp_path / run, "eval_loss.jsonl") for run in ("live", "cached")]
+    assert eval_losses[0] == eval_losses[1]
 
 
 def test_a_clip_that_breaks_while_it_is_encoded_on_the_fly_is_left_out(
@@ -200,7 +200,7 @@ def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_f
 
     monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
     run = tmp_path / "run"
-    quiet = ["validation.held_out_draws=0", "train.checkpointing=none"]
+    quiet = ["validation.eval_draws=0", "train.checkpointing=none"]
     with pytest.raises(DitLoraError, match=r"2 samples of the largest shape, 17x(48x32|32x48), does"):
         lora_main([*mixed, *quiet, "train.steps=3", f"run.dir={run}"])
     assert not (run / "metrics.jsonl").exists() or not lines(run, "metrics.jsonl")

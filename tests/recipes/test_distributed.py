@@ -23,13 +23,13 @@ def trajectory(run: Path) -> torch.Tensor:
 
 
 def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke, tmp_path, shape_clips: Path) -> None:  # type: ignore[no-untyped-def]
-    """Same losses and gradient norms, over buckets, caption dropout and held-out loss; half encode each.
+    """Same losses and gradient norms, over buckets, caption dropout and eval loss; half encode each.
 
     By torchrun itself: its ranks have hash seeds of their own.
     """
     write_shapes(tmp_path / "stills", clips=4, frames=1, height=64, width=96, fps=8)
     sources = [{"path": str(shape_clips)}, {"path": str(tmp_path / "stills"), "loss_weight": 0.5}]
-    common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.held_out_draws=2"]
+    common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.eval_draws=2"]
     common += ["data.path=", f"data.sources={json.dumps(sources)}", "data.buckets={frames: [1, 9]}"]
     result = launch(
         [*common, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'two'}"],
@@ -42,12 +42,12 @@ def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke
     assert environment["processes"] == 2
     lora_main([*common, "train.batch_size=8", f"run.dir={tmp_path / 'one'}"])
     torch.testing.assert_close(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), rtol=1e-5, atol=0)
-    held_out = [
-        json.loads(line)["held_out_loss"]
+    eval_losses = [
+        json.loads(line)["eval_loss"]
         for run in ("one", "two")
-        for line in (tmp_path / run / "held_out.jsonl").read_text().splitlines()
+        for line in (tmp_path / run / "eval_loss.jsonl").read_text().splitlines()
     ]
-    assert held_out[:2] == pytest.approx(held_out[2:], rel=1e-6)
+    assert eval_losses[:2] == pytest.approx(eval_losses[2:], rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])

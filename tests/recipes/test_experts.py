@@ -49,7 +49,7 @@ def args(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -
         "validation.prompts=[a red disc]",
         "validation.inference_steps=4",
         "validation.guidance_scale=1",
-        "validation.held_out_draws=0",
+        "validation.eval_draws=0",
         "optim.groups.adapter.lr=0.01",
         f"run.dir={tmp_path / 'run'}",
     ]

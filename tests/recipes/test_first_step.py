@@ -26,9 +26,9 @@ Main = Callable[[list[str]], None]
 
 @pytest.fixture
 def args(smoke: list[str]) -> list[str]:
-    """Three steps with two held-out losses and samples of one prompt."""
+    """Three steps with two eval losses and samples of one prompt."""
     prompt = "validation.prompts=[a red disc moves]"
-    more = ["train.steps=3", "validation.held_out_draws=2", prompt, "validation.inference_steps=1"]
+    more = ["train.steps=3", "validation.eval_draws=2", prompt, "validation.inference_steps=1"]
     return [*smoke, *more, "guard.parity_every=0"]
 
 
@@ -55,9 +55,9 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     assert validations[1:] == [(0, 0, True)]
     assert same_adapter(later, before)
     assert trajectory(later) == trajectory(before)
-    losses = lines(later, "held_out.jsonl")
+    losses = lines(later, "eval_loss.jsonl")
     assert [line["step"] for line in losses] == [0, 3]
-    assert losses == lines(before, "held_out.jsonl")
+    assert losses == lines(before, "eval_loss.jsonl")
     assert losses[0] != losses[1]
     samples = [sorted((run / "samples").rglob("*.mp4")) for run in (later, before)]
     assert [path.parent.name for path in samples[0]] == ["step_000000", "step_000003"]
@@ -114,11 +114,11 @@ def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
         with pytest.raises(InterruptedRunError):
             lora_main([*args, f"run.dir={stopped}"])
     assert list(list_checkpoints(stopped)) == [1]
-    assert not lines(stopped, "held_out.jsonl")
+    assert not lines(stopped, "eval_loss.jsonl")
     assert not (stopped / "samples").exists()
     lora_main([*args, f"run.dir={stopped}", "train.resume=auto"])
     lora_main([*args, f"run.dir={uninterrupted}"])
-    assert lines(stopped, "held_out.jsonl") == lines(uninterrupted, "held_out.jsonl")
+    assert lines(stopped, "eval_loss.jsonl") == lines(uninterrupted, "eval_loss.jsonl")
     assert same_adapter(stopped, uninterrupted)
     sample = Path("samples", "step_000000", "prompt_00.mp4")
     assert (stopped / sample).read_bytes() == (uninterrupted / sample).read_bytes()

@@ -52,7 +52,7 @@ def recipe_of(
             f"data.path={shape_clips}",
             f"data.cache={tmp_path / 'cache'}",
             "validation.prompts=[]",
-            "validation.held_out_draws=0",
+            "validation.eval_draws=0",
             "train.save_every=2",
         ]
 

@@ -112,7 +112,7 @@ def test_the_run_folder_holds_what_the_docs_say(lora_main: Main, smoke: list[str
             "train.steps=4",
             "train.save_every=2",
             "validation.prompts=[a, b]",
-            "validation.held_out_draws=2",
+            "validation.eval_draws=2",
             "validation.every=2",
             "validation.inference_steps=2",
             "run.trackers=[tensorboard]",
@@ -123,7 +123,7 @@ def test_the_run_folder_holds_what_the_docs_say(lora_main: Main, smoke: list[str
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
-        "held_out.jsonl",
+        "eval_loss.jsonl",
         "adapter/pytorch_lora_weights.safetensors",
         "checkpoints/step_000002/manifest.json",
         "checkpoints/step_000004/manifest.json",
@@ -137,9 +137,9 @@ def test_the_run_folder_holds_what_the_docs_say(lora_main: Main, smoke: list[str
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["samples"] for line in lines] == [2, 4, 6, 8]
     assert all(line["lr"] == 1e-3 for line in lines)
-    held_out = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in held_out] == [0, 2, 4]
-    assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"]
+    eval_losses = [json.loads(line) for line in (run / "eval_loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in eval_losses] == [0, 2, 4]
+    assert eval_losses[-1]["eval_loss"] < eval_losses[0]["eval_loss"]
 
 
 SPLITS = {
@@ -225,10 +225,10 @@ def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
 
 
 def test_validation_does_not_touch_the_weights(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
-    """Held-out loss and samples at every step change no bit of the training (N20)."""
+    """Eval loss and samples at every step change no bit of the training (N20)."""
     common = [*smoke, "train.steps=3", "lora.dropout=0.2"]
     lora_main([*common, f"run.dir={tmp_path / 'plain'}"])
-    watched = ["validation.every=1", "validation.held_out_draws=1", "validation.prompts=[x]"]
+    watched = ["validation.every=1", "validation.eval_draws=1", "validation.prompts=[x]"]
     lora_main([*common, *watched, "validation.inference_steps=1", f"run.dir={tmp_path / 'watched'}"])
     assert state(tmp_path / "watched", 3) == state(tmp_path / "plain", 3)
 
@@ -262,11 +262,11 @@ def test_bf16_trains_with_fp32_adapters(lora_main: Main, smoke: list[str], tmp_p
             f"run.dir={run}",
             "optim.groups.connector.lr=1e-5",
             "validation.prompts=[x]",
-            "validation.held_out_draws=2",
+            "validation.eval_draws=2",
         ]
     )
-    held_out = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
-    assert held_out[1]["held_out_loss"] < held_out[0]["held_out_loss"]
+    eval_losses = [json.loads(line) for line in (run / "eval_loss.jsonl").read_text().splitlines()]
+    assert eval_losses[1]["eval_loss"] < eval_losses[0]["eval_loss"]
     assert (run / "samples" / "step_000003" / "prompt_00.mp4").is_file()
     weights = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
     assert all(tensor.dtype is torch.float32 for tensor in weights.values())

@@ -109,7 +109,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Samples run out of memory, the held-out loss out of disk, tracker and report fail: the adapter is the same."""
+    """Samples run out of memory, the eval loss out of disk, tracker and report fail: the adapter is the same."""
     options = [
         "train.steps=4",
         "validation.every=2",
@@ -139,7 +139,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
     for line in (
         "samples are left out from here on: out of memory; training goes on",
         "left out: samples of steps 0, 2, 4: out of memory",
-        "left out: held-out losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
+        "left out: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
         "warning: run.trackers: tensorboard is left out from here: ZeroDivisionError: theirs",
         "warning: no report: MemoryError",
         "verified: ",

@@ -72,7 +72,7 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
             "train.steps=2",
             "train.batch_size=1",
             "lora.dropout=0.9",
-            "validation.held_out_draws=3",
+            "validation.eval_draws=3",
             *UNCOMPARED,
         ]
     )
@@ -228,10 +228,10 @@ def test_a_launch_that_contradicts_the_recipe_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
+def test_a_bad_clip_is_left_out_of_the_eval_loss_and_said(
     lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = [*smoke, "train.batch_size=1", "validation.held_out_draws=1"]
+    args = [*smoke, "train.batch_size=1", "validation.held_out_draws=1"]  # the key of an earlier version
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
     victim = min(TensorCache(tmp_path / "cache" / "videos").iter_entries(), key=lambda one: one.key)
     overwrite(victim, "latent_mean", 0, torch.tensor([torch.nan]))
@@ -239,21 +239,22 @@ def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
     with pytest.raises(DitLoraError, match="non finite loss"):
         lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}", stop])
     output = capsys.readouterr().err
-    assert output.count("held-out loss leaves out") == 1
-    line = json.loads((tmp_path / "run" / "held_out.jsonl").read_text().splitlines()[0])
-    assert 0 < line["held_out_loss"] < 10
+    assert output.count("eval loss leaves out") == 1
+    assert output.count("note: validation.held_out_draws is called validation.eval_draws now") == 1
+    line = json.loads((tmp_path / "run" / "eval_loss.jsonl").read_text().splitlines()[0])
+    assert 0 < line["eval_loss"] < 10
 
 
-def test_the_held_out_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
+def test_the_eval_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
     lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And that of a trained adapter is measured, always."""
     args = [*smoke, "train.steps=2", "guard.parity_every=0", "guard.preflight=true"]
-    args += ["validation.held_out_draws=2"]
+    args += ["validation.eval_draws=2"]
 
     def losses(name: str, *settings: str) -> tuple[list[float], bool]:
         lora_main([*args, f"run.dir={tmp_path / name}", *settings])
-        eval_losses = [line["held_out_loss"] for line in lines(tmp_path / name, "held_out.jsonl")]
+        eval_losses = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss.jsonl")]
         return eval_losses, "it was measured before" in capsys.readouterr().err
 
     first_losses, was_known = losses("first")
@@ -266,4 +267,4 @@ def test_the_held_out_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
     assert not was_known
     assert other_seed_losses[0] != first_losses[0]
     assert losses("anew", "guard.preflight=anew") == (first_losses, False)
-    assert not losses("fewer", "validation.held_out_clips=1")[1]
+    assert not losses("fewer", "validation.eval_clips=1")[1]

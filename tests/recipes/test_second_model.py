@@ -44,13 +44,13 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
     lora_main: Main, smoke: list[str], turbo: Path, tmp_path: Path, further: list[str]
 ) -> None:
     plain, run = tmp_path / "plain", tmp_path / "run"
-    common = [*smoke, *SHOWN, *further, "train.steps=2", "validation.held_out_draws=1"]
+    common = [*smoke, *SHOWN, *further, "train.steps=2", "validation.eval_draws=1"]
     lora_main([*common, f"run.dir={plain}"])
     lora_main([*common, f"validation.model={turbo}", f"run.dir={run}"])
-    # Nothing of it reaches training, or the held-out loss.
+    # Nothing of it reaches training, or the eval loss.
     assert same_adapter(run, plain)
-    assert [line["held_out_loss"] for line in lines(run, "held_out.jsonl")] == [
-        line["held_out_loss"] for line in lines(plain, "held_out.jsonl")
+    assert [line["eval_loss"] for line in lines(run, "eval_loss.jsonl")] == [
+        line["eval_loss"] for line in lines(plain, "eval_loss.jsonl")
     ]
     guidance = 0.0 if "validation.guidance_scale=0" in further else 6.0
     samples = {step: run / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)}

@@ -67,9 +67,9 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     assert "distilled: " not in capsys.readouterr().err
 
     first_evals = [
-        json.loads((folder / "held_out.jsonl").read_text().splitlines()[0]) for folder in (run, tmp_path / "alone")
+        json.loads((folder / "eval_loss.jsonl").read_text().splitlines()[0]) for folder in (run, tmp_path / "alone")
     ]
-    assert first_evals[0]["held_out_loss"] != pytest.approx(first_evals[1]["held_out_loss"], rel=1e-4)
+    assert first_evals[0]["eval_loss"] != pytest.approx(first_evals[1]["eval_loss"], rel=1e-4)
     trained = run / "adapter" / ADAPTER_FILE
     assert not any("under" in name or "feed_forward" in name for name in adapter(run))
     assert read_run_metadata(trained)["under"][0]["name"] == under.name

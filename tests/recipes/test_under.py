@@ -25,7 +25,7 @@ Main = Callable[[list[str]], None]
 SHOWN = [
     "validation.prompts=[a red square]",
     "validation.inference_steps=2",
-    "validation.held_out_draws=2",
+    "validation.eval_draws=2",
 ]
 
 
@@ -46,8 +46,8 @@ def entry(file: Path, **more: Any) -> str:
     return f"lora.under=[{json.dumps({'path': str(file), **more})}]"
 
 
-def held_out(run: Path) -> list[float]:
-    return [line["held_out_loss"] for line in lines(run, "held_out.jsonl")]
+def eval_losses(run: Path) -> list[float]:
+    return [line["eval_loss"] for line in lines(run, "eval_loss.jsonl")]
 
 
 def shown(run: Path, step: int) -> Path:
@@ -76,15 +76,15 @@ def test_it_is_in_training_in_no_file_and_in_samples_as_said(
     lora_main: Main, smoke: list[str], under: Path, tmp_path: Path, on: bool
 ) -> None:
     plain, run = tmp_path / "plain", tmp_path / "run"
-    # What is remembered of the bare base's held-out loss is not taken for this one's.
+    # What is remembered of the bare base's eval loss is not taken for this one's.
     common = [*smoke, *SHOWN, "train.steps=3", "guard.preflight=true"]
     lora_main([*common, f"run.dir={plain}"])
     lora_main([*common, entry(under, in_samples=on), f"run.dir={run}"])
-    # Training and the held-out loss have it: the same as that adapter alone, at the start.
+    # Training and the eval loss have it: the same as that adapter alone, at the start.
     started = tmp_path / "started"
     lora_main([*common, "lora.rank=null", "lora.alpha=null", f"lora.init={under}", f"run.dir={started}"])
-    assert held_out(run)[0] == pytest.approx(held_out(started)[0], rel=1e-6)
-    assert held_out(run)[0] != pytest.approx(held_out(plain)[0], rel=1e-4)
+    assert eval_losses(run)[0] == pytest.approx(eval_losses(started)[0], rel=1e-6)
+    assert eval_losses(run)[0] != pytest.approx(eval_losses(plain)[0], rel=1e-4)
     assert not same_adapter(run, plain)
     # The file holds what trained, and the stock pipeline what samples show.
     assert adapter(run).keys() == adapter(plain).keys()
@@ -163,10 +163,10 @@ def test_two_of_them_add_up_with_their_scales(lora_main: Main, smoke: list[str],
     losses = {}
     for name, entries in names.items():
         lora_main([*common, f"lora.under={json.dumps(entries)}", f"run.dir={tmp_path / name}"])
-        losses[name] = held_out(tmp_path / name)[0]
+        losses[name] = eval_losses(tmp_path / name)[0]
     lora_main([*common, f"run.dir={tmp_path / 'plain'}"])
     assert losses["halves"] == pytest.approx(losses["once"], rel=1e-6)
-    assert losses["none"] == pytest.approx(held_out(tmp_path / "plain")[0], rel=1e-5)
+    assert losses["none"] == pytest.approx(eval_losses(tmp_path / "plain")[0], rel=1e-5)
     assert losses["once"] != pytest.approx(losses["none"], rel=1e-4)
 
 

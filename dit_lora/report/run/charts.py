@@ -86,8 +86,8 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     """The page's charts, in order; charts without data are left out."""
     metrics = run.metrics
     losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
-    if run.held_out:
-        losses.append(Curve("held-out", list(run.held_out.values()), 1, smooth=False, steps=list(run.held_out)))
+    if run.eval_losses:
+        losses.append(Curve("eval", list(run.eval_losses.values()), 1, smooth=False, steps=list(run.eval_losses)))
     norms = metrics.get_groups("grad_norm_groups")
     # With one parameter group, its norm is the total norm.
     total_name = "all groups" if len(norms) > 1 else "gradient norm"

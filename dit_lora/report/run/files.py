@@ -15,6 +15,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
+from dit_lora.training.journal import EVAL_LOSS_FILES
 from dit_lora.training.session.run_lock import is_live
 
 # Bounded, because a failing run can write events for days.
@@ -22,7 +23,7 @@ EVENTS, LEFT_OUT = 1000, 1000
 """Number of the last lines of events.jsonl and quarantine.jsonl that are kept."""
 _SILENCE, _STEPS = 180.0, 20
 """Seconds, or the duration of this many steps, without output after which a run counts as no longer running."""
-_LINE_FILES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
+_LINE_FILES = ("metrics.jsonl", *EVAL_LOSS_FILES, "events.jsonl", "quarantine.jsonl")
 OBJECT_FILES = ("environment", "status", "data", "facts", "audit", "verification", "phases")
 """Names of the files that hold one JSON object, which are also fields of `RunFiles`."""
 
@@ -37,7 +38,7 @@ class RunFiles:
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: Metrics
-    held_out: dict[int, float]
+    eval_losses: dict[int, float]
     events: list[dict[str, Any]]
     event_count: int
     quarantine: list[dict[str, Any]]
@@ -66,7 +67,7 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        return max([self.num_steps_taken, *self.held_out])
+        return max([self.num_steps_taken, *self.eval_losses])
 
 
 class RunReader:
@@ -75,9 +76,9 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._tails = [JsonLinesReader(self.folder / name) for name in _LINE_FILES]
-        self._metrics_tail, self._held_out_tail, self._events_tail, self._quarantine_tail = self._tails
+        self._metrics_tail, *self._eval_loss_tails, self._events_tail, self._quarantine_tail = self._tails
         self._metric_columns = Metrics()
-        self._held_out_losses: dict[int, float] = {}
+        self._eval_losses: list[dict[int, float]] = [{} for _ in EVAL_LOSS_FILES]
         self._losses_in_metrics: dict[int, float] = {}
         self._recent_events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._event_count = 0
@@ -108,21 +109,23 @@ class RunReader:
         self._read_new_lines()
         objects = {name: _read_json_object(self.folder / f"{name}.json", notes) for name in OBJECT_FILES}
         state = state or self._determine_state(objects["status"], config)
-        # Both files may contain held-out losses; held_out.jsonl takes precedence.
-        held_out = {**self._losses_in_metrics, **self._held_out_losses}
+        # All of these files may contain eval losses; eval_loss.jsonl takes precedence.
+        eval_losses = dict(self._losses_in_metrics)
+        for losses in self._eval_losses:
+            eval_losses |= losses
         for tail in self._tails:
             notes += tail.describe_problems(is_running=state == "running")
         metrics = self._metric_columns
         notes += [
             *_describe_nonfinite("loss", metrics.steps, metrics.get_column("loss")),
             *_describe_nonfinite("gradient norm", metrics.steps, metrics.get_column("grad_norm")),
-            *_describe_nonfinite("held-out loss", list(held_out), list(held_out.values())),
+            *_describe_nonfinite("eval loss", list(eval_losses), list(eval_losses.values())),
         ]
         return RunFiles(
             folder=self.folder,
             config=config,
             metrics=metrics,
-            held_out=dict(sorted(held_out.items())),
+            eval_losses=dict(sorted(eval_losses.items())),
             events=list(self._recent_events),
             event_count=self._event_count,
             quarantine=list(self._recent_quarantine),
@@ -137,11 +140,12 @@ class RunReader:
             self._metric_columns, self._losses_in_metrics = Metrics(), {}
         for line in self._metrics_tail.read_new_lines():
             self._metric_columns.add_line(line)
-            self._losses_in_metrics.update(_parse_held_out_loss(line))
-        if self._held_out_tail.reset_if_replaced():
-            self._held_out_losses = {}
-        for line in self._held_out_tail.read_new_lines():
-            self._held_out_losses.update(_parse_held_out_loss(line))
+            self._losses_in_metrics.update(_parse_eval_loss(line))
+        for tail, losses in zip(self._eval_loss_tails, self._eval_losses, strict=True):
+            if tail.reset_if_replaced():
+                losses.clear()
+            for line in tail.read_new_lines():
+                losses.update(_parse_eval_loss(line))
         if self._events_tail.reset_if_replaced():
             self._recent_events, self._event_count = deque(maxlen=EVENTS), 0
         for line in self._events_tail.read_new_lines():
@@ -223,11 +227,11 @@ def _get_stat(path: Path) -> tuple[float, int] | None:
     return status.st_mtime, status.st_size
 
 
-def _parse_held_out_loss(line: Mapping[str, Any]) -> dict[int, float]:
+def _parse_eval_loss(line: Mapping[str, Any]) -> dict[int, float]:
     step = line.get("step")
-    if not isinstance(step, int) or "held_out_loss" not in line:
-        return {}
-    return {step: to_float_or_nan(line["held_out_loss"])}
+    # Earlier versions called it `held_out_loss`.
+    key = "eval_loss" if "eval_loss" in line else "held_out_loss"
+    return {step: to_float_or_nan(line[key])} if isinstance(step, int) and key in line else {}
 
 
 def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from dit_lora.config.catalog import PackagedRecipe, list_recipe_names
 from dit_lora.config.recipe import Recipe
+from dit_lora.config.validation import rename_old_keys
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run.history import ensure_dict
 
@@ -92,7 +93,11 @@ def _list_changes(shipped: Mapping[str, Any], config: Mapping[str, Any]) -> list
         shipped_recipe = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:
         return None
-    shipped_values, run_values = dict(flatten_section(shipped_recipe)), dict(flatten_section(dict(config)))
+    shipped_values = dict(flatten_section(shipped_recipe))
+    # The run may be of an earlier version.
+    validation = config.get("validation")
+    renamed = {"validation": rename_old_keys(validation)} if isinstance(validation, dict) else {}
+    run_values = dict(flatten_section({**config, **renamed}))
     # In the order of this run's recipe, then what only the shipped one has.
     keys = [*run_values, *(key for key in shipped_values if key not in run_values)]
     return [

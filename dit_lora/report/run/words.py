@@ -103,7 +103,7 @@ def build_figures(run: RunFiles) -> list[Figure]:
     return [
         Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
         Figure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
-        _build_held_out_figure(run.held_out),
+        _build_eval_loss_figure(run.eval_losses),
         Figure("Seconds per step", _format_median(seconds), ", ".join(filter(None, details))),
         Figure("Samples per second", _format_median(rates), "median" if len(rates) else ""),
         Figure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
@@ -131,13 +131,13 @@ def _format_last_loss(run: RunFiles) -> str:
     return format_number(float(np.mean(window, where=np.isfinite(window))))
 
 
-def _build_held_out_figure(held_out: Mapping[int, float]) -> Figure:
-    label = "Held-out loss"
-    if not held_out:
+def _build_eval_loss_figure(eval_losses: Mapping[int, float]) -> Figure:
+    label = "Eval loss"
+    if not eval_losses:
         return Figure(label, NO_VALUE, "not measured")
     # The loss before training is at step 0, if it was measured.
-    first_step, last_step = min(held_out), max(held_out)
-    first_loss, last_loss = held_out[first_step], held_out[last_step]
+    first_step, last_step = min(eval_losses), max(eval_losses)
+    first_loss, last_loss = eval_losses[first_step], eval_losses[last_step]
     if first_step == last_step:
         return Figure(label, format_number(first_loss), f"at step {first_step:,} only")
     steps = f"step {first_step:,} to {last_step:,}"

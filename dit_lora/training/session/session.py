@@ -51,7 +51,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _WAITING_TIMEOUT = timedelta(days=7)
 _FORWARDED_SIGNAL_S = 1.0
 """Seconds within which a repeated signal is the same one, forwarded by a launcher."""
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK_FILE)
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "eval_loss.jsonl", "held_out.jsonl", LOCK_FILE)
 T = TypeVar("T")
 _SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -198,6 +198,8 @@ def _create_session(recipe: Recipe, previous: Session | None) -> Session:
     raise_on_all_ranks(accelerator, find_login_problem(recipe.run.trackers) if session.is_main else None)
     for warning in warnings:
         session.say(f"warning: {warning}")
+    for note in recipe.validation.notes:
+        session.say(f"note: {note}")
     spread = ", weights sharded over them (FSDP2)" if sharding else ""
     spread += f", gradients and optimizer shared out (ZeRO-{zero})" if zero else ""
     if not on_gpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):

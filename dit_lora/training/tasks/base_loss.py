@@ -1,4 +1,4 @@
-"""Caches, next to the data cache, the held-out loss of a base whose adapter has no effect yet."""
+"""Caches, next to the data cache, the eval loss of a base whose adapter has no effect yet."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from dit_lora.version import __version__
 def compute_base_eval_loss(
     setup: AnySetup, eval_samples: Sequence[EvalSample], measure: Callable[[], tuple[float | None, bool]]
 ) -> float | None:
-    """The held-out loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
+    """The eval loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
 
     Call it only while the adapter has no effect. `measure` returns the loss and whether every sample was good; only
     then is the loss cached. None without samples.
@@ -31,20 +31,19 @@ def compute_base_eval_loss(
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     if all(loss is not None for loss in losses):
         setup.session.say(
-            "held-out loss: of this base, data and draws it was measured before; "
-            "guard.preflight=anew measures it again"
+            "eval loss: of this base, data and draws it was measured before; guard.preflight=anew measures it again"
         )
         return float(losses[0])
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and all(gather_object([sound])):
-        store_findings(path, facts, [CheckFinding("held-out loss", True, repr(loss), fatal=False)])
+        store_findings(path, facts, [CheckFinding("eval loss", True, repr(loss), fatal=False)])
     return loss
 
 
 def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Mapping[str, Any]:
     recipe, environment = setup.recipe, probe_environment()
     return {
-        "what": "held-out loss",
+        "what": "eval loss",
         "version": __version__,
         "packages": dict(environment.versions),
         "cuda": environment.torch_cuda,
@@ -53,7 +52,7 @@ def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Map
         "family": recipe.model.family,
         "transformer": setup.data.transformer_digest,
         "data": setup.data.data_digest,
-        "draws": [(held_out.entry.id, held_out.sample_seed, held_out.weight) for held_out in eval_samples],
+        "draws": [(eval_sample.entry.id, eval_sample.sample_seed, eval_sample.weight) for eval_sample in eval_samples],
         "seed": recipe.train.seed,
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,

@@ -44,14 +44,14 @@ def measure_eval_loss(
     local_samples = eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
 
     def measure() -> None:
-        for held_out in local_samples:
+        for eval_sample in local_samples:
             sample: Batch | None = None
             try:
-                sample = training_set.read_sample(held_out.entry, held_out.sample_seed)
+                sample = training_set.read_sample(eval_sample.entry, eval_sample.sample_seed)
                 sample_faults = dict(sample.faults)
             # Training will fail on it too.
             except UnreadableError as error:
-                sample_faults = {held_out.entry.id: str(error)}
+                sample_faults = {eval_sample.entry.id: str(error)}
             # In a collective forward, leave the sample out if it is bad on any rank.
             is_bad = any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
             if is_bad or sample is None:
@@ -60,7 +60,7 @@ def measure_eval_loss(
             batch = sample.to(accelerator.device)
             streams = RandomStreams(seed, batch.sample_seeds)
             losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
-            sums.add_(torch.stack([losses.double().sum() * held_out.weight, sums.new_tensor(held_out.weight)]))
+            sums.add_(torch.stack([losses.double().sum() * eval_sample.weight, sums.new_tensor(eval_sample.weight)]))
 
     with use_eval_mode(setup.model):
         if is_collective:
@@ -70,7 +70,7 @@ def measure_eval_loss(
             run_with_shared_errors(setup.session, measure)
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
-        setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
+        setup.session.say(f"eval loss leaves out {sample_id}: {fault}")
     # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
     return (total / weight if weight else None), not left_out

@@ -39,7 +39,7 @@ def run(
         "lora": {"rank": 4, "alpha": 8},
         "optim": {"groups": {"adapter": {"lr": 1e-3}}},
         "train": {"steps": 2, "checkpointing": "none"},
-        "validation": {"held_out_draws": 0},
+        "validation": {"eval_draws": 0},
         "guard": {"preflight": False},
         "run": {"dir": str(folder / "run")},
     }

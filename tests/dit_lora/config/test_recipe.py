@@ -50,6 +50,26 @@ def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Pat
     assert recipe.lora.targets == ("to_q", "to_k")
 
 
+def test_keys_of_an_earlier_version_are_read_with_a_note(values: dict[str, Any], tmp_path: Path) -> None:
+    values["validation"] = {"held_out_clips": 3, "held_out_draws": 2}
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    # An override comes later than the file, whichever of the two names each uses.
+    recipe = load_recipe(path, ["validation.eval_draws=5"])
+    assert (recipe.validation.eval_clips, recipe.validation.eval_draws) == (3, 5)
+    assert recipe.validation.notes == [
+        "validation.held_out_draws is called validation.eval_draws now; the old key is read until version 0.3",
+        "validation.held_out_clips is called validation.eval_clips now; the old key is read until version 0.3",
+    ]
+    written = parse_recipe(yaml.safe_load(dump_recipe(recipe)), "written.yaml")
+    assert (written.validation.eval_clips, written.validation.notes) == (3, [])
+    values["validation"] = {"eval_draws": 2}
+    assert parse_recipe(values, "r.yaml").validation.notes == []
+    values["validation"] = {"held_out_draws": -1}
+    with pytest.raises(DitLoraError, match="validation.eval_draws: "):
+        parse_recipe(values, "r.yaml")
+
+
 @pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.steps=[1"])
 def test_a_malformed_override_is_refused(values: dict[str, Any], tmp_path: Path, override: str) -> None:
     path = tmp_path / "r.yaml"

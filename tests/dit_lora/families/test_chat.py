@@ -280,7 +280,7 @@ def test_all_options_that_do_not_apply_are_listed_at_once(tiny_checkpoints: dict
             "images": ["a.png"],
             "guidance_scale": 2,
             "inference_steps": 3,
-            "held_out_draws": 2,
+            "eval_draws": 2,
         },
     )
     with pytest.raises(DitLoraError) as error:
@@ -303,7 +303,7 @@ def test_all_options_that_do_not_apply_are_listed_at_once(tiny_checkpoints: dict
         "validation.images",
         "validation.guidance_scale",
         "validation.inference_steps",
-        "validation.held_out_draws",
+        "validation.eval_draws",
     }
 
 

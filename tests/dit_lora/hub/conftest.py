@@ -33,7 +33,7 @@ def trained(
             "data.width=48",
             f'validation.prompts=["{PROMPT}"]',
             "validation.inference_steps=1",
-            "validation.held_out_draws=1",
+            "validation.eval_draws=1",
             "train.steps=2",
             f"run.dir={folder / 'secretive' / 'run'}",
         ]

@@ -66,7 +66,7 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
         "train.steps=1",
         "validation.prompts=[]",
         "validation.references=[]",
-        "validation.held_out_draws=0",
+        "validation.eval_draws=0",
         "hub.push=true",
         f"hub.repo_id={REPO}",
         f"run.dir={tmp_path / 'run'}",

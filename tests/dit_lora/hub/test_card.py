@@ -164,14 +164,14 @@ def test_what_has_no_task_on_the_hub_gets_none(contents: Contents) -> None:
     assert "class_labels=[3]," in card
 
 
-def test_the_held_out_loss_is_a_result_with_what_it_was_measured_on(contents: Contents) -> None:
+def test_the_eval_loss_is_a_result_with_what_it_was_measured_on(contents: Contents) -> None:
     (model,) = metadata(write_card(contents, REPO))["model-index"]
     (result,) = model["results"]
     assert model["name"] == "kitten-lora"
     assert result["task"] == {"type": "text-to-video"}
     assert "noise that training never draws" in result["dataset"]["name"]
     (metric,) = result["metrics"]
-    assert metric["value"] == pytest.approx(contents.run.held_out[2], abs=1e-6)
+    assert metric["value"] == pytest.approx(contents.run.eval_losses[2], abs=1e-6)
 
 
 def test_data_and_events_are_told_by_counts(contents: Contents) -> None:

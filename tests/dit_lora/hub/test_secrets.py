@@ -47,7 +47,7 @@ def seeded(
             "data.width=48",
             f"validation.prompts={json.dumps([AS_A_NAME[2]])}",
             "validation.inference_steps=1",
-            "validation.held_out_draws=1",
+            "validation.eval_draws=1",
             "train.steps=2",
             f"run.dir={folder / AS_A_NAME[3]}",
         ]

@@ -41,7 +41,7 @@ def test_every_engine_trains_shows_and_verifies_the_same(
             "train.preserve={trigger: red, class_words: painted}",
             "validation.prompts=[x]",
             "validation.inference_steps=1",
-            "validation.held_out_draws=1",
+            "validation.eval_draws=1",
             f"validation.model={base}",
             *more,
             f"run.dir={tmp_path / name}",
@@ -53,9 +53,9 @@ def test_every_engine_trains_shows_and_verifies_the_same(
     for number, engine in enumerate(ENGINES_HERE):
         assert [(results[number].exit_code, results[number].error) for results in results_by_rank] == [(0, "")] * 2
         run = tmp_path / engine
-        single_rank, parts = (lines(folder, "held_out.jsonl") for folder in (tmp_path / "one", run))
-        assert [row["held_out_loss"] for row in parts] == pytest.approx(
-            [row["held_out_loss"] for row in single_rank], rel=1e-5
+        single_rank, parts = (lines(folder, "eval_loss.jsonl") for folder in (tmp_path / "one", run))
+        assert [row["eval_loss"] for row in parts] == pytest.approx(
+            [row["eval_loss"] for row in single_rank], rel=1e-5
         )
         torch.testing.assert_close(adapter(run), adapter(tmp_path / "one"), rtol=0, atol=2e-5)
         sample_paths = [folder / "samples/step_000000/prompt_00.mp4" for folder in (run, tmp_path / "one")]

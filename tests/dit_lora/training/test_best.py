@@ -1,4 +1,4 @@
-"""The checkpoints with the lowest held-out loss stay, and best.json names them."""
+"""The checkpoints with the lowest eval loss stay, and best.json names them."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
         4: 0.4,
         8: 0.4,
     }  # of 0 and 3 there is no checkpoint, of 6 no loss
-    lines = [json.dumps({"step": s, "held_out_loss": loss}) for s, loss in losses.items()]
-    (tmp_path / "held_out.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"step": s, "eval_loss": loss}) for s, loss in losses.items()]
+    (tmp_path / "eval_loss.jsonl").write_text("\n".join(lines) + "\n")
     assert [record["step"] for record in find_best_checkpoints(tmp_path, 2)] == [
         4,
         8,
@@ -36,7 +36,7 @@ def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
     assert find_best_checkpoints(tmp_path, 9)[-1] == {
         "checkpoint": "step_000002",
         "step": 2,
-        "held_out_loss": 0.5,
+        "eval_loss": 0.5,
     }
     assert find_best_checkpoints(tmp_path, 0) == []
 
@@ -46,7 +46,7 @@ def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
     [
         ({}, {}, "validation.every must divide train.save_every or be a multiple of it; got None"),
         ({"save_every": 6}, {"every": 4}, "multiple of it; got 4 and 6"),
-        ({"save_every": 6}, {"every": 6, "held_out_draws": 0}, "held_out_draws is 0"),
+        ({"save_every": 6}, {"every": 6, "eval_draws": 0}, "eval_draws is 0"),
     ],
 )
 def test_without_their_loss_there_is_no_best(
@@ -62,17 +62,17 @@ def test_without_their_loss_there_is_no_best(
 def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped between a checkpoint and its held-out loss, it measures that when it goes on."""
+    """Stopped between a checkpoint and its eval loss, it measures that when it goes on."""
     losses = {0: 0.1, 2: 0.5, 4: 0.2, 6: 0.7, 8: 0.3}
     measured: list[int] = []
 
-    def held_out(_run: Any) -> float:
+    def next_loss(_run: Any) -> float:
         measured.append(len(measured) * 2)
         return losses[measured[-1]]
 
     monkeypatch.setattr(
         "dit_lora.training.tasks.diffusion.task.DiffusionTask.compute_eval_loss",
-        staticmethod(held_out),
+        staticmethod(next_loss),
     )
     folder = tmp_path / "run"
     args = [
@@ -82,7 +82,7 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
         "train.keep=1",
         "train.keep_best=2",
         "validation.every=2",
-        "validation.held_out_draws=1",
+        "validation.eval_draws=1",
         f"run.dir={folder}",
     ]
     validate = fitting.validate
@@ -101,7 +101,7 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
     assert measured == [0, 2, 4, 6, 8]
     assert list(list_checkpoints(folder)) == [4, 8]
     best = json.loads((folder / "checkpoints" / BEST_FILE).read_text())
-    assert [(record["checkpoint"], record["held_out_loss"]) for record in best] == [
+    assert [(record["checkpoint"], record["eval_loss"]) for record in best] == [
         ("step_000004", 0.2),
         ("step_000008", 0.3),
     ]

@@ -64,7 +64,7 @@ def test_two_ranks_train_as_one_process(
             f"optim.groups.adapter.lr={RATE}",
             "validation.prompts=[]",
             "validation.references=[]",
-            "validation.held_out_draws=0",
+            "validation.eval_draws=0",
             *more,
             f"run.dir={tmp_path / run}",
         )

@@ -100,7 +100,19 @@ def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> Non
     Journal(tmp_path, start_step=0).write_eval_loss(0, 1.5)
     reopened = Journal(tmp_path, start_step=0)
     reopened.write_eval_loss(0, 1.5)
-    assert len(lines(tmp_path / "held_out.jsonl")) == 1
+    assert len(lines(tmp_path / "eval_loss.jsonl")) == 1
+
+
+def test_a_run_that_an_earlier_version_began_goes_on_with_its_eval_losses(tmp_path: Path) -> None:
+    old_lines = [{"step": step, "held_out_loss": loss} for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0))]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old_lines))
+    journal = Journal(tmp_path, start_step=2)
+    journal.write_eval_loss(2, 9.0)
+    journal.write_eval_loss(4, 1.5)
+    assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0, 4: 1.5}
+    assert lines(tmp_path / "eval_loss.jsonl") == [{"step": 4, "eval_loss": 1.5}]
+    Journal(tmp_path, start_step=0)
+    assert read_eval_losses(tmp_path) == {}
 
 
 def test_trackers_get_flat_numbers() -> None:

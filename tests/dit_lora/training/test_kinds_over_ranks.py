@@ -44,7 +44,7 @@ def test_every_engine_trains_and_verifies_the_same(
             "train.steps=3",
             *(["lora.init=eva"] if kind == "eva" else [f"lora.kind={kind}", *KINDS[kind]]),
             "validation.prompts=[]",
-            "validation.held_out_draws=1",
+            "validation.eval_draws=1",
             *more,
             f"run.dir={tmp_path / name}",
         )

@@ -225,7 +225,7 @@ def test_a_healthy_step_is_read_once(
     args = [*smoke_args(name, tiny_checkpoints, shape_clips, tmp_path), *OPTIONS]
     args += ["lora.dropout=0.1", "train.batch_size=2", f"run.dir={tmp_path / 'run'}"]
     args += ["validation.prompts=[]", "validation.references=[]"]
-    args += ["validation.held_out_draws=0"]
+    args += ["validation.eval_draws=0"]
     with counted(monkeypatch) as reads:
         lora_main(args)
     assert reads.by_step == ONCE_EACH, "\n".join(reads.where)

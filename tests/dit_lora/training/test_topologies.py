@@ -116,7 +116,7 @@ def table(
         "train.keep=9",
         f"optim.groups={{adapter: {{lr: {RATE}}}, adapter_b: {{lr: {2 * RATE}}}}}",
         "validation.prompts=[]",
-        "validation.held_out_draws=0",
+        "validation.eval_draws=0",
         "guard.snapshot_every=1",
     )
     table = Table(tmp_path_factory.mktemp("topologies"), common)
@@ -308,13 +308,13 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
 
 @pytest.mark.thorough
 def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table) -> None:
-    """Averages, checkpointing, statistics, held-out loss, samples, adaptive clip; and every weight trained."""
+    """Averages, checkpointing, statistics, eval loss, samples, adaptive clip; and every weight trained."""
     extra_overrides = (
         "train.ema=0.9",
         "train.checkpointing=full",
         "validation.prompts=[a red disc]",
         "validation.inference_steps=2",
-        "validation.held_out_draws=3",
+        "validation.eval_draws=3",
         "validation.every=2",
         "guard.monitor_every=1",
         "guard.spike_threshold=8",
@@ -331,7 +331,7 @@ def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table
         assert [result.error for result in table.seen[name]] == ["", ""]
     ddp_run, fsdp2_run = table.run("ddp_beside"), table.run("fsdp2_beside")
     table.require_alike("fsdp2_beside", "ddp_beside")
-    losses = [[h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (fsdp2_run, ddp_run)]
+    losses = [[h["eval_loss"] for h in lines(run, "eval_loss.jsonl")] for run in (fsdp2_run, ddp_run)]
     assert losses[0] == pytest.approx(losses[1], rel=LOSS)
     for metrics, theirs in zip(lines(fsdp2_run, "metrics.jsonl"), lines(ddp_run, "metrics.jsonl"), strict=True):
         assert metrics["modules"].keys() == theirs["modules"].keys()

@@ -37,7 +37,7 @@ from dit_lora.verify.chat_model import ChatReferenceModel
 class ChatTrainingData(TrainingData):
     """Conversations to train on, and others to validate on."""
 
-    held_out: ChatSet | None = None
+    eval_set: ChatSet | None = None
 
 
 ChatSetup: TypeAlias = Setup[ChatTrainingData, ChatCheckpoint]
@@ -51,7 +51,7 @@ class ChatTask:
         recipe, accelerator = session.recipe, session.accelerator
         quiet = not accelerator.is_local_main_process
         rejects = Rejects(session)
-        held_out = None
+        eval_set = None
         # The other processes find headers and digests cached.
         with accelerator.local_main_process_first():
             samples = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
@@ -72,8 +72,8 @@ class ChatTask:
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
             rejects.add(validation_samples.rejected, "these samples of validation.conversations cannot be used")
             usable = rejects.filter_samples(validation_samples.entries, lambda entry: entry.id)
-            held_out = build_training_set(usable, checkpoint, recipe)
-        return ChatTrainingData(conversations, compute_digest(entries), model, rejects.reasons, held_out=held_out)
+            eval_set = build_training_set(usable, checkpoint, recipe)
+        return ChatTrainingData(conversations, compute_digest(entries), model, rejects.reasons, eval_set=eval_set)
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
@@ -109,13 +109,13 @@ class ChatTask:
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
     def compute_eval_loss(self, setup: ChatSetup) -> float | None:
-        """Loss over answer tokens of `held_out_clips` conversations, with middle frames and turns in order."""
-        held_out = setup.data.held_out
-        if held_out is None:
+        """Loss over answer tokens of `eval_clips` conversations, with middle frames and turns in order."""
+        eval_set = setup.data.eval_set
+        if eval_set is None:
             return None
-        entries = held_out.entries[: setup.recipe.validation.held_out_clips]
+        entries = eval_set.entries[: setup.recipe.validation.eval_clips]
         eval_samples = [EvalSample(entry, 0, entry.answers) for entry in entries]
-        return measure_eval_loss(setup, held_out, eval_samples)[0]
+        return measure_eval_loss(setup, eval_set, eval_samples)[0]
 
     def write_samples(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)

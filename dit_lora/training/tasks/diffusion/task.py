@@ -144,18 +144,18 @@ class DiffusionTask:
 
     def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
         settings = setup.recipe.validation
-        entries = setup.data.training_set.entries[: settings.held_out_clips]
-        num_draws = settings.held_out_draws
+        entries = setup.data.training_set.entries[: settings.eval_clips]
+        num_draws = settings.eval_draws
         # Each clip is measured with several noises, which have consecutive numbers.
-        held_out = [
+        eval_samples = [
             EvalSample(entry, index * num_draws + draw)
             for index, entry in enumerate(entries)
             for draw in range(num_draws)
         ]
-        measure = partial(measure_eval_loss, setup, setup.data.training_set, held_out)
+        measure = partial(measure_eval_loss, setup, setup.data.training_set, eval_samples)
         # Before the adapter has an effect, the loss is the base's, which is cached.
-        if held_out and has_only_idle_adapters(setup.transformer):
-            return compute_base_eval_loss(setup, held_out, measure)
+        if eval_samples and has_only_idle_adapters(setup.transformer):
+            return compute_base_eval_loss(setup, eval_samples, measure)
         return measure()[0]
 
     def write_samples(self, setup: DiffusionSetup, step: int) -> None:

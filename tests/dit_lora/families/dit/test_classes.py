@@ -125,7 +125,7 @@ def values(tiny: Path, tmp_path: Path) -> Values:
         "lora": {"rank": 4},
         "optim": {"groups": {"adapter": {"lr": 1e-3}, "connector": connector}},
         "train": {"steps": 4, "batch_size": 4, "checkpointing": "none"},
-        "validation": {"held_out_draws": 0, "prompts": ["red disc"], "inference_steps": 2},
+        "validation": {"eval_draws": 0, "prompts": ["red disc"], "inference_steps": 2},
         "run": {"dir": str(tmp_path / "run")},
     }
 

@@ -63,7 +63,7 @@ def test_a_reader_that_goes_on_finds_what_a_new_one_finds(run_dir: Path) -> None
         continued_run, fresh_run = reader.read(), RunReader(run_dir).read()
         assert list(continued_run.metrics.steps) == list(range(1, last_step + 1))
         assert repr(continued_run.metrics.columns) == repr(fresh_run.metrics.columns)  # NaN and all
-        assert continued_run.held_out == fresh_run.held_out
+        assert continued_run.eval_losses == fresh_run.eval_losses
 
 
 def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) -> None:

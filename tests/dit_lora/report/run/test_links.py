@@ -19,7 +19,7 @@ from dit_lora.report.run.serve import ReportPages, ReportServer
 
 PRIVATE = "a-private-word"
 FILES = (
-    *("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl", "run.lock"),
+    *("metrics.jsonl", "eval_loss.jsonl", "events.jsonl", "quarantine.jsonl", "run.lock"),
     *(f"{name}.json" for name in OBJECT_FILES),
     "samples/step_000010/prompt_00.mp4",
     "samples/step_000020/answers.json",

@@ -51,7 +51,7 @@ def test_the_headline_figures_are_those_of_the_files(run_dir: Path) -> None:
     assert "interrupted as of 20" in text
     assert "Steps 20 of 40, not finished" in text
     assert "Training loss 1.100 mean of the last 5" in text  # steps 16 to 20: 1.2 to 1.0
-    assert "Held-out loss 2.500 → 2.000 -20.0%, step 0 to 20" in text
+    assert "Eval loss 2.500 → 2.000 -20.0%, step 0 to 20" in text
     assert "Seconds per step 0.250 median, 0.29% waiting for data" in text  # 20 * 0.002 of 9 + 19 * 0.25
     assert "Samples per second 8.00 median" in text
     assert "Peak memory 3.75 GiB" in text  # at step 7 alone
@@ -71,15 +71,24 @@ def test_recipe_and_environment_are_shown_with_unknown_keys(run_dir: Path) -> No
     assert "device one GPU" in text
 
 
-def test_held_out_losses_in_metrics_lines_count_too(run_dir: Path) -> None:
-    (run_dir / "held_out.jsonl").unlink()
+def test_eval_losses_in_metrics_lines_count_too(run_dir: Path) -> None:
+    (run_dir / "eval_loss.jsonl").unlink()
     lines = [
-        metrics_line(1, held_out_loss=4.0),
+        metrics_line(1, eval_loss=4.0),
         metrics_line(2),
-        metrics_line(3, held_out_loss=5.0),
+        metrics_line(3, eval_loss=5.0),
     ]
     write_lines(run_dir / "metrics.jsonl", lines)
     assert "4.000 → 5.000 +25.0%, step 1 to 3" in report(run_dir).text
+
+
+def test_a_run_that_an_earlier_version_began_shows_all_of_its_eval_losses(run_dir: Path) -> None:
+    """Its first losses are in held_out.jsonl, and what a resumed run measures is in eval_loss.jsonl."""
+    write_lines(run_dir / "held_out.jsonl", [{"step": 0, "held_out_loss": 4.0}, {"step": 2, "held_out_loss": 3.0}])
+    write_lines(run_dir / "eval_loss.jsonl", [{"step": 20, "eval_loss": 5.0}])
+    page = report(run_dir)
+    assert "4.000 → 5.000 +25.0%, step 0 to 20" in page.text
+    assert [loss for loss in page.data[1]["curves"][1]["y"] if loss is not None] == [4.0, 3.0, 5.0]
 
 
 def test_a_nan_loss_leaves_a_gap_and_is_said(run_dir: Path) -> None:

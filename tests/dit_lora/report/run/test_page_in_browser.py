@@ -160,13 +160,13 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(browser:
         chart.locator(".tip"),
         chart.locator(".plot"),
     )
-    assert legend(legend_table) == "step 20 training 1.1 held-out 2 each step 1"  # the last ones
+    assert legend(legend_table) == "step 20 training 1.1 eval 2 each step 1"  # the last ones
     assert not tip.is_visible()
     plot.scroll_into_view_if_needed()
     box = chart.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
     # The means of steps 6 to 10, and step 10.
-    assert legend(legend_table) == "step 10 training 1.6 held-out 2.5 at step 0 each step 1.5"
+    assert legend(legend_table) == "step 10 training 1.6 eval 2.5 at step 0 each step 1.5"
     assert HOSTILE[:20] in tip.inner_text()
     plot.focus()
     page.keyboard.press("ArrowRight")
@@ -176,7 +176,7 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(browser:
     page.evaluate("document.getElementById('smoothing').value = 0")
     page.dispatch_event("#smoothing", "input")
     assert page.inner_text("#smoothing-is") == "none"
-    assert legend(page.locator(".u-legend").first) == "step 20 training 1 held-out 2"
+    assert legend(page.locator(".u-legend").first) == "step 20 training 1 eval 2"
     heat = page.locator(".heat-map:not([hidden]) .heat")
     heat.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):

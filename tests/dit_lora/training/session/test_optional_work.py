@@ -44,7 +44,7 @@ def test_after_out_of_memory_the_part_is_not_tried_again(
 ) -> None:
     assert optional.attempt("samples", 2, raising(error)) is None
     optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
-    assert optional.attempt("held-out losses", 4, lambda: 0.5) == 0.5
+    assert optional.attempt("eval losses", 4, lambda: 0.5) == 0.5
     assert said == ["warning: step 2: samples are left out from here on: out of memory; training goes on"]
     assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
 

@@ -346,7 +346,7 @@ def test_a_run_tells_its_trackers_its_steps_samples_and_losses(
         f"run.dir={run}",
         "run.trackers=[tensorboard]",
         "validation.prompts=[a square]",
-        "validation.held_out_draws=1",
+        "validation.eval_draws=1",
         "validation.inference_steps=1",
         "train.save_every=2",
     ]
@@ -362,10 +362,10 @@ def test_a_run_tells_its_trackers_its_steps_samples_and_losses(
     rates = [event.value for event in events.Scalars("samples_per_second")]
     assert rates == pytest.approx([2 / line["seconds"] for line in metrics])
     assert [event.value for event in events.Scalars("lr/adapter")] == pytest.approx([1e-3] * 3)
-    held_out = {event.step: event.value for event in events.Scalars("held_out_loss")}
-    journal_losses = {row["step"]: row["held_out_loss"] for row in lines(run, "held_out.jsonl")}
-    assert held_out == pytest.approx(journal_losses)
-    assert held_out.keys() == {0, 2, 3}
+    eval_losses = {event.step: event.value for event in events.Scalars("eval_loss")}
+    journal_losses = {row["step"]: row["eval_loss"] for row in lines(run, "eval_loss.jsonl")}
+    assert eval_losses == pytest.approx(journal_losses)
+    assert eval_losses.keys() == {0, 2, 3}
     assert [event.step for event in events.Images("samples/prompt_00")] == [0, 2, 3]
 
 

@@ -50,7 +50,7 @@ def run(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> Any:
         model=model,
         transformer=model,
         clips=clips,
-        data=SimpleNamespace(held_out=clips),
+        data=SimpleNamespace(eval_set=clips),
     )
 
 
@@ -60,7 +60,7 @@ def validating(run: Any, **values: Any) -> Any:
     return run
 
 
-def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
+def test_the_eval_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
     """Computed with the stock model, one sample at a time."""
     total, count = 0.0, 0
     for entry in run.clips.entries:
@@ -72,18 +72,18 @@ def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
         log_probs = torch.log_softmax(logits[positions[learned]], -1)
         total -= log_probs.gather(1, labels[learned][:, None]).sum().item()
         count += int(learned.sum())
-    loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=99))
+    loss = ChatTask().compute_eval_loss(validating(run, eval_clips=99))
     assert loss == pytest.approx(total / count, rel=1e-5)
     assert ChatTask().compute_eval_loss(run) == loss
     (first_entry, *_) = run.clips.entries
-    single_clip_loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=1))
+    single_clip_loss = ChatTask().compute_eval_loss(validating(run, eval_clips=1))
     assert single_clip_loss is not None
     assert single_clip_loss != pytest.approx(loss)
     assert first_entry.answers < count
 
 
 def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> None:
-    expected_loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=99))
+    expected_loss = ChatTask().compute_eval_loss(validating(run, eval_clips=99))
     clip = media / run.clips.entries[0].id
     data = clip.read_bytes()
     clip.write_bytes(data[: len(data) // 2])
@@ -91,7 +91,7 @@ def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> 
     clip.write_bytes(data)
     assert actual_loss != expected_loss
     (message,) = run.session.said
-    assert message.startswith(f"held-out loss leaves out {run.clips.entries[0].id}: ")
+    assert message.startswith(f"eval loss leaves out {run.clips.entries[0].id}: ")
 
 
 def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> None:
