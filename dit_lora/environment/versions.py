@@ -99,7 +99,7 @@ _get_installed_version = cache(metadata.version)
 
 
 def probe_environment() -> Environment:
-    """Read the environment of this process. Imports torch; without it there is no CUDA version and no device."""
+    """Read the environment of this process. Imports torch; without it, CUDA version and devices are left out."""
     # Every tested package, and those that only the diagnosis needs.
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
@@ -238,7 +238,7 @@ def find_problems(env: Environment) -> list[VersionProblem]:
 
 
 def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
-    """Return warnings to show. If a version is refused, raise one `DitLoraError` that lists all refusals instead.
+    """The warnings to show. If a version is refused, raises one `DitLoraError` that lists all refusals instead.
 
     With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """

@@ -89,7 +89,7 @@ def collect_contents(run_dir: Path) -> Contents:
     """Collect everything that a push of the run uploads, except its card. Works for a run of both experts too.
 
     Raises:
-        DitLoraError: There is no run, or no result yet; with the command that continues.
+        DitLoraError: The folder is not a run, or has no result yet; with the command that continues.
         CheckFailedError: The result is damaged, or did not pass its verification.
     """
     runs = find_expert_runs(run_dir)

@@ -45,7 +45,7 @@ class ReportPages:
         """The current page.
 
         Raises:
-            DitLoraError: If the folder is no longer a run.
+            DitLoraError: If the folder is not a run any more.
         """
         with self._lock:
             # Before reading: a change while the page is rendered shows up in the next fingerprint.
