@@ -184,10 +184,10 @@ def _require_matches(model: str, targets: list[str], linear: list[str], convolut
     names = (*linear, *convolutions)
     unmatched = [target for target in targets if not match_names(names, [target])]
     if unmatched:
-        shown = [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
-        shown += [f"{suffix} ({count}, convolutions)" for suffix, count in _count_suffixes(convolutions).items()]
+        suffixes = [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
+        suffixes += [f"{suffix} ({count}, convolutions)" for suffix, count in _count_suffixes(convolutions).items()]
         message = f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has"
-        raise DitLoraError(format_list(message, shown))
+        raise DitLoraError(format_list(message, suffixes))
 
 
 def _count_suffixes(names: list[str]) -> Counter[str]:

@@ -84,7 +84,15 @@ def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
         DitLoraError: The request is not possible. Raised before anything is sampled.
     """
     hide_progress_bars()
-    _require_files(request)
+    options = {"--image": [request.image], "--last-image": [request.last_image], "--reference": request.references}
+    missing = [
+        f"{option} {file}"
+        for option, files in options.items()
+        for file in files
+        if file is not None and not file.is_file()
+    ]
+    if missing:
+        raise DitLoraError(f"no such file: {', '.join(missing)}")
     # From here on the target is local.
     request = _download_target(request)
     # With a two-expert checkpoint, one or both experts were trained.
@@ -180,18 +188,6 @@ def _load_adapters(
         weights = [request.weight, *(weight for _, weight in request.other_adapters)]
         # With several adapters, all of them must be activated explicitly.
         set_adapter_weights(pipeline, [name for name in names if name], weights)
-
-
-def _require_files(request: SampleRequest) -> None:
-    options = {"--image": [request.image], "--last-image": [request.last_image], "--reference": request.references}
-    missing = [
-        f"{option} {file}"
-        for option, files in options.items()
-        for file in files
-        if file is not None and not file.is_file()
-    ]
-    if missing:
-        raise DitLoraError(f"no such file: {', '.join(missing)}")
 
 
 def _download_target(request: SampleRequest) -> SampleRequest:

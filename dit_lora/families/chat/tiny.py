@@ -92,7 +92,13 @@ def build_tiny(variant_name: str, folder: Path) -> None:
 def build_tiny_chat(variant_name: str, extra_tokens: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
     """Build a variant's tokenizer and model. Each of `extra_tokens` becomes one token, as in a trained vocabulary."""
     variant = VARIANTS[variant_name]
-    tokenizer = _build_tokenizer(variant)
+    tokenizer = build_byte_tokenizer(
+        variant.special_tokens,
+        variant.end_token,
+        extra_special_tokens=variant.named_tokens,
+        model_max_length=_MAX_TOKENS,
+    )
+    tokenizer.chat_template = variant.template
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in extra_tokens])
     token_id: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
     # The names that configs and generation configs use for these ids.
@@ -112,18 +118,6 @@ def build_tiny_chat(variant_name: str, extra_tokens: Sequence[str] = ()) -> tupl
     # `generate` reads these ids from the generation config, not from the model's config.
     model.generation_config.update(**ends)
     return tokenizer, model
-
-
-def _build_tokenizer(variant: Variant) -> Qwen2Tokenizer:
-    """A tokenizer of single bytes and the special tokens. Nothing is trained."""
-    tokenizer = build_byte_tokenizer(
-        variant.special_tokens,
-        variant.end_token,
-        extra_special_tokens=variant.named_tokens,
-        model_max_length=_MAX_TOKENS,
-    )
-    tokenizer.chat_template = variant.template
-    return tokenizer
 
 
 def _llava_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:

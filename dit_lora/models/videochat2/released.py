@@ -135,7 +135,13 @@ def read_released(path: Path) -> ReleasedFile:
         # Only zip files, which torch has written since 1.6, can be memory-mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        raise DitLoraError(_unsafe_file_message(path)) from error
+        # Only zip files can be inspected without unpickling them.
+        unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) if zipfile.is_zipfile(path) else []
+        content = f"objects other than tensors ({', '.join(unsafe)})" if unsafe else "no tensors that are safe to read"
+        raise DitLoraError(
+            f"{path} holds {content}, and unpickling those may run any code, so it was not opened; where you trust "
+            "it, save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"
+        ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
     other_keys: tuple[str, ...] = ()
@@ -151,15 +157,3 @@ def read_released(path: Path) -> ReleasedFile:
     if not_tensors:
         raise DitLoraError(format_list(f"{path} is no state dict; these are no tensors:", not_tensors))
     return ReleasedFile(path, dict(loaded), other_keys)
-
-
-def _unsafe_file_message(path: Path) -> str:
-    unsafe: list[str] = []
-    # Only zip files can be inspected without unpickling them.
-    if zipfile.is_zipfile(path):
-        unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    content = f"objects other than tensors ({', '.join(unsafe)})" if unsafe else "no tensors that are safe to read"
-    return (
-        f"{path} holds {content}, and unpickling those may run any code, so it was not opened; where you trust it, "
-        "save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"
-    )
