@@ -109,7 +109,7 @@ def _print_recipes(records: list[dict[str, Any]]) -> None:
         table.add_column(heading, no_wrap=True)
     table.add_column("model", overflow="fold")
     for record in records:
-        memory, time = _extract_amount(record["memory"]), _extract_amount(record["time"])
+        memory, time = _extract_memory_or_time(record["memory"]), _extract_memory_or_time(record["time"])
         table.add_row(record["name"], record["task"], memory, time, Path(record["model"]).name)
     console = Console(highlight=False)
     console.print(table)
@@ -122,7 +122,7 @@ def _print_recipes(records: list[dict[str, Any]]) -> None:
     )
 
 
-def _extract_amount(text: str) -> str:
+def _extract_memory_or_time(text: str) -> str:
     """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
     # A number and its unit, after an optional `about` or `computed:`.
     match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", text)

@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.dtensors import get_local_tensor
-from dit_lora.numerics.finite import abs_max, compute_headroom, has_values
+from dit_lora.numerics.finite import abs_max, can_hold_nonfinite, compute_headroom
 
 # Names of PEFT's submodules inside a wrapped layer (peft/tuners/lora/layer.py).
 _LORA_SUBMODULE = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
@@ -125,7 +125,7 @@ class Monitor:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             # Outputs in dicts or objects are not measured.
             tensors = [get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor)]
-            for tensor in filter(has_values, tensors):
+            for tensor in filter(can_hold_nonfinite, tensors):
                 # A module's outputs may have several dtypes, each with its own headroom.
                 key = _StatisticKey("peak", module, tensor.dtype)
                 peak = abs_max(tensor)

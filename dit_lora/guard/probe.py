@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.dtensors import get_local_tensor, get_original_class
-from dit_lora.numerics.finite import abs_max, compute_headroom, describe_bad_values, has_values
+from dit_lora.numerics.finite import abs_max, can_hold_nonfinite, compute_headroom, describe_bad_values
 from dit_lora.numerics.opaque import iterate_called_modules
 
 _TRAIL_LENGTH = 12  # number of values kept from before the first bad value
@@ -218,7 +218,7 @@ class _ValueSummary:
 def _summarize_values(leaves: Sequence[Any]) -> _ValueSummary | None:
     """Summary over all tensors of an input or output: finite or not, magnitude, dtype. None without float tensors."""
     local_tensors = (get_local_tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    tensors = [tensor for tensor in local_tensors if has_values(tensor)]
+    tensors = [tensor for tensor in local_tensors if can_hold_nonfinite(tensor)]
     if not tensors:
         return None
     # One scalar per tensor, read by the host together.

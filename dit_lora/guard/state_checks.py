@@ -11,7 +11,7 @@ from dit_lora.guard.diagnosis_context import DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.frozen_weights import iter_frozen_tensors
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.dtensors import get_local_tensor
-from dit_lora.numerics.finite import abs_max, describe_bad_values, has_values
+from dit_lora.numerics.finite import abs_max, can_hold_nonfinite, describe_bad_values
 from dit_lora.numerics.outliers import describe_corrupted_tensors
 from dit_lora.numerics.ranks import gather_object
 
@@ -218,7 +218,7 @@ def compute_weight_peak(
     """
     peaks = []
     for weight in map(get_local_tensor, weights):
-        if has_values(weight):
+        if can_hold_nonfinite(weight):
             values = weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if finite_only else weight
             peaks.append(abs_max(values))
     peak = torch.stack(peaks).max().item() if peaks else 0.0

@@ -12,7 +12,7 @@ from dit_lora.numerics.layouts import get_strided_values
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def can_hold_nonfinite(tensor: torch.Tensor) -> bool:
     """True if the tensor is not empty, not on `meta`, and of a dtype that can hold NaN and Inf."""
     # Integers and booleans have neither NaN nor Inf; tensors on `meta` have no values to test.
     is_number = tensor.is_floating_point() or tensor.is_complex()
@@ -21,13 +21,13 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """True if every value is finite, which integers always are. Synchronizes with the device."""
-    return not has_values(tensor) or bool(torch.isfinite(_to_checkable_tensor(tensor)).all())
+    return not can_hold_nonfinite(tensor) or bool(torch.isfinite(_to_checkable_tensor(tensor)).all())
 
 
 def has_nan(values: Any) -> bool:
     """True if any tensor in a nested structure has a NaN. Synchronizes with the devices."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return any(bool(_to_checkable_tensor(tensor).isnan().any()) for tensor in tensors if has_values(tensor))
+    return any(bool(_to_checkable_tensor(tensor).isnan().any()) for tensor in tensors if can_hold_nonfinite(tensor))
 
 
 def _to_checkable_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def describe_bad_values(name: str, tensor: torch.Tensor, limit: float | None = N
 
     None if all values are finite and within the limit.
     """
-    if not has_values(tensor):
+    if not can_hold_nonfinite(tensor):
         return None
     tensor = _to_checkable_tensor(tensor)
     # Two passes over the tensor, each with a synchronization.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dit_lora.config.optimizers import collect_names
 from dit_lora.numerics.dtensors import get_local_tensor
-from dit_lora.numerics.finite import has_values, read_scalars
+from dit_lora.numerics.finite import can_hold_nonfinite, read_scalars
 
 _OUTLIER_FACTOR = 1e3
 """Factor over the largest other element. Gradient moments within a tensor differ by less."""
@@ -74,7 +74,7 @@ def compute_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named = {
         name: get_local_tensor(tensor.detach())
         for name, tensor in tensors.items()
-        if has_values(tensor) and get_local_tensor(tensor).numel()
+        if can_hold_nonfinite(tensor) and get_local_tensor(tensor).numel()
     }
     # One call for all tensors; the maximum norm cannot overflow.
     peaks = torch._foreach_norm(list(named.values()), float("inf")) if named else ()

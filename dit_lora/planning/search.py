@@ -90,7 +90,7 @@ def plan_memory(path: str | Path, overrides: Sequence[str], launch: Launch, gpu_
     # A folder with the checkpoint's configs, downloaded if necessary; weights are not read.
     with config_only_recipe(recipe) as local:
         variants = _RecipeVariants(path, overrides, local.model.path, launch, gpu_bytes)
-        budget = variants.compute_variant_budget()
+        budget = variants.compute_memory_budget()
         return MemoryPlan(budget, None if budget.fits else _find_fitting_change(variants, budget))
 
 
@@ -130,7 +130,7 @@ class _RecipeVariants:
     gpu_bytes: int | None
     _estimators: dict[str, MemoryEstimator] = field(default_factory=dict)
 
-    def compute_variant_budget(self, changes: Sequence[Settings] = ()) -> MemoryBudget:
+    def compute_memory_budget(self, changes: Sequence[Settings] = ()) -> MemoryBudget:
         """Memory needs of the recipe with these settings changed. Raises `DitLoraError` if they are not allowed."""
         settings = _merge_settings(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_format_overrides(settings)])
@@ -143,9 +143,9 @@ class _RecipeVariants:
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
     def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """As `compute_variant_budget`; None if the settings are not allowed."""
+        """As `compute_memory_budget`; None if the settings are not allowed."""
         try:
-            return self.compute_variant_budget(changes)
+            return self.compute_memory_budget(changes)
         except DitLoraError:
             return None
 

@@ -51,7 +51,7 @@ class LocalServer(ThreadingHTTPServer):
     def origin(self) -> str:
         return f"http://{HOST}:{self.server_port}"
 
-    def is_token(self, value: str) -> bool:
+    def matches_token(self, value: str) -> bool:
         """Compare with the token in constant time."""
         # An ordinary comparison would reveal by its duration how many characters match.
         return secrets.compare_digest(_encode(value), _encode(self.token))
@@ -137,7 +137,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not isinstance(request_token, str):
             self.send_message(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
             return None
-        if not self.server.is_token(request_token):
+        if not self.server.matches_token(request_token):
             self.send_message(
                 HTTPStatus.FORBIDDEN,
                 "this page is of an earlier start; open the address that the command printed in another tab",
@@ -183,13 +183,13 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         # A browser may send several cookies of this name; any valid one is accepted.
         for cookie in self.headers.get("Cookie", "").split(";"):
             name, _, value = cookie.strip().partition("=")
-            if name == self._cookie_name and self.server.is_token(value):
+            if name == self._cookie_name and self.server.matches_token(value):
                 return True
         with suppress(ValueError):  # an invalid URL
             # The cookie itself is set with the response's headers.
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
                 # The first visit has the token in the URL; later requests, such as for media files, use the cookie.
-                if self.server.is_token(value):
+                if self.server.matches_token(value):
                     self._new_cookie = f"{self._cookie_name}={value}; Path=/; HttpOnly; SameSite=Strict"
                     return True
         return False

@@ -15,7 +15,7 @@ import torch
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.finite import describe_bad_values, has_values
+from dit_lora.numerics.finite import can_hold_nonfinite, describe_bad_values
 
 LOGVAR_RANGE = (-30.0, 20.0)
 """Range to which Diffusers clamps a posterior's logvar (`DiagonalGaussianDistribution`); others are invalid."""
@@ -187,7 +187,7 @@ def check_encoded(samples: Iterable[tuple[str, Tensors]]) -> tuple[dict[str, lis
     stats: dict[str, TensorStats] = {}
     for sample, tensors in samples:
         for name, tensor in tensors.items():
-            if not has_values(tensor):
+            if not can_hold_nonfinite(tensor):
                 continue
             # A bad value would spoil the statistics of the whole set.
             bad = _check_values(name, tensor)

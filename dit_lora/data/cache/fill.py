@@ -151,7 +151,7 @@ class _FillState:
 
     def run(self) -> BuildResult:
         """Work on units until every entry exists or has failed."""
-        self._update_missing()
+        self._update_missing_keys()
         keys = list(self.jobs)
         # Small sets get smaller units, so that each process has some.
         size = max(1, min(MAX_JOBS_PER_UNIT, len(keys) // _MIN_UNITS))
@@ -161,7 +161,7 @@ class _FillState:
             if not sum(self._fill_unit(unit) for unit in units):
                 # Other processes hold all remaining units. If one is killed, its unit can be claimed next time.
                 time.sleep(_POLL_INTERVAL_S)
-                self._update_missing()
+                self._update_missing_keys()
         failed = self.result.failed
         # Sort the failures by job, since other processes added some of them.
         self.result.failed = {key: failed[key] for key in keys if key in failed}
@@ -176,11 +176,11 @@ class _FillState:
         with _claim_unit(self.cache, name) as is_ours:
             if is_ours:
                 # Another process may have finished the unit before this one got its lock.
-                self._update_missing()
+                self._update_missing_keys()
                 self._encode_jobs([self.jobs[key] for key in unit if key in self.missing_keys])
             return is_ours
 
-    def _update_missing(self) -> None:
+    def _update_missing_keys(self) -> None:
         self.missing_keys = set(self.cache.find_missing(list(self.missing_keys)))
         for note in (self.cache.root / LOCKS).glob(f"{self.launch_id}.*{FAILED}"):
             # The note's name is `<launch>.<key>.failed`.

@@ -95,8 +95,8 @@ def read_frames_at(
     """Frames nearest to `seconds` since the clip's first frame, as uint8 (F, 3, H, W).
 
     An image is one frame, regardless of the times. Each frame is first cropped to `box`. The fit `stretch` then
-    resizes without keeping the aspect ratio, bicubic with antialiasing, as VideoChat2's notebooks do. (Its training crops
-    tensors, which torchvision 0.14 resizes without antialiasing.) `cover` resizes as `read_frames` does. The
+    resizes without keeping the aspect ratio, bicubic with antialiasing, as VideoChat2's notebooks do. (Its training
+    crops tensors, which torchvision 0.14 resizes without antialiasing.) `cover` resizes as `read_frames` does. The
     last frame is used for times up to one second after it, or for as long as it is shown if that is longer, because
     the length stated in a file may be that of its sound. Frames between the last time after one key frame and the next
     key frame are not decoded.

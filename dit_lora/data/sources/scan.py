@@ -16,7 +16,15 @@ from dit_lora.data.sources.webdataset import is_tar, read_tar
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.terminal import make_one_line
 
-__all__ = ["Clip", "ClipProblem", "Scan", "find_class_names", "format_class_name", "read_clips", "scan_sources"]
+__all__ = [
+    "Clip",
+    "ClipProblem",
+    "Scan",
+    "find_class_names_in_data",
+    "format_class_name",
+    "read_clips",
+    "scan_sources",
+]
 
 Sample = TypeVar("Sample", Clip, Conversation)
 
@@ -48,7 +56,7 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
     return scanned.clips
 
 
-def find_class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
+def find_class_names_in_data(data: DataConfig, cache: Path | None = None) -> list[str]:
     """The classes that a model needs, sorted: `data.classes`, or else those in the data."""
     if data.classes is not None:
         return sorted(set(data.classes))

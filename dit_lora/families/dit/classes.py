@@ -18,7 +18,7 @@ from diffusers import DiTPipeline as StockPipeline
 from torch import nn
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.sources.scan import find_class_names
+from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import TensorSpec, TextEncoder
 from dit_lora.families.noise_prediction import NoisePredictionCheckpoint
@@ -135,7 +135,7 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
         checkpoint = super().apply_recipe(recipe)
-        classes = self._select_classes(recipe, find_class_names(recipe.data, recipe.cache_dir))
+        classes = self._select_classes(recipe, find_class_names_in_data(recipe.data, recipe.cache_dir))
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:

@@ -8,7 +8,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.sources.scan import find_class_names
+from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.event import Event
 from dit_lora.guard.replay import MicroBatch
@@ -119,7 +119,7 @@ class RecoveryFiles:
         setup, recipe = self.setup, self.setup.recipe
         if "class_labels" in micro_batch.tensors:
             # A replay has no data set to read the class names from.
-            classes = tuple(find_class_names(recipe.data, recipe.cache_dir))
+            classes = tuple(find_class_names_in_data(recipe.data, recipe.cache_dir))
             recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": classes})})
         return {
             "event": event.to_record(),

@@ -66,7 +66,7 @@ def test_keys_of_an_earlier_version_are_read_with_a_note(values: dict[str, Any],
     values["validation"] = {"eval_draws": 2}
     assert parse_recipe(values, "r.yaml").validation.notes == []
     values["validation"] = {"held_out_draws": -1}
-    with pytest.raises(DitLoraError, match="validation.eval_draws: "):
+    with pytest.raises(DitLoraError, match=r"validation\.eval_draws: "):
         parse_recipe(values, "r.yaml")
 
 

@@ -56,8 +56,8 @@ class DecodedSample:
 
 
 @dataclass(frozen=True)
-class CaptionReferences:
-    """References that are encoded together with a caption."""
+class EncodedReferences:
+    """A sample's reference pictures or clips, as they are encoded together with its caption."""
 
     media: tuple[Media, ...]
     shape: VideoShape
@@ -65,7 +65,7 @@ class CaptionReferences:
     start: float = 0.0
 
     @classmethod
-    def from_sample(cls, sample: BucketedSample) -> "CaptionReferences":
+    def from_sample(cls, sample: BucketedSample) -> "EncodedReferences":
         return cls(sample.clip.references, sample.shape, sample.start)
 
 
@@ -86,14 +86,17 @@ class Encoding:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
-        def resolve_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+        def replace_by_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {n: digests.hash_component(v) if isinstance(v, Path) else v for n, v in facts.items()}
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
-        text_key, latent_key = resolve_facts(checkpoint.text_cache_key()), resolve_facts(video_facts)
+        text_key, latent_key = (
+            replace_by_digests(checkpoint.text_cache_key()),
+            replace_by_digests(video_facts),
+        )
         has_masks = any(source.has_masks for source in recipe.data.all_sources)
         return cls(recipe, digests, text_key, latent_key, checkpoint.references, has_masks, checkpoint.sound_format)
 
@@ -102,20 +105,20 @@ class Encoding:
         """True if captions are encoded together with their samples' references."""
         return self.supported_references is not None and self.supported_references.is_encoded_with_caption
 
-    def make_text_job(self, caption: str, caption_references: CaptionReferences | None = None) -> Job:
-        """The job that encodes a caption, with the references `caption_references` if the text encoder reads them.
+    def make_text_job(self, caption: str, encoded_references: EncodedReferences | None = None) -> Job:
+        """The job that encodes a caption, with the references `encoded_references` if the text encoder reads them.
 
         Raises `OSError` if a reference cannot be read.
         """
         facts = {**self.text_cache_key, "caption": caption}
-        if caption_references is not None and self.has_references_in_text:
+        if encoded_references is not None and self.has_references_in_text:
             # By content, so that renamed or moved references keep their entry.
-            facts["references"] = [self.digests.hash_pixels(reference) for reference in caption_references.media]
-            facts["start"], facts["shape"] = caption_references.start, str(caption_references.shape)
+            facts["references"] = [self.digests.hash_pixels(reference) for reference in encoded_references.media]
+            facts["start"], facts["shape"] = encoded_references.start, str(encoded_references.shape)
 
             def make_with_references(encoder: EditTextEncoder) -> Tensors:
-                references = self._read_references(caption_references)
-                tensors = encoder.encode_with_references(caption, references, caption_references.shape)
+                references = self._decode_references(encoded_references)
+                tensors = encoder.encode_with_references(caption, references, encoded_references.shape)
                 return {name: tensor[0] for name, tensor in tensors.items()}
 
             return Job(f"caption {caption!r}", make_entry_key(facts), facts, make_with_references)
@@ -126,12 +129,12 @@ class Encoding:
 
         return Job(f"caption {caption!r}", make_entry_key(facts), facts, make)
 
-    def _read_references(self, caption_references: CaptionReferences) -> tuple[torch.Tensor, ...]:
+    def _decode_references(self, encoded_references: EncodedReferences) -> tuple[torch.Tensor, ...]:
         assert self.supported_references is not None
         # Clips are read in the sample's shape, pictures at their own size.
-        clip = caption_references.shape if self.supported_references.is_clip else None
-        fps, start = self.recipe.data.fps, caption_references.start
-        return tuple(read_reference(reference, clip, fps, start) for reference in caption_references.media)
+        clip = encoded_references.shape if self.supported_references.is_clip else None
+        fps, start = self.recipe.data.fps, encoded_references.start
+        return tuple(read_reference(reference, clip, fps, start) for reference in encoded_references.media)
 
     def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
@@ -178,7 +181,7 @@ class Encoding:
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        references = self._read_references(CaptionReferences.from_sample(sample)) if sample.clip.references else ()
+        references = self._decode_references(EncodedReferences.from_sample(sample)) if sample.clip.references else ()
         mask_file, mask = sample.clip.mask, None
         if self.has_masks and mask_file is not None:
             mask = read_mask(mask_file.media, alpha=mask_file.alpha, **size)

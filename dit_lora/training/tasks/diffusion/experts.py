@@ -18,7 +18,7 @@ from dit_lora.numerics.dtensors import is_sharded
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_adapter_files
 
 
-def find_other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
+def find_other_expert_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
     """The adapter file that `validation.other_expert` names; None if it names none.
 
     Raises `DitLoraError` if it has no adapter of the other expert, for example because it was trained on this one.

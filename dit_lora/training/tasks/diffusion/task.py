@@ -28,7 +28,7 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.base_loss import compute_base_eval_loss
 from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest
-from dit_lora.training.tasks.diffusion.experts import find_other_adapter
+from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
@@ -60,7 +60,7 @@ class DiffusionTask:
             # The result copies these files: refuse one that cannot be copied before training.
             list_checkpoint_files(checkpoint.path)
         # In a run of both experts, the first one's adapter exists by now.
-        find_other_adapter(session.recipe, checkpoint)
+        find_other_expert_adapter(session.recipe, checkpoint)
         sampling_checkpoint = open_sampling_checkpoint(session.recipe, checkpoint)
         stored = check_lora_files(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):

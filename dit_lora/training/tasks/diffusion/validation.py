@@ -21,7 +21,7 @@ from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.diffusion.experts import find_other_adapter, use_both_experts
+from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter, use_both_experts
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
 from dit_lora.training.tasks.diffusion.second_model import load_sampling_transformer
 from dit_lora.training.tasks.diffusion.shown_references import copy_references
@@ -119,7 +119,7 @@ def _write_samples(
     VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
     bar = tqdm(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=not session.is_main)
-    adapter = find_other_adapter(setup.recipe, setup.checkpoint)
+    adapter = find_other_expert_adapter(setup.recipe, setup.checkpoint)
     with use_both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
             video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)

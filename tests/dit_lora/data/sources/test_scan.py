@@ -7,7 +7,7 @@ import pytest
 
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.sources.scan import find_class_names, format_class_name, read_clips, scan_sources
+from dit_lora.data.sources.scan import find_class_names_in_data, format_class_name, read_clips, scan_sources
 from dit_lora.errors import DitLoraError
 
 CAPTIONS = {"a.mp4": "a horse, galloping", "sub/b.mp4": 'a "quoted" cat'}
@@ -335,9 +335,9 @@ def test_names_of_classes_come_from_the_captions_and_one_caption_needs_no_readin
     plain(tmp_path / "classes" / "red_fox", 1)
     folders = {"path": str(tmp_path / "classes")}
     prior = {"path": str(tmp_path / "nowhere"), "caption": "a dog"}
-    assert find_class_names(several(folders, prior)) == ["a dog", "red fox"]
-    assert find_class_names(several(prior)) == ["a dog"]
+    assert find_class_names_in_data(several(folders, prior)) == ["a dog", "red fox"]
+    assert find_class_names_in_data(several(prior)) == ["a dog"]
     (tmp_path / "classes" / "empty").mkdir()
     with pytest.raises(DitLoraError, match="empty: this class folder"):
-        find_class_names(several(folders, prior))
-    assert find_class_names(several(folders, rejects="skip")) == ["red fox"]
+        find_class_names_in_data(several(folders, prior))
+    assert find_class_names_in_data(several(folders, rejects="skip")) == ["red fox"]
