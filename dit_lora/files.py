@@ -58,6 +58,15 @@ def write_atomically(path: Path, data: bytes | str, mode: int | None = None, *, 
         raise
 
 
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk: a rename lasts once its folder is synced, and syncing a file does not."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def replace_contents(path: Path, data: bytes) -> None:
     """Overwrite a user's file atomically and keep its permissions. If it is a link, its target is overwritten."""
     # Renaming onto a link would replace the link.

@@ -53,11 +53,10 @@ def attach_lora(
     Args:
         model: Frozen model.
         lora: Section of the recipe.
-        select_default_targets: Targets if `lora.targets` is None.
+        default_targets: Targets if `lora.targets` is None.
         seed: The initial weights depend only on it, so that all ranks start with the same ones.
         submodules: Names of submodules, such as `language_model`. A target that matches layers inside them is not
-        applied
-            anywhere else. A target that matches nothing inside is applied wherever it matches: `lm_head`, or
+            applied anywhere else. A target that matches nothing inside is applied wherever it matches: `lm_head`, or
             `visual.blocks.3.attn.qkv`.
 
     Linear layers and 2D convolutions without groups can be adapted (with OFT: linear layers only). Raises

@@ -86,7 +86,7 @@ def run_and_diagnose(
         fp32: Compute in fp32.
         without: Names of the guard's fallbacks to apply.
         limit: Magnitude beyond which finite sample values count as bad; None for no limit.
-        has_attention_mask: True if the model's attention has masks, which rules out cuDNN. None: leave PyTorch's
+        masked_attention: True if the model's attention has masks, which rules out cuDNN. None: leave PyTorch's
             attention backends unchanged.
         notes: Messages to report with the result.
     """

@@ -215,7 +215,7 @@ class Denoiser(CheckpointInfo):
             transformer: The model that is trained, possibly wrapped.
             batch: Cached tensors by name, each (B, ...).
             streams: Random number streams. Every random tensor is one of `draw_functions` and is drawn with
-            `streams.drawn`.
+                `streams.draw_tensors`.
 
         Returns:
             The losses, fp32 (B,), and the timesteps they were taken at.

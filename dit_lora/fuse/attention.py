@@ -101,7 +101,7 @@ def attend(
             because its backward can give NaN (pytorch issue 196678).
         backend: Diffusers' name of the attention backend; None for PyTorch's choice.
         parallel_config: Diffusers' configuration of ranks that share a sample, each with its S and K tokens; None
-        without.
+            without.
 
     Raises:
         DitLoraError: There is a mask and `backend` does not support masks.

@@ -32,7 +32,7 @@ def describe_corrupted_tensors(
     Args:
         current_tensors: Weights, moments and averages by name.
         snapshot_peaks: Their peaks in the last snapshot; a name that is missing is compared only with the other
-        tensors.
+            tensors.
     """
     # Tensors with one element have no others to compare with.
     tensors = {

@@ -60,7 +60,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit
-def _load_pair(
+def _load_rotary_pairs(
     ptr, rows, valid, fill: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _load_pair(
 
 @triton.jit
 def _store_rotary_pairs(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """The inverse of `_load_pair`: store pairs, cast to the pointer's dtype."""
+    """The inverse of `_load_rotary_pairs`: store pairs, cast to the pointer's dtype."""
     dtype = ptr.dtype.element_ty
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
@@ -105,7 +105,7 @@ def _load_shared(
     else:
         heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
         rows = offset + heads * D
-        a, b = _load_pair(ptr, rows, heads < count, fill, D, BLOCK, HALVES, ACC)
+        a, b = _load_rotary_pairs(ptr, rows, heads < count, fill, D, BLOCK, HALVES, ACC)
     return a, b
 
 
@@ -183,7 +183,7 @@ def _forward_kernel(
     batch, position = token // S, token % S
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     rows = batch * x_batch + position * x_token + heads * x_head
-    a, b = _load_pair(x_ptr, rows, heads < H, 0.0, D, BLOCK, HALVES, ACC)
+    a, b = _load_rotary_pairs(x_ptr, rows, heads < H, 0.0, D, BLOCK, HALVES, ACC)
     if NORM != "none":
         live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
         a, b, rstd = _normalize(a, b, live, H, D, NORM, EPS, ACROSS)
@@ -269,10 +269,10 @@ def _backward_kernel(
         batch, position = token // S, token % S
         row = tl.where(token < tokens, position - first, R)  # R: no such row of the tables
         rows = batch * grad_batch + position * grad_token + heads * grad_head
-        d1, d2 = _load_pair(grad_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+        d1, d2 = _load_rotary_pairs(grad_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
         if NORM != "none":
             rows = batch * source_batch + position * source_token + heads * source_head
-            y1, y2 = _load_pair(source_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+            y1, y2 = _load_rotary_pairs(source_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
         if cos_ptr is not None:
             c1, c2, s1, s2 = _load_rotation(
                 cos_ptr, sin_ptr, batch, row, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ONCE, ACC

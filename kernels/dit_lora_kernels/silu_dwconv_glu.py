@@ -118,7 +118,7 @@ def _locate_tile(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _nine(filters_ptr, tap, ok, ACC: tl.constexpr):
+def _load_nine_taps(filters_ptr, tap, ok, ACC: tl.constexpr):
     """Load the nine weights (1,BLOCK_C) of each channel's filter, which are `tap` elements apart."""
     w0 = tl.load(filters_ptr, mask=ok, other=0).to(ACC)
     w1 = tl.load(filters_ptr + tap, mask=ok, other=0).to(ACC)
@@ -172,8 +172,8 @@ def _convolution_kernel(
     b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     ok = c < C
-    a_w = _nine(filters_ptr + c, 2 * C, ok, ACC)
-    g_w = _nine(filters_ptr + C + c, 2 * C, ok, ACC)
+    a_w = _load_nine_taps(filters_ptr + c, 2 * C, ok, ACC)
+    g_w = _load_nine_taps(filters_ptr + C + c, 2 * C, ok, ACC)
     a_bias = tl.zeros([1, BLOCK_C], ACC)
     g_bias = tl.zeros([1, BLOCK_C], ACC)
     if BIAS:
@@ -225,7 +225,7 @@ def _input_kernel(
     b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     # The transpose of a convolution: the filters from their last weight to their first.
-    w = _nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
+    w = _load_nine_taps(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
     zero = tl.zeros([PAIRS, BLOCK_C], ACC)
     near0, far0, near1, far1 = zero, zero, zero, zero
     for step in tl.range(0, ROWS + 2, num_stages=3):

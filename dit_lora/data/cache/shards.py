@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import sync_folder
 from dit_lora.parsing import parse_json
 
 SUFFIX, DEAD, PARTIAL = ".safetensors", ".bad", ".partial"
@@ -204,12 +205,7 @@ def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
     for entry in entries:
         # The file was just written, so an old mark of the same name no longer applies.
         get_bad_mark_path(path, entry.key).unlink(missing_ok=True)
-    # fsync of a file flushes only its contents, so flush the folder's entries too.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(folder)
     return path
 
 

@@ -23,8 +23,7 @@ def guidance_kwargs(guidance_scale: float, *, has_perturbed_attention: bool) -> 
     Args:
         guidance_scale: The video's classifier-free guidance, in the space of clean latents.
         has_perturbed_attention: True if the transformer has perturbed attention. Without it (2.0), its extra call
-        would only
-            repeat another one.
+            would only repeat another one.
     """
     # Guidance scales up to 1 mean no guidance, as in the pipeline.
     if guidance_scale <= 1:

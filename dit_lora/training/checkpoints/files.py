@@ -23,7 +23,7 @@ from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import open_regular, set_shared_permissions
+from dit_lora.files import open_regular, set_shared_permissions, sync_folder
 from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import advise_on_samples_per_step
 
@@ -125,7 +125,7 @@ def save_checkpoint(
             _remove_checkpoint(final)
         # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         # Only now: the newer checkpoint is safe.
         prune_checkpoints(run_dir, step, keep, best_steps)
     except (OSError, SafetensorError) as error:
@@ -308,12 +308,3 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
 def _hash_file(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    # A rename is an entry of the folder: it lasts once the folder is synced.
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

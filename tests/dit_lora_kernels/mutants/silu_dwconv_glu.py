@@ -36,13 +36,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "filters not turned round in the backward",
-        "_nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)",
-        "_nine(filters_ptr + c, C2, c < C2, ACC)",
+        "_load_nine_taps(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)",
+        "_load_nine_taps(filters_ptr + c, C2, c < C2, ACC)",
     ),
     (
         "the gate's filters for both halves",
-        "a_w = _nine(filters_ptr + c,",
-        "a_w = _nine(filters_ptr + C + c,",
+        "a_w = _load_nine_taps(filters_ptr + c,",
+        "a_w = _load_nine_taps(filters_ptr + C + c,",
     ),
     ("the bias dropped", "far + left", "far - bias + left"),
     (
