@@ -93,10 +93,8 @@ class Encoding:
             return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
-        text_key, latent_key = (
-            replace_by_digests(checkpoint.text_cache_key()),
-            replace_by_digests(video_facts),
-        )
+        text_key = replace_by_digests(checkpoint.text_cache_key())
+        latent_key = replace_by_digests(video_facts)
         has_masks = any(source.has_masks for source in recipe.data.all_sources)
         return cls(recipe, digests, text_key, latent_key, checkpoint.references, has_masks, checkpoint.sound_format)
 
