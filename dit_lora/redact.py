@@ -211,10 +211,10 @@ def redact_model_text(text: str) -> str:
 
 def remove_tokens(text: str) -> str:
     """Replace all tokens in the text with `[token]`, including secrets in this process's environment variables."""
-    return _remove_tokens(text, _read_environment_secrets())
+    return _redact_known_secrets(text, _read_environment_secrets())
 
 
-def _remove_tokens(text: str, secrets: Sequence[str]) -> str:
+def _redact_known_secrets(text: str, secrets: Sequence[str]) -> str:
     if len(text) < _MIN_CHARACTERS:
         return text
     # Longest first: replacing a shorter secret inside a longer one would leave the rest of it.
@@ -238,7 +238,7 @@ def _replace_value(match: re.Match[str]) -> str:
 
 def _clean_text(text: str, secrets: Sequence[str], paths: re.Pattern[str]) -> str:
     # Tokens first: a token may contain slashes, of which a path pattern would leave a part.
-    text = _remove_tokens(text, secrets)
+    text = _redact_known_secrets(text, secrets)
     if "/" not in text and "\\" not in text:
         return text
     # The whole text is one path, which may have spaces.

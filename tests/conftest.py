@@ -56,7 +56,7 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     for name in FAMILIES:
         family = get_family(name)
         for variant in family.tiny_variants:
-            family.build_tiny(variant, root / variant, 0)
+            family.build_tiny_checkpoint(variant, root / variant, 0)
             folders[variant] = root / variant
     return folders
 

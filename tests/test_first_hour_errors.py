@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `dit-lora init smoke/cogvideox` writes, a checkpoint, and clips of several kinds."""
     root = tmp_path_factory.mktemp("first") / "my-run"
     write_run_folder(PackagedRecipe.from_name("smoke/cogvideox"), root, "cpu")
-    get_family("cogvideox").build_tiny("cogvideox-2b", root / "tiny" / "made", 0)
+    get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", root / "tiny" / "made", 0)
     write_shapes(root / "captioned", clips=1, frames=9, height=64, width=96, fps=8)
     (root / "empty").mkdir()
     (root / "runs" / "first").mkdir(parents=True)

@@ -62,7 +62,7 @@ def load_adapter(
     does not fit.
     """
     # Base weights are in the pipeline after this.
-    target = _prepare_target(pipeline, adapter, name)
+    target = _find_adapter_and_model(pipeline, adapter, name)
     try:
         state = read_pipeline_state_dict(type(pipeline), target.file)
     except CONVERTER_ERRORS:
@@ -89,7 +89,7 @@ def load_adapter(
 
 def load_with_pipeline_loader(pipeline: Any, adapter: Path) -> None:
     """Load an adapter and its base weights with the pipeline's own loader, which may silently ignore it."""
-    target = _prepare_target(pipeline, adapter)
+    target = _find_adapter_and_model(pipeline, adapter)
     _run_pipeline_loader(target)
     _set_labels(pipeline, target.file)
 
@@ -160,7 +160,7 @@ def _count_common_characters(first: str, second: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _prepare_target(pipeline: Any, adapter: str | Path, name: str | None = None) -> _LoadTarget:
+def _find_adapter_and_model(pipeline: Any, adapter: str | Path, name: str | None = None) -> _LoadTarget:
     """Find the adapter file and its model, and load base weights that were saved with it."""
     # In place: DiT, Latte and PixArt have no LoRA methods of their own.
     with_lora(pipeline)

@@ -96,13 +96,13 @@ def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
             # It is matched once for each way that leads to it, and adds none to what follows.
             looked_ahead += ways * _count_ways(argument[1])
         else:
-            ways *= _count_item_ways(str(operation), argument)
+            ways *= _count_match_ways(str(operation), argument)
         if ways + looked_ahead > MAX_WAYS:  # before the product grows without bound
             break
     return ways + looked_ahead
 
 
-def _count_item_ways(operation: str, argument: Any) -> int:
+def _count_match_ways(operation: str, argument: Any) -> int:
     if operation in _SINGLE_CHARACTER_OPS or operation == "AT":
         return 1
     # (group, flags added, flags removed, items).

@@ -23,7 +23,7 @@ def complete_families(incomplete: str) -> list[str]:
     return _filter_by_prefix(FAMILIES, incomplete)
 
 
-def complete_launch_configs(incomplete: str) -> list[str]:
+def complete_launch_config_names(incomplete: str) -> list[str]:
     """Return the Accelerate configs by name."""
     return _filter_by_prefix(list_accelerate_configs(), incomplete)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.cli.arguments import complete_families, complete_launch_configs, complete_recipes
+from dit_lora.cli.arguments import complete_families, complete_launch_config_names, complete_recipes
 from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.config.catalog import PackagedRecipe, list_accelerate_configs, list_recipe_names, write_run_folder
 from dit_lora.errors import DitLoraError
@@ -59,7 +59,7 @@ def init(
         str | None,
         typer.Option(
             help="Its launch: cpu, one_gpu, ddp, fsdp2 ...; by default the recipe's own.",
-            autocompletion=complete_launch_configs,
+            autocompletion=complete_launch_config_names,
         ),
     ] = None,
 ) -> None:

@@ -40,7 +40,7 @@ def report(
             )
         from dit_lora.report.run import serve as served
 
-        served.serve_report(run, port or 0, echo, _export_checkpoint)
+        served.serve_report(run, port or 0, echo, _export_adapter_of_checkpoint)
         return
     from dit_lora.report.run.page import write_report
 
@@ -48,7 +48,7 @@ def report(
         echo(write_report(run_folder))
 
 
-def _export_checkpoint(file: Path, form: str, output_folder: Path) -> None:
+def _export_adapter_of_checkpoint(file: Path, form: str, output_folder: Path) -> None:
     """Write a checkpoint's adapter to a new folder."""
     from dit_lora.export.export import ExportRequest, export
 

@@ -96,7 +96,7 @@ def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
 
     make_folder(folder)
     hide_progress_bars()
-    family_of[variant].build_tiny(variant, folder, seed)
+    family_of[variant].build_tiny_checkpoint(variant, folder, seed)
     echo(f"wrote {folder}")
 
 

@@ -84,12 +84,12 @@ def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> Ca
     def verify_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.VerifiedCache:
         return maintenance.verify_cache(cache, mark_bad=mark_bad, on_progress=on_progress)
 
-    return _process_caches(target, overrides, "checking", verify_entries)
+    return _maintain_caches(target, overrides, "checking", verify_entries)
 
 
 def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
     """Count entries, shards and bytes. Reads only headers."""
-    return _process_caches(target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache))
+    return _maintain_caches(target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache))
 
 
 def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
@@ -114,7 +114,7 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
         used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
         return maintenance.prune_cache(cache, used_keys, on_progress=on_progress)
 
-    return _process_caches(target, overrides, "pruning", prune_entries)
+    return _maintain_caches(target, overrides, "pruning", prune_entries)
 
 
 def _require_cache(recipe: Recipe) -> None:
@@ -124,7 +124,7 @@ def _require_cache(recipe: Recipe) -> None:
         )
 
 
-def _process_caches(
+def _maintain_caches(
     target: str,
     overrides: Sequence[str],
     verb: str,

@@ -61,7 +61,7 @@ def replay_bundle(
         return replay_in_script(bundle, folder, script, arguments, fp32=fp32, without=without)
     if script is not None or arguments:
         raise DitLoraError(f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own")
-    recipe = _load_bundle_recipe(bundle, folder, model)
+    recipe = _load_recipe_of_replay_bundle(bundle, folder, model)
     micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
     notes = []
     if digest != bundle.facts["transformer_digest"]:
@@ -99,7 +99,7 @@ def _resolve_device(requested: str | None) -> torch.device:
     return device
 
 
-def _load_bundle_recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
+def _load_recipe_of_replay_bundle(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
     """The bundle's recipe, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     # RUN/bundles/BUNDLE: two folders up is the run.

@@ -30,7 +30,7 @@ from dit_lora.export.meta_model import (
     replace_weights_with_zeros,
 )
 from dit_lora.export.non_lora import find_non_lora_kind, load_non_lora_adapter
-from dit_lora.export.weight_delta import collect_updates, require_same_updates, sum_updates
+from dit_lora.export.weight_delta import collect_weight_updates, require_same_updates, sum_updates
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
@@ -274,9 +274,9 @@ def _load_adapters(
     state, config = combine_adapters(models, weights, new_model())
     total = new_model()
     load_lora_state(total, state, config.to_dict(), "the sum of the adapters")
-    parts = [collect_updates(m, weight=w) for m, w in zip(models, weights, strict=True)]
+    parts = [collect_weight_updates(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated, so the factors differ: compare the products B A.
-    require_same_updates(sum_updates(parts), collect_updates(total), "the sum of the adapters")
+    require_same_updates(sum_updates(parts), collect_weight_updates(total), "the sum of the adapters")
     return ExportedAdapter(total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model)
 
 

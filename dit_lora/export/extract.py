@@ -22,7 +22,7 @@ from dit_lora.export.export import MessageCallback, build_empty_model, stage_fol
 from dit_lora.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
 from dit_lora.export.low_rank import RankChoice, factor_difference
 from dit_lora.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata, require_valid_rank
-from dit_lora.export.weight_delta import collect_updates
+from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
@@ -235,4 +235,4 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
 
         write_expert_pair(request.output_dir, write_expert, adapters_by_expert)
     for adapter in adapters.values():
-        say(f"{len(collect_updates(adapter.model))} layers, read back and compared: the same update")
+        say(f"{len(collect_weight_updates(adapter.model))} layers, read back and compared: the same update")

@@ -17,7 +17,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.key_maps import LayerKeys, build_comfyui_layout, build_kohya_layout
 from dit_lora.export.meta_model import fold_alpha, load_lora_file, load_lora_state
 from dit_lora.export.non_lora import write_non_lora_adapter
-from dit_lora.export.weight_delta import Updates, collect_updates, require_same_updates
+from dit_lora.export.weight_delta import Updates, collect_weight_updates, require_same_updates
 from dit_lora.families.family import DiffusionFamily
 
 LoraFormat = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
@@ -57,7 +57,7 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
         )
         return
     # Read before the folded format replaces the model.
-    expected, trained = collect_updates(model), get_base_weights(model)
+    expected, trained = collect_weight_updates(model), get_base_weights(model)
     # ComfyUI and kohya need other key names; Diffusers and PEFT write their own formats.
     layout = _choose_layout(export_format, adapter.family, expected)
     if layout is not None:
@@ -67,7 +67,7 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
         save_chat_adapter(model, output_dir, adapter.metadata)
         # Read back with PEFT itself, into a new model without weights.
         wrapped = peft.PeftModel.from_pretrained(adapter.build_empty_model(), str(output_dir))
-        require_same_updates(expected, collect_updates(wrapped.base_model.model), str(output_dir))
+        require_same_updates(expected, collect_weight_updates(wrapped.base_model.model), str(output_dir))
     else:
         if export_format == "folded":
             # Attach the rescaled matrices to a new model, whose config then says alpha = rank.
@@ -77,13 +77,13 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
         file = save_adapter(model, adapter.pipeline_class, output_dir, adapter.metadata)
         reloaded = adapter.build_empty_model()
         load_lora_file(reloaded, file, adapter.pipeline_class)
-        require_same_updates(expected, collect_updates(reloaded), file.name)
+        require_same_updates(expected, collect_weight_updates(reloaded), file.name)
         if export_format == "folded":
             # The folded format exists for loaders that ignore alpha, so it must hold without alpha too.
             state = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
             reloaded = adapter.build_empty_model()
             load_lora_state(reloaded, state, None, file)
-            require_same_updates(expected, collect_updates(reloaded), f"{file.name} without its alpha")
+            require_same_updates(expected, collect_weight_updates(reloaded), f"{file.name} without its alpha")
     _require_same_weights(trained, output_dir / BASE_FILE)
 
 

@@ -9,7 +9,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.export.formats import ExportedAdapter
 from dit_lora.export.low_rank import RankChoice, factor_update
 from dit_lora.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata
-from dit_lora.export.weight_delta import collect_updates
+from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.verify.checks import PATTERN_KEYS
 
 
@@ -34,7 +34,7 @@ def lower_rank(
     if kind != "lora":
         raise DitLoraError(f"--rank lowers the rank of LoRAs; {name} is of the kind {kind}")
     # One term per layer, since the adapter is a single LoRA.
-    updates = {layer: term for layer, (term,) in collect_updates(model).items()}
+    updates = {layer: term for layer, (term,) in collect_weight_updates(model).items()}
     highest = max(term.rank for term in updates.values())
     if rank_choice.rank is not None and rank_choice.rank >= highest:
         raise DitLoraError(f"--rank {rank_choice.rank} lowers nothing: the ranks of {name} are at most {highest}")

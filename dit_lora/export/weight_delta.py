@@ -34,7 +34,7 @@ Updates = Mapping[str, Sequence[Term]]
 """Layer names, as in the unadapted model, to the terms whose sum is added to the weight."""
 
 
-def collect_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
+def collect_weight_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
     """The terms of an attached adapter with PEFT's scale times `weight`."""
     # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

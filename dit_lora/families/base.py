@@ -105,12 +105,12 @@ class CheckpointInfo(ABC):
         """Height and width must be multiples of this number of pixels."""
 
     @abstractmethod
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """One message per problem of this shape (VAE stride, patch size), each with the nearest valid value."""
 
     def unsupported_reason(self, shape: VideoShape) -> str | None:
         """Error message for a shape that the checkpoint cannot process; None if it can."""
-        problems = self.shape_errors(shape)
+        problems = self.find_shape_errors(shape)
         return format_list(f"{self.path.name} cannot take this shape", problems) if problems else None
 
     def check_shape(self, shape: VideoShape) -> None:

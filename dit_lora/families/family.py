@@ -39,7 +39,7 @@ class Family:
     checkpoint_module: str
     """Module with `open_checkpoint`, imported when a checkpoint is opened."""
     tiny_module: str
-    """Module with `build_tiny`, imported when a tiny checkpoint is built."""
+    """Module with `build_tiny_checkpoint`, imported when a tiny checkpoint is built."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """Default names of the linear layers that get an adapter, matched as in PEFT. The default is Diffusers' attention.
     """
@@ -56,7 +56,7 @@ class Family:
     directly_called_modules: tuple[str, ...] = ()
     """Submodules of blocks that the model also calls directly, outside their block."""
 
-    def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
+    def build_tiny_checkpoint(self, variant: str, folder: "Path", seed: int) -> None:
         """Write a complete random checkpoint that is small enough for tests. Equal seeds give equal bytes."""
         # Import here: descriptions of families are read without torch, for example by the command line.
         import torch
@@ -67,7 +67,7 @@ class Family:
         # Builders draw weights from torch's default generator. Seed it, and restore the caller's state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            builder.build_tiny(variant, folder)
+            builder.build_tiny_checkpoint(variant, folder)
 
     def get_license(self, base_model: str | None) -> License | None:
         """The licence of a base model by its Hub id; None if it is unknown."""

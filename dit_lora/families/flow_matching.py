@@ -125,12 +125,12 @@ class FlowCheckpoint(Checkpoint):
         losses = compute_mean_squared_error(prediction, target, self._loss_weights(batch, conditioning_mask))
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
-    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from the data's masks, broadcastable to `clean_latents`; None without masks."""
         return compute_loss_weights(batch, self.mask_floor, batch["latent_mean"])
 
     def _loss_weights(self, batch: TensorMap, conditioning_mask: torch.Tensor | None) -> torch.Tensor | None:
-        masked = self.mask_weights(batch)
+        masked = self.compute_mask_loss_weights(batch)
         # With only one of the two, there is nothing to multiply.
         if conditioning_mask is None or masked is None:
             return masked if conditioning_mask is None else 1 - conditioning_mask

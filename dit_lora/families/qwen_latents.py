@@ -45,7 +45,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         # The pipelines' vae_scale_factor times their packing.
         return int(PACK_SIZE * 2 ** len(self.vae_config["temperal_downsample"]))
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         frame_problems = image_frames_errors(shape.frames, self.pipeline_class.__name__)
         return [*side_errors(shape, self.size_multiple), *frame_problems]
 
@@ -74,7 +74,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return self.pack_latents(normalize_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, self.pack_latents)
 

@@ -178,7 +178,7 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
     set_fusion(module, fusion)
     # Set on the instance: PEFT, FSDP's wrapping and checkpointing test its class. `Module.__call__` finds this
     # attribute, so hooks run as before.
-    module.forward = MethodType(_make_switchable_forward(patch.op, patch.forward, type(module).forward), module)
+    module.forward = MethodType(_make_forward_with_op_switch(patch.op, patch.forward, type(module).forward), module)
     # The submodules are then not called: code that observes modules one by one must not expect them.
     if patch.replaces_submodules:
         set_fused_test(module, partial(fusion.is_on, patch.op))
@@ -190,7 +190,7 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
         fusion.skipped_modules.append((patch.op, name, f"{reason}, at the moment"))
 
 
-def _make_switchable_forward(op: str, fused: Forward, stock: Forward) -> Forward:
+def _make_forward_with_op_switch(op: str, fused: Forward, stock: Forward) -> Forward:
     """A forward that runs `fused` while the op is on, and `stock` while it is off."""
 
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature

@@ -28,7 +28,7 @@ def _run_directly(experiment: Callable[[], T]) -> T | None:
     return experiment()
 
 
-def _find_no_sample(_micro_batch: MicroBatch, _excluded_ids: Collection[str]) -> MicroBatch | None:
+def _return_no_micro_batch(_micro_batch: MicroBatch, _excluded_ids: Collection[str]) -> MicroBatch | None:
     return None
 
 
@@ -58,7 +58,7 @@ class DiagnosisContext:
     """Names of switches that an earlier diagnosis turned off, which are not tested again."""
     compute_decay_share: Callable[[], float] = float
     """Returns the largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
-    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _find_no_sample
+    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _return_no_micro_batch
     """Returns a micro-batch of one sample other than those named, for comparison; None if there is none."""
 
     run_experiment: ExperimentRunner = _run_directly

@@ -104,7 +104,7 @@ class Gate:
         return flag
 
 
-def take_gated_step(optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor) -> None:
+def take_step_unless_bad(optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor) -> None:
     """Take the optimizer's step unless `is_bad`; then weights, moments and step counts stay unchanged bit for bit.
 
     Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need

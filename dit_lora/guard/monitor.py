@@ -91,7 +91,7 @@ class Monitor:
         for key, value in zip(self._values, stacked, strict=True):
             values[key.module][key] = value
         self._values.clear()
-        statistics = {module: _compute_statistics(module_values) for module, module_values in values.items()}
+        statistics = {module: _compute_module_statistics(module_values) for module, module_values in values.items()}
         peaks = {module: numbers.get("abs_max", 0.0) for module, numbers in statistics.items()}
         self._hidden_infinities = [module for module, peak in peaks.items() if not math.isfinite(peak)]
         return statistics
@@ -135,7 +135,7 @@ class Monitor:
         return hook
 
 
-def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
+def _compute_module_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
     norms: dict[str, list[float]] = defaultdict(list)
     peaks: dict[torch.dtype, float] = {}
     for key, value in values.items():

@@ -255,7 +255,7 @@ def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[Card
     # Samples of the first and the last step; with only one step there is nothing to compare.
     ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
     if (steps[-1] / "answers.json").is_file():
-        return _collect_answers(run.folder, ends)
+        return _collect_chat_answers(run.folder, ends)
     card_samples = []
     for index, prompt in enumerate(prompts):
         paths: dict[str, str] = {}
@@ -270,7 +270,7 @@ def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[Card
     return card_samples
 
 
-def _collect_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[CardSample]:
+def _collect_chat_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[CardSample]:
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
     for stage, folder in step_folders.items():
         file = folder / "answers.json"

@@ -74,13 +74,13 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], Non
         # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
         request_with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
         url = f"{api.endpoint}/{repo_id}"
-        return request_with_retries(lambda: _commit(api, publication, url, say), say)
+        return request_with_retries(lambda: _commit_files_to_hub(api, publication, url, say), say)
     except HubError as error:
         command = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
         raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
 
 
-def _commit(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
+def _commit_files_to_hub(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
     """Commit all files on top of the newest commit; fails if another commit comes first."""
     repo_id, files = publication.repo_id, publication.files
     # The commit that is built upon; the Hub answers 412 if it is no longer the newest.

@@ -63,7 +63,7 @@ def finish(run: Run) -> WrittenFiles:
             output = record_trained_output(setup, run.base_fingerprint)
         with share_errors(setup.session.accelerator):
             if setup.session.is_main:
-                written = _write_result(setup, {**build_metadata(setup), "output": output}, weights)
+                written = _write_final_weights(setup, {**build_metadata(setup), "output": output}, weights)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
@@ -72,7 +72,9 @@ def finish(run: Run) -> WrittenFiles:
     return written
 
 
-def _write_result(setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> WrittenFiles:
+def _write_final_weights(
+    setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> WrittenFiles:
     try:
         with setup.session.phases.timing("saving"):
             path = setup.task.save(setup, metadata, weights)

@@ -83,7 +83,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             if any(interval and result.step % interval == 0 for interval in intervals):
                 on_checkpoint()
 
-        phases.begin_steps()
+        phases.begin_first_step()
         with run.checkpoints.finish_writes():
             train(
                 _build_loop(run, bar),

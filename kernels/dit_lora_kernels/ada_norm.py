@@ -41,7 +41,7 @@ from dit_lora_kernels.support import (
     accumulation_dtype,
     apply_plainly,
     get_layout,
-    get_plain_layout,
+    get_layout_tuple,
     get_plain_layouts,
     launches,
     make_rows_contiguous,
@@ -280,8 +280,8 @@ class _StreamPlan:
         """
         weight, bias, stats, residual, y, gate, scale = tensors
         grad, grad_residual = make_rows_contiguous(grads[0]), make_rows_contiguous(grads[1])
-        of_residual = None if grad_residual is None else get_plain_layout(grad_residual)
-        plan = _build_backward_plan(self, want, get_plain_layout(grad), of_residual)
+        of_residual = None if grad_residual is None else get_layout_tuple(grad_residual)
+        plan = _build_backward_plan(self, want, get_layout_tuple(grad), of_residual)
         allocated = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.outputs]
         plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *allocated)
         dx, dy, *sums = allocated

@@ -17,7 +17,7 @@ from dit_lora_kernels.support import (
     cdiv,
     get_layout,
     get_row_block,
-    get_row_loop_options,
+    get_row_block_options,
     make_contiguous,
     make_rows_contiguous,
     tl,
@@ -266,7 +266,7 @@ def prepare_backward(
         "LAYER": stats.shape[0] == 2,
         "ROWS": count,
         "ACC": accumulation_triton_dtype(residual.dtype),
-        **get_row_loop_options(D, residual.dtype, any(output_dtypes[2:])),
+        **get_row_block_options(D, residual.dtype, any(output_dtypes[2:])),
     }
     return Prepared(_backward_kernel, (B * groups * chunks,), numbers, constants)
 

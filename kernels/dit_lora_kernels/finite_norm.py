@@ -41,7 +41,7 @@ def finite_norms_reference(tensors: Sequence[Tensor], groups: Sequence[int], cou
 
 
 @triton.jit
-def _chunk_kernel(
+def _chunk_norm_kernel(
     table_ptr, norms_ptr,
     CHUNK: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _build_chunk_table(rows: Sequence[tuple[int, int, int]], element_size: int) 
     return torch.stack([start, remaining.clamp(max=CHUNK), norm_index[tensor_of_chunk] + index], dim=1)
 
 
-class _Tables(NamedTuple):
+class _ChunkTables(NamedTuple):
     """Tables that launches read: the largest number of chunks in a group, and the chunks of each dtype and
     alignment.
     """
@@ -98,7 +98,9 @@ class _Tables(NamedTuple):
     chunks: list[tuple[torch.dtype, bool, Tensor]]
 
 
-def _build_tables(device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]) -> _Tables:
+def _build_tables(
+    device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]
+) -> _ChunkTables:
     """Build the tables on the device, for contiguous tensors at these addresses; see `_launch`."""
     # One row per group, padded with zeros; a chunk's index does not depend on its launch.
     used = [0] * count
@@ -118,11 +120,11 @@ def _build_tables(device: torch.device, groups: tuple[int, ...], count: int, fla
         if device.type == "cuda":  # pinned, so that the host does not wait for the copy
             table = table.pin_memory().to(device, non_blocking=True)
         chunks.append((dtype, aligned, table))
-    return _Tables(longest, chunks)
+    return _ChunkTables(longest, chunks)
 
 
 @functools.lru_cache(maxsize=4)
-def _get_cached_tables(_stream: int, *args: Any) -> _Tables:
+def _get_cached_tables(_stream: int, *args: Any) -> _ChunkTables:
     # Never stale: a table contains only these numbers, whatever tensors are at the addresses now. A table copied on
     # another stream might not have arrived yet, so the stream is part of the key.
     return _build_tables(*args)
@@ -145,7 +147,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
         # Triton's dtypes, of the elements at a loaded address, have the names of torch's.
         element = getattr(tl, str(dtype).removeprefix("torch."))
         launch(
-            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=element, ALIGNED=aligned,
+            _chunk_norm_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=element, ALIGNED=aligned,
             ACC=accumulation_triton_dtype(dtype), num_warps=4,
         )  # fmt: skip
     # In fp64, where the squares of all norms of fp32 elements are in range.

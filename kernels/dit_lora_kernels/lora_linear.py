@@ -128,7 +128,7 @@ def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0
     separate calls would. Raises `ValueError` as `lora_linear`, and if compute dtypes differ.
     """
     dtype = compute_dtype(x, projections[0].weight)
-    _check(x, projections, dropout, dtype)
+    _check_operands(x, projections, dropout, dtype)
     return lora_qkv_unchecked(x, projections, dtype, dropout)
 
 
@@ -145,10 +145,10 @@ def lora_qkv_unchecked(
             operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
     settings = _Settings(dropout, [p.adapter.scaling for p in projections], [p.quantized for p in projections], size)
     apply = partial(apply_plainly, _LoraProjections) if is_eager_without_transforms() else _LoraProjections.apply
-    return apply(_as(x, dtype), settings, *operands)
+    return apply(_cast_if_needed(x, dtype), settings, *operands)
 
 
-def _check(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
+def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
     """Raise `ValueError` for a dropout, dtype, shape or base that the op does not support."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
@@ -204,7 +204,7 @@ class _LoraProjections(torch.autograd.Function):
             rounded = fp8.quantize_rows(rows) if narrow else None
             for i, quantized in enumerate(settings.quantized):
                 bias = operands[size * i + 1]
-                bias = None if bias is None else _as(bias, rows.dtype)
+                bias = None if bias is None else _cast_if_needed(bias, rows.dtype)
                 # Each of these makes a new buffer, which may be added to.
                 if rounded is not None and narrow[0][i] is not None:
                     y = fp8.multiply(rounded, Fp8Matrix(narrow[0][i], narrow[1][i]), bias)
@@ -212,7 +212,7 @@ class _LoraProjections(torch.autograd.Function):
                 elif quantized is not None:
                     y = quantized.product(rows).to(rows.dtype)
                 else:
-                    y = linear(rows, _as(weights[i], rows.dtype), bias)
+                    y = linear(rows, _cast_if_needed(weights[i], rows.dtype), bias)
                 # Added into the base's output, without a separate sum.
                 y.addmm_(products[i], lows_b[i].t())
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
@@ -320,7 +320,7 @@ def _compute_inner_products(
     return products, masks
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_if_needed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in this dtype; itself, without a PyTorch call, if it has that dtype already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
@@ -349,8 +349,8 @@ def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torc
     """The base's weight (O, I) in the compute dtype, dequantised if necessary."""
     if quantized is not None:
         return quantized.dequantize(dtype)
-    assert weight is not None  # `_check` has seen to it
-    return _as(weight, dtype)
+    assert weight is not None  # `_check_operands` has seen to it
+    return _cast_if_needed(weight, dtype)
 
 
 def _masked_backward(
@@ -388,9 +388,9 @@ def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return _as(torch.mm(a, b), accumulation_dtype(a.dtype))
+    return _cast_if_needed(torch.mm(a, b), accumulation_dtype(a.dtype))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Cast a gradient to its parameter's dtype."""
-    return None if gradient is None else _as(gradient, dtype)
+    return None if gradient is None else _cast_if_needed(gradient, dtype)

@@ -27,7 +27,7 @@ from dit_lora_kernels.support import accumulation_dtype, launches, op
 # 1. reference
 
 
-def _rotate_pairs(y: Tensor, rotation: str) -> Tensor:
+def _rotate_pairs_by_90_degrees(y: Tensor, rotation: str) -> Tensor:
     """(-b, a) for every pair (a, b) of the last dimension, at the pairs' positions."""
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
@@ -58,9 +58,9 @@ def _apply_rotation(y: Tensor, cos: Tensor | None, sin: Tensor | None, options: 
     c, s = (_expand_table(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
     part = y[:, options.first : stop]
     if sign > 0:
-        part = part * c + _rotate_pairs(part, options.rotation) * s
+        part = part * c + _rotate_pairs_by_90_degrees(part, options.rotation) * s
     else:
-        part = part * c - _rotate_pairs(part * s, options.rotation)
+        part = part * c - _rotate_pairs_by_90_degrees(part * s, options.rotation)
     return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
 
 
@@ -254,7 +254,7 @@ def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
     return bool((power / size.square()).mean().sqrt() <= 16)
 
 
-def _check(
+def _check_operands(
     x: Tensor, parameters: dict[str, Tensor | None], cos: Tensor | None, sin: Tensor | None, options: Options
 ) -> None:
     """Raise a ValueError that names the operand or setting that the kernels do not support."""
@@ -320,7 +320,7 @@ def qk_norm_rope(
         ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.
     """
     options = Options(norm, eps, across_heads, rotation, first)
-    _check(x, {"weight": weight, "bias": bias}, cos, sin, options)
+    _check_operands(x, {"weight": weight, "bias": bias}, cos, sin, options)
     if norm == "none" and cos is None:
         return x.contiguous()
     # Trained parameters move away from the values that `recoverable` saw.

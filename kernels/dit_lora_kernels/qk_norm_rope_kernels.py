@@ -296,7 +296,7 @@ def _backward_kernel(
         _store_partial(dbias_ptr, db1, db2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
 
 
-def _get_constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
+def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
     """The kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
@@ -344,7 +344,7 @@ def launch_forward(
     rows = 0 if cos is None else cos.shape[1]
     launch(
         _forward_kernel, (batch * tokens,), x, make_contiguous(weight), make_contiguous(bias), cos, sin, output, rstd,
-        tokens, rows, options.first, *x.stride()[:3], **_get_constants(x, cos, options),
+        tokens, rows, options.first, *x.stride()[:3], **_get_compile_time_arguments(x, cos, options),
     )  # fmt: skip
     return output
 
@@ -359,7 +359,7 @@ def launch_backward(operands: BackwardOperands, options: Options, needs: Sequenc
     # Several tokens per program only if their sums are needed; a power of two, to compile few kernels.
     tokens_per_program = next_power_of_2(max(cdiv(total, MAX_PARTIALS), 1)) if any(needs[1:]) else 1
     programs = cdiv(total, tokens_per_program)
-    constants = _get_constants(grad, cos, options)
+    constants = _get_compile_time_arguments(grad, cos, options)
     shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
     wide = accumulation_dtype(grad.dtype)
     dx, dweight, dbias = (

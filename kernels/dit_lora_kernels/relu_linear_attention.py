@@ -160,14 +160,14 @@ def _relu(x):
 
 
 @triton.jit
-def _load(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
+def _load_matrix_block(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
     """Load a block of a matrix (S,D) in ACC, 0 outside; its rows are `stride` apart."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
 
 
 @triton.jit
-def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
+def _store_matrix_block(ptr, x, rows, columns, stride, S, D: tl.constexpr):
     """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside it."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     at = ptr + rows[:, None] * stride + columns[None, :]
@@ -184,8 +184,8 @@ def _pairs(x):
 def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.constexpr):
     """Rotate channels (2i, 2i+1) of x by the angle of cos[2i], sin[2i+1]; BACK applies the transpose."""
     if cos_ptr is not None:
-        cos, _odd = _pairs(_load(cos_ptr, rows, columns, D, S, D, x.dtype))
-        _even, sin = _pairs(_load(sin_ptr, rows, columns, D, S, D, x.dtype))
+        cos, _odd = _pairs(_load_matrix_block(cos_ptr, rows, columns, D, S, D, x.dtype))
+        _even, sin = _pairs(_load_matrix_block(sin_ptr, rows, columns, D, S, D, x.dtype))
         if BACK:
             sin = -sin
         first, second = _pairs(x)
@@ -266,12 +266,12 @@ def _product(
     for start in range(0, BLOCK_D, BLOCK_K):
         some = start + tl.arange(0, BLOCK_K)
         if TRANSPOSED:
-            x = _load(x_ptr, rows, some, stride, S, D, OPERAND)
-            matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)
+            x = _load_matrix_block(x_ptr, rows, some, stride, S, D, OPERAND)
+            matrix = _load_matrix_block(matrix_ptr, columns, some, D, D, D, ACC)
         else:
-            x = _relu(_load(x_ptr, rows, some, stride, S, D, ACC))
+            x = _relu(_load_matrix_block(x_ptr, rows, some, stride, S, D, ACC))
             x = _rotate(x, cos_ptr, sin_ptr, rows, some, S, D, False)
-            matrix = _load(matrix_ptr, some, columns, D, D, D, ACC)
+            matrix = _load_matrix_block(matrix_ptr, some, columns, D, D, D, ACC)
         if PRECISION != "bf16":
             matrix = tl.trans(matrix) if TRANSPOSED else matrix
             total += tl.dot(x, matrix, input_precision=PRECISION, out_dtype=ACC)
@@ -301,12 +301,12 @@ def state_kernel(
     z = tl.zeros((BLOCK_D,), ACC)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        c = _relu(_load(k_ptr + b * k_b + h * k_h, rows, columns, k_s, S, D, ACC))
-        v = _load(v_ptr + b * v_b + h * v_h, rows, columns, v_s, S, D, OPERAND)
+        c = _relu(_load_matrix_block(k_ptr + b * k_b + h * k_h, rows, columns, k_s, S, D, ACC))
+        v = _load_matrix_block(v_ptr + b * v_b + h * v_h, rows, columns, v_s, S, D, OPERAND)
         z += tl.sum(c, 0)
         c = _rotate(c, cos_ptr, sin_ptr, rows, columns, S, D, False)
         state = _add_outer(state, c, v, cos_ptr is None, PRECISION, OPERAND, ACC)
-    _store(state_ptr + program * D * D, state, columns, columns, D, D, D)
+    _store_matrix_block(state_ptr + program * D * D, state, columns, columns, D, D, D)
     tl.store(z_ptr + program * D + columns, z, mask=columns < D)
 
 
@@ -329,10 +329,10 @@ def output_kernel(
     columns = tl.arange(0, BLOCK_D)
     z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
     if WHOLE:
-        high, middle, _low = _split_into_bf16(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, _low = _split_into_bf16(_load_matrix_block(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
+        p = _relu(_load_matrix_block(q_ptr, rows, columns, q_s, S, D, ACC))
         inverse = _inverse(p, z, EPS)
         if WHOLE:
             turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
@@ -343,7 +343,7 @@ def output_kernel(
                 q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, False, D,
                 ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
-        _store(out_ptr, output * inverse, rows, columns, H * D, S, D)
+        _store_matrix_block(out_ptr, output * inverse, rows, columns, H * D, S, D)
 
 
 @triton.jit
@@ -370,32 +370,32 @@ def query_grad_kernel(
     dstate = tl.zeros((BLOCK_D, BLOCK_D), ACC)
     dz = tl.zeros((BLOCK_D,), ACC)
     if WHOLE:
-        high, middle, low = _split_into_bf16(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, low = _split_into_bf16(_load_matrix_block(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         if WHOLE:
-            g = _load(grad_ptr, rows, columns, g_s, S, D, OPERAND)
+            g = _load_matrix_block(grad_ptr, rows, columns, g_s, S, D, OPERAND)
             u = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), g, high, middle, low)
         else:
             u = _product(
                 grad_ptr, None, None, state_ptr, rows, g_s, S, True, D,
                 ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
-        p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
+        p = _relu(_load_matrix_block(q_ptr, rows, columns, q_s, S, D, ACC))
         w = _inverse(p, z, EPS)
         turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
         dden = -w * w * tl.sum(turned * u, 1)[:, None]
         if dq_ptr is not None:
             dp = _rotate(u * w, cos_ptr, sin_ptr, rows, columns, S, D, True) + dden * z
             head_ptr = dq_ptr + (b * S * H + h) * D
-            _store(head_ptr, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
+            _store_matrix_block(head_ptr, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
         if dstate_ptr is not None:  # null where neither k nor v wants a gradient
             dz += tl.sum(p * dden, 0)
             if not WHOLE:
-                g = _load(grad_ptr, rows, columns, g_s, S, D, OPERAND)
+                g = _load_matrix_block(grad_ptr, rows, columns, g_s, S, D, OPERAND)
             dstate = _add_outer(dstate, turned * w, g, False, PRECISION, OPERAND, ACC)
     if dstate_ptr is not None:
-        _store(dstate_ptr + program * D * D, dstate, columns, columns, D, D, D)
+        _store_matrix_block(dstate_ptr + program * D * D, dstate, columns, columns, D, D, D)
         tl.store(dz_ptr + program * D + columns, dz, mask=columns < D)
 
 
@@ -418,14 +418,14 @@ def key_grad_kernel(
     dz = tl.load(dz_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
     v_ptr += b * v_b + h * v_h
     if WHOLE:
-        high, middle, low = _split_into_bf16(_load(dstate_ptr, columns, columns, D, D, D, ACC), OPERAND)
+        high, middle, low = _split_into_bf16(_load_matrix_block(dstate_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         if WHOLE:
-            c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
+            c = _load_matrix_block(k_ptr, rows, columns, k_s, S, D, ACC)
         if dk_ptr is not None:
             if WHOLE:
-                v = _load(v_ptr, rows, columns, v_s, S, D, OPERAND)
+                v = _load_matrix_block(v_ptr, rows, columns, v_s, S, D, OPERAND)
                 dc = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), v, high, middle, low)
             else:
                 dc = _product(
@@ -434,8 +434,8 @@ def key_grad_kernel(
                 )  # fmt: skip
             dc = _rotate(dc, cos_ptr, sin_ptr, rows, columns, S, D, True) + dz
             if not WHOLE:
-                c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
-            _store(dk_ptr + head, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
+                c = _load_matrix_block(k_ptr, rows, columns, k_s, S, D, ACC)
+            _store_matrix_block(dk_ptr + head, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
         if dv_ptr is not None:
             if WHOLE:
                 turned = _rotate(_relu(c), cos_ptr, sin_ptr, rows, columns, S, D, False)
@@ -446,7 +446,7 @@ def key_grad_kernel(
                     k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, False, D,
                     ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
                 )  # fmt: skip
-            _store(dv_ptr + head, dv, rows, columns, H * D, S, D)
+            _store_matrix_block(dv_ptr + head, dv, rows, columns, H * D, S, D)
 
 
 # 3. launchers
@@ -516,7 +516,7 @@ def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
     return square, torch.empty((b, chunks, h, d), dtype=dtype, device=q.device)
 
 
-def _total(partials: Tensor) -> Tensor:
+def _sum_chunks(partials: Tensor) -> Tensor:
     """Sum over chunks, dimension 1; a view if there is one chunk."""
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
@@ -536,7 +536,7 @@ def launch_forward(
             state_kernel, grid, k, v, cos, sin, state, z, q.shape[1], h, chunks,
             *k.stride()[:3], *v.stride()[:3], table_b, **_get_launch_options(state_kernel, q, k, v),
         )  # fmt: skip
-    state, z = _total(state), _total(z)
+    state, z = _sum_chunks(state), _sum_chunks(z)
     if output.numel():
         launch(
             output_kernel, grid, q, cos, sin, state, z, output, q.shape[1], h, chunks,
@@ -563,7 +563,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
     )  # fmt: skip
     if keys:
         launch(
-            key_grad_kernel, grid, k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
+            key_grad_kernel, grid, k, v, cos, sin, _sum_chunks(dstate), _sum_chunks(dz), dk, dv,
             q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b,
             **_get_launch_options(key_grad_kernel, q, k, v),
         )  # fmt: skip

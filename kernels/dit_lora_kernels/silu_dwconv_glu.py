@@ -133,7 +133,7 @@ def _load_nine_taps(filters_ptr, tap, ok, ACC: tl.constexpr):
 
 
 @triton.jit
-def _load_four_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
+def _load_neighbouring_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
     """Load the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
     row_ptr += x * stride
     x0 = tl.load(row_ptr - stride, mask=ok & (x > 0) & (x - 1 < W), other=0).to(ACC)
@@ -149,7 +149,7 @@ def _load_four_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.co
 
 
 @triton.jit
-def _add_row(near, far, left, middle, right, w, bias):
+def _add_row_to_column_sums(near, far, left, middle, right, w, bias):
     """Add one more row to a column's sums: of the row above, now complete; of the row itself; and of the row below.
 
     The row that was read counts for the row above with the filter's last three weights, for itself with the middle
@@ -189,12 +189,12 @@ def _convolution_kernel(
         y = top + step - 1
         row_ptr = h_ptr + b * h_b + y * h_y + c
         row_ok = c < tl.where((y >= 0) & (y < H), C, 0)
-        s0, s1, s2, s3 = _load_four_columns(row_ptr, x, W, h_x, row_ok, True, ACC)
-        a0, a0_near, a0_far = _add_row(a0_near, a0_far, s0, s1, s2, a_w, a_bias)
-        a1, a1_near, a1_far = _add_row(a1_near, a1_far, s1, s2, s3, a_w, a_bias)
-        s0, s1, s2, s3 = _load_four_columns(row_ptr + C, x, W, h_x, row_ok, True, ACC)
-        g0, g0_near, g0_far = _add_row(g0_near, g0_far, s0, s1, s2, g_w, g_bias)
-        g1, g1_near, g1_far = _add_row(g1_near, g1_far, s1, s2, s3, g_w, g_bias)
+        s0, s1, s2, s3 = _load_neighbouring_columns(row_ptr, x, W, h_x, row_ok, True, ACC)
+        a0, a0_near, a0_far = _add_row_to_column_sums(a0_near, a0_far, s0, s1, s2, a_w, a_bias)
+        a1, a1_near, a1_far = _add_row_to_column_sums(a1_near, a1_far, s1, s2, s3, a_w, a_bias)
+        s0, s1, s2, s3 = _load_neighbouring_columns(row_ptr + C, x, W, h_x, row_ok, True, ACC)
+        g0, g0_near, g0_far = _add_row_to_column_sums(g0_near, g0_far, s0, s1, s2, g_w, g_bias)
+        g1, g1_near, g1_far = _add_row_to_column_sums(g1_near, g1_far, s1, s2, s3, g_w, g_bias)
         # Complete is row y - 1, where it is one of the program's own.
         complete = c < tl.where((y > top) & (y <= H), C, 0)
         complete0, complete1 = complete & (x < W), complete & (x + 1 < W)
@@ -217,7 +217,7 @@ def _convolution_kernel(
 
 
 @triton.jit
-def _input_kernel(
+def _input_gradient_kernel(
     dc_ptr, filters_ptr, h_ptr, dh_ptr, H, W, C2, h_b, h_y, h_x,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -232,9 +232,9 @@ def _input_kernel(
         y = top + step - 1
         row_ptr = dc_ptr + (b * H + y) * W * C2 + c
         row_ok = c < tl.where((y >= 0) & (y < H), C2, 0)
-        dc0, dc1, dc2, dc3 = _load_four_columns(row_ptr, x, W, C2, row_ok, False, ACC)
-        ds0, near0, far0 = _add_row(near0, far0, dc0, dc1, dc2, w, zero)
-        ds1, near1, far1 = _add_row(near1, far1, dc1, dc2, dc3, w, zero)
+        dc0, dc1, dc2, dc3 = _load_neighbouring_columns(row_ptr, x, W, C2, row_ok, False, ACC)
+        ds0, near0, far0 = _add_row_to_column_sums(near0, far0, dc0, dc1, dc2, w, zero)
+        ds1, near1, far1 = _add_row_to_column_sums(near1, far1, dc1, dc2, dc3, w, zero)
         complete = c < tl.where((y > top) & (y <= H), C2, 0)
         complete0, complete1 = complete & (x < W), complete & (x + 1 < W)
         h_at = h_ptr + b * h_b + (y - 1) * h_y + x * h_x + c
@@ -319,7 +319,7 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         return dh
     grid, tile = _compute_tiles((B, H, W), C2, 512 // h.element_size())  # 16 bytes a thread
     launch(
-        _input_kernel, grid, dc, _reorder_by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
+        _input_gradient_kernel, grid, dc, _reorder_by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
         ACC=accumulation_triton_dtype(h.dtype), num_warps=4,
     )  # fmt: skip
     return dh

@@ -99,7 +99,7 @@ def make_contiguous(tensor: MaybeTensor) -> MaybeTensor:
 PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
-def get_plain_layout(tensor: Tensor) -> PlainLayout:
+def get_layout_tuple(tensor: Tensor) -> PlainLayout:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
@@ -113,7 +113,7 @@ class TensorLayout(NamedTuple):
 
 
 def get_layout(tensor: Tensor) -> TensorLayout:
-    return TensorLayout._make(get_plain_layout(tensor))
+    return TensorLayout._make(get_layout_tuple(tensor))
 
 
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
@@ -238,7 +238,7 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Compute the op's outputs."""
-        if torch.compiler.is_compiling() or _is_watched(args):
+        if torch.compiler.is_compiling() or _must_go_through_op(args):
             return self.library(*args)
         if not (torch.is_grad_enabled() and _requires_grad(args)):
             return self.function(*args)
@@ -255,7 +255,7 @@ def op(name: str) -> Callable[[Callable[..., Any]], Op]:
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
-def _is_watched(args: tuple[Any, ...]) -> bool:
+def _must_go_through_op(args: tuple[Any, ...]) -> bool:
     """True if a call with these arguments must go through the op: it is traced, or an argument is not a plain
     tensor.
     """
@@ -317,7 +317,7 @@ def get_row_block(channels: int) -> dict[str, int]:
 
 
 @functools.cache
-def get_row_loop_options(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
+def get_row_block_options(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
     """A row's block size, its number of warps, and the number of rows that are loaded or summed at a time."""
     block = get_row_block(channels)
     if not sums:

@@ -371,7 +371,7 @@ def test_compiled_for_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
         if case["kernel"] == "_convolution_kernel":
             assert case["blocks"] >= 2, case
             assert min(case["loads"] + case["stores"]) == (8 if "fp32" in case["case"] else 4), case
-        elif case["kernel"] == "_input_kernel":
+        elif case["kernel"] == "_input_gradient_kernel":
             assert min(case["stores"]) == 16, case
         # Rows to come are on their way while one is computed.
         assert case["in_flight"] >= 64, case

@@ -73,7 +73,7 @@ CASES = (
 
 def saturating(tiny: Path, out: Path) -> Path:
     """The tiny fp16 checkpoint with attention outputs beyond 65504, as the published ones have."""
-    get_family("sana").build_tiny(tiny.name, out, 0)
+    get_family("sana").build_tiny_checkpoint(tiny.name, out, 0)
     weights = load_file(out / WEIGHTS)
     for name, tensor in weights.items():
         if "attn1.to_v" in name:

@@ -114,7 +114,7 @@ def test_other_weights_of_the_same_architecture_are_told_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     other_base = tmp_path / "another-base"
-    get_family("cogvideox").build_tiny("cogvideox-5b", other_base, 9)
+    get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", other_base, 9)
     message = "lora.init: first was trained on cogvideox-5b, with other weights than this another-base"
     args = [*onward, f"lora.init={first}", "train.steps=1"]
     lora_main([*args, f"run.dir={tmp_path / 'same'}"])

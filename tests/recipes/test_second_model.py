@@ -28,7 +28,7 @@ SHOWN = ["validation.prompts=[a red square]", "validation.inference_steps=2", "v
 def turbo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with weights of its own in every component."""
     folder = tmp_path_factory.mktemp("turbo") / "tiny-turbo"
-    get_family("cogvideox").build_tiny("cogvideox-5b", folder, 7)
+    get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", folder, 7)
     return folder
 
 

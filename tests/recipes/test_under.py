@@ -141,7 +141,7 @@ def test_a_second_model_for_samples_has_it_too_where_samples_have_it(
     lora_main: Main, smoke: list[str], under: Path, tmp_path: Path
 ) -> None:
     turbo, run = tmp_path / "turbo", tmp_path / "run"
-    get_family("cogvideox").build_tiny("cogvideox-5b", turbo, 7)
+    get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", turbo, 7)
     entries = [{"path": str(under), "in_samples": True}, {"path": str(under), "scale": 3}]
     args = [*smoke, *SHOWN, f"lora.under={json.dumps(entries)}", f"validation.model={turbo}"]
     lora_main([*args, "train.steps=2", f"run.dir={run}"])

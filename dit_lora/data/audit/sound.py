@@ -12,7 +12,7 @@ import numpy as np
 from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import get_error_message, open_media
-from dit_lora.data.media.sound_stream import explain_no_sound, explain_short_sound, iter_sound_frames
+from dit_lora.data.media.sound_stream import explain_no_sound, explain_short_sound, iter_audio_frames
 
 # Maximum level of silence. One step of 16 bits is 3e-5; dithered silence, and silence encoded as AAC, is below this.
 _MAX_SILENCE = 1e-4
@@ -29,7 +29,7 @@ def measure_sound(media: Media, first_frame_s: float, heartbeat: Callable[[], No
     try:
         with open_media(media) as container:
             to_floats = av.AudioResampler(format="fltp")
-            for frame in iter_sound_frames(container):
+            for frame in iter_audio_frames(container):
                 heartbeat()
                 if not facts:
                     start_s = (frame.time or 0.0) - first_frame_s

@@ -127,7 +127,7 @@ def verify_cache(
     for number, (path, header) in enumerate(_iter_headers(paths, verified.problems)):
         on_progress(number, len(paths))
         for entry in header.entries:
-            if entry.bad_mark_path.exists():
+            if entry.bad_entry_mark_path.exists():
                 verified.dead += 1
                 continue
             _, problem = _read_entry(entry)
@@ -138,7 +138,7 @@ def verify_cache(
             verified.problems.append(problem)
             # An incomplete entry counts as missing anyway, so it needs no mark.
             if mark_bad and problem.kind in _MARKABLE_KINDS:
-                entry.bad_mark_path.touch()
+                entry.bad_entry_mark_path.touch()
                 verified.set_aside += 1
         if not header.has_valid_name:
             message = "its header is not what was written; entries may be missing from it"
@@ -159,7 +159,7 @@ def compute_stats(cache: TensorCache) -> CacheStats:
     total.shards, total.file_bytes = len(shards), sum(path.stat().st_size for path in shards)
     for _, header in _iter_headers(shards, problems):
         for entry in header.entries:
-            if entry.bad_mark_path.exists():
+            if entry.bad_entry_mark_path.exists():
                 total.dead += 1
             elif not entry.is_complete:
                 total.torn += 1
@@ -253,7 +253,7 @@ class _PruneState:
         """Whether the entry is kept; counts the reason if it is not."""
         if not entry.is_complete:
             self.result.torn += 1
-        elif entry.bad_mark_path.exists():
+        elif entry.bad_entry_mark_path.exists():
             self.result.dead += 1
         elif self.keep is not None and entry.key not in self.keep:
             self.result.unwanted += 1

@@ -146,7 +146,7 @@ class StoredEntry:
         return compute_digest(self.layout, [data.numpy()]) == self.digest
 
     @property
-    def bad_mark_path(self) -> Path:
+    def bad_entry_mark_path(self) -> Path:
         """Path of the empty file that marks this entry as bad."""
         return get_bad_mark_path(self.path, self.key)
 

@@ -65,17 +65,17 @@ class _ListReader:
     def __iter__(self) -> Iterator[Record]:
         self._expect("[", "a list")
         number, separator = 0, ","
-        if self._peek() == "]":
+        if self._peek_character() == "]":
             separator = self._expect("]", "the end of the list")
         while separator == ",":
             number += 1
             yield Record(number, self._parse_value())
             separator = self._expect(",]", "a comma or the end of the list")
         # Text after the list means that the file is damaged, for example two lists joined.
-        if self._peek():
+        if self._peek_character():
             self._fail("nothing more is expected after the list", self._position)
 
-    def _peek(self) -> str:
+    def _peek_character(self) -> str:
         """The next character that is not white space; empty at the end of the file."""
         while True:
             while self._position < len(self._text) and self._text[self._position] in _WHITESPACE:
@@ -84,14 +84,14 @@ class _ListReader:
                 return self._text[self._position : self._position + 1]
 
     def _expect(self, allowed: str, expected: str) -> str:
-        character = self._peek()
+        character = self._peek_character()
         if not character or character not in allowed:
             self._fail(f"{expected} is expected", self._position)
         self._position += 1
         return character
 
     def _parse_value(self) -> Any:
-        self._peek()
+        self._peek_character()
         size = _CHUNK_CHARS
         while True:
             try:

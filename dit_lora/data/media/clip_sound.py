@@ -18,7 +18,7 @@ from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.sound_stream import MAX_SHORTFALL_S, explain_no_sound, explain_short_sound, iter_sound_frames
+from dit_lora.data.media.sound_stream import MAX_SHORTFALL_S, explain_no_sound, explain_short_sound, iter_audio_frames
 from dit_lora.data.media.video import ClipError, describe_media_error
 from dit_lora.data.media.video_header import VideoHeader, find_video_stream
 
@@ -160,7 +160,7 @@ class _SoundReader:
     def _decode_frames(self) -> Iterator[_TimedFrame]:
         end_s: float | None = None
         with open_media(self.media) as container:
-            for frame in iter_sound_frames(container):
+            for frame in iter_audio_frames(container):
                 if frame.time is None:
                     if end_s is None:
                         raise ValueError("its sound has no time stamps")

@@ -12,7 +12,7 @@ MAX_SHORTFALL_S = 0.1
 """Seconds by which sound may end before the last frame begins; encoders may drop a packet. They become silence."""
 
 
-def iter_sound_frames(container: av.container.InputContainer) -> Iterator[av.AudioFrame]:
+def iter_audio_frames(container: av.container.InputContainer) -> Iterator[av.AudioFrame]:
     """Yield the frames of the first sound stream that FFmpeg can decode; raises `ValueError` for a damaged one."""
     stream = find_sound_stream(container)
     for frame in () if stream is None else container.decode(stream):

@@ -9,7 +9,7 @@ from pathlib import Path
 def describe_similar_name(path: Path) -> str | None:
     """Message about a file with a similar name, if the wanted one does not exist; None if there is no similar one."""
     try:
-        names = _list_names(str(path.parent), path.parent.stat().st_mtime_ns)
+        names = _list_file_names(str(path.parent), path.parent.stat().st_mtime_ns)
     except OSError:
         return None
     match = names.get(_normalise_name(path.name))
@@ -22,7 +22,7 @@ def describe_similar_name(path: Path) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _list_names(folder: str, changed_ns: int) -> dict[str, str]:
+def _list_file_names(folder: str, changed_ns: int) -> dict[str, str]:
     """File names in a folder by their normalized form; `changed_ns` makes the cache notice changes."""
     return {_normalise_name(name): name for name in os.listdir(folder)}
 

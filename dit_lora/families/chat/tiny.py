@@ -78,7 +78,7 @@ class Variant(NamedTuple):
     """Processor settings by file, as in the files of the published checkpoints."""
 
 
-def build_tiny(variant_name: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant_name: str, folder: Path) -> None:
     """Write a checkpoint to `folder`: config, weights, tokenizer, chat template and the processors' configs."""
     tokenizer, model = build_tiny_chat(variant_name)
     model.save_pretrained(folder)

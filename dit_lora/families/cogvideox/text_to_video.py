@@ -57,7 +57,7 @@ class CogVideoXCheckpoint(Checkpoint):
     def load_text_limit(self) -> TextLimit:
         return load_text_limit(self.path, self.text_tokens)
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
 
         4n + 1 frames do not work: the VAE decodes latent frames in pairs and allows only an odd first one, so the 4

@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of each variant to the transformer's config."""
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     changes = VARIANTS[variant]
     # 5B and 1.5 have rotary positions, and with them other values of the VAE and the scheduler.

@@ -66,7 +66,7 @@ class DiTCheckpoint(ClassCheckpoint):
         """The only side length that the position table supports."""
         return self.transformer_config["sample_size"] * self.spatial_factor
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """One square frame of the size that the position table supports."""
         # The position table is not interpolated, so no other size works.
         size = self.size_multiple

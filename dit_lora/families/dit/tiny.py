@@ -14,7 +14,7 @@ from dit_lora.models.video_dit_base import build_iddpm_scheduler
 _CLASS_NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
 
 
-def build_tiny(_variant: str, folder: Path, num_classes: int = 1000) -> None:
+def build_tiny_checkpoint(_variant: str, folder: Path, num_classes: int = 1000) -> None:
     """Write a pipeline like DiT-XL for 32x32 pixels, with a learned variance and a name for every class."""
     transformer = DiTTransformer2DModel(
         num_attention_heads=2,

@@ -77,7 +77,7 @@ class FluxCheckpoint(FlowCheckpoint):
         # The pipeline's vae_scale_factor times its packing by two.
         return 2 * 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "FLUX")]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
@@ -160,7 +160,7 @@ class FluxCheckpoint(FlowCheckpoint):
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(shift_and_scale_latents(latents, self.vae_config))
 
-    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 

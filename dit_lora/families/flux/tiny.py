@@ -25,7 +25,7 @@ from dit_lora.families.tiny.text import (
 LATENT_CHANNELS = 4
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     # Schnell is the only variant without guidance embedding and dynamic shift.
     dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
@@ -69,11 +69,11 @@ def build_image_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    narrow_posterior(vae.encoder, LATENT_CHANNELS, width)
+    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS, width)
     return vae.eval()
 
 
-def narrow_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
+def narrow_vae_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
     """Make a random encoder's posterior as narrow as a trained one's.
 
     Otherwise the posterior would be as wide as the latents, which leaves nothing to learn.

@@ -16,7 +16,7 @@ from diffusers import (
 )
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_vae_posterior
 from dit_lora.families.tiny.chat_text import (
     MODEL_SIZES,
     TEXT_WIDTH,
@@ -39,7 +39,7 @@ _MISTRAL_TEMPLATE = (
 )
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
@@ -107,7 +107,7 @@ def _build_vae() -> AutoencoderKLFlux2:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    narrow_posterior(vae.encoder, LATENT_CHANNELS)
+    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS)
     # The pipelines normalise latents with these statistics, so they must differ from the initial zeros and ones.
     with torch.no_grad():
         vae.bn.running_mean.normal_(std=0.3)

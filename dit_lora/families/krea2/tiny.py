@@ -27,7 +27,7 @@ _TEMPLATE_WORDS = (
 _LAYERS, _SELECTED = 5, (1, 2, 4)
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write the pipeline with weights from torch's default generator."""
     tokenizer = build_byte_tokenizer(
         (*_CHAT_TOKENS, *_VISION_TOKENS.values(), *_TEMPLATE_WORDS), end_token="<|im_end|>"

@@ -41,7 +41,7 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
     pipeline_class: ClassVar[Any] = LattePipeline
     transformer_class: ClassVar[Any] = LatteTransformer3DModel
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
         problems = side_errors(shape, self.size_multiple)
         # One frame is trained as an image, without temporal attention between frames.

@@ -67,9 +67,9 @@ def _select_checkpoint_class(task: str) -> type[LTX2Checkpoint]:
     if task == "ic_lora":
         return LTX2InContextCheckpoint
     # Import late: it needs PyAV, which the pipeline needs only for images too.
-    from dit_lora.families.ltx2.image_to_video import LTX2ImageCheckpoint
+    from dit_lora.families.ltx2.image_to_video import LTX2ImageToVideoCheckpoint
 
-    return LTX2ImageCheckpoint
+    return LTX2ImageToVideoCheckpoint
 
 
 def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:

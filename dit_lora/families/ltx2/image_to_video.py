@@ -33,7 +33,7 @@ IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessin
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
+class LTX2ImageToVideoCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     """An LTX-2 or LTX-2.3 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
@@ -42,9 +42,9 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         *FirstTokensCheckpoint.supported_options,
     )
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         step = self.transformer_config["vae_scale_factors"][0]
-        return [*super().shape_errors(shape), *min_frames_errors(shape.frames, step)]
+        return [*super().find_shape_errors(shape), *min_frames_errors(shape.frames, step)]
 
     def latent_cache_key(self) -> Mapping[str, Any]:
         return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}

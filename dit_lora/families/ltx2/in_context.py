@@ -47,7 +47,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     def references(self) -> ReferenceSpec:
         return ReferenceSpec(1, 1, self._reference_shape, is_clip=True)
 
-    def compute_downscale(self, shape: VideoShape) -> int:
+    def compute_reference_downscale(self, shape: VideoShape) -> int:
         """The pipeline's `reference_downscale_factor`: the smallest that satisfies `data.reference_resolution`."""
         factor, side = 1, self.reference_resolution
         # The smallest integer factor that brings the reference down to `side` squared pixels.
@@ -56,15 +56,15 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return factor
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        factor = self.compute_downscale(shape)
+        factor = self.compute_reference_downscale(shape)
         return VideoShape(shape.frames, shape.height // factor, shape.width // factor)
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Also reject sides that the downscale factor does not divide into whole tokens.
 
         Otherwise the reference's positions would not match the video's.
         """
-        problems, factor = super().shape_errors(shape), self.compute_downscale(shape)
+        problems, factor = super().find_shape_errors(shape), self.compute_reference_downscale(shape)
         # The reference, `factor` times smaller, must have whole tokens too.
         step = self.size_multiple * factor
         if problems or not (shape.height % step or shape.width % step):
@@ -88,11 +88,11 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return (
             header
             if self.trained_shape is None
-            else {**header, DOWNSCALE_KEY: self.compute_downscale(self.trained_shape)}
+            else {**header, DOWNSCALE_KEY: self.compute_reference_downscale(self.trained_shape)}
         )
 
     def notes(self, recipe: Recipe) -> list[str]:
-        factor = self.compute_downscale(VideoShape.from_data(recipe.data))
+        factor = self.compute_reference_downscale(VideoShape.from_data(recipe.data))
         note = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
         return [*super().notes(recipe), note]
 
@@ -106,7 +106,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return _ClipSoundEncoder(self, vae, self.load_audio_encoder(dtype, device))
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.compute_downscale(shape)}
+        return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.compute_reference_downscale(shape)}
 
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """The reference clip, read as in training; the pipeline scales it down."""
@@ -202,7 +202,7 @@ class _ClipEncoder:
             shape.height,
             shape.width,
             shape.frames,
-            reference_downscale_factor=self.checkpoint.compute_downscale(replace(shape, references=())),
+            reference_downscale_factor=self.checkpoint.compute_reference_downscale(replace(shape, references=())),
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )

@@ -84,7 +84,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         _, *sides = self.transformer_config["vae_scale_factors"]
         return lcm(PIPELINE_MULTIPLE, *sides)
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
         temporal = self.transformer_config["vae_scale_factors"][0]
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
@@ -216,7 +216,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         """Packed latents, (B, S, C). The cached ones are already normalised."""
         return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
 
-    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
         return compute_packed_loss_weights(batch, self.mask_floor, LTX2Pipeline._pack_latents)
 

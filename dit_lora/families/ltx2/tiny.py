@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of each variant to the transformer's config."""
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     is_new, tokenizer = variant == "ltx-2.3", _build_tokenizer()
     pipeline: Any = LTX2Pipeline(

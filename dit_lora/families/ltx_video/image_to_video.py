@@ -39,9 +39,9 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         *FirstTokensCheckpoint.supported_options,
     )
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         frame_problems = min_frames_errors(shape.frames, self.temporal_factor)
-        return [*super().shape_errors(shape), *frame_problems]
+        return [*super().find_shape_errors(shape), *frame_problems]
 
     def latent_cache_key(self) -> Mapping[str, Any]:
         return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}

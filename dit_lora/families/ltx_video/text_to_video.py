@@ -71,7 +71,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     def size_multiple(self) -> int:
         return lcm(PIPELINE_MULTIPLE, self.spatial_factor)
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, self.temporal_factor)]
 
@@ -142,7 +142,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(normalize_latents(latents, batch, self.vae_config["scaling_factor"]))
 
-    def mask_weights(self, batch: TensorMap) -> torch.Tensor | None:
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 

@@ -32,7 +32,7 @@ _PIPELINE_CLASSES: dict[str, Any] = {
 }
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write the pipeline with weights from torch's default generator."""
     kind = _PIPELINE_CLASSES[variant]
     text = _build_text_components(kind)

@@ -72,7 +72,7 @@ class SanaCheckpoint(FlowCheckpoint):
         factor = 2 ** (len(self.vae_config["encoder_block_out_channels"]) - 1)
         return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Sana")]
 
     def load_text_limit(self) -> TextLimit:

@@ -12,7 +12,7 @@ TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a pipeline like Sana; a variant like 1.5 normalises q and k, another stores its transformer in fp16."""
     tokenizer = build_gemma_tokenizer()
     transformer: Any = SanaTransformer2DModel(

@@ -50,7 +50,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         temporal = self.vae_config["scale_factor_temporal"]
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 

@@ -15,7 +15,7 @@ from dit_lora.families.sana.tiny import (
 from dit_lora.families.tiny.vae import scale_posterior
 
 
-def build_tiny(_variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
     """Write a pipeline like SANA-Video with Wan's autoencoder, whose latents have per-channel mean and deviation."""
     tokenizer = build_gemma_tokenizer()
     pipeline: Any = SanaVideoPipeline(

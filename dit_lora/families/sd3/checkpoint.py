@@ -58,7 +58,7 @@ class SD3Checkpoint(FlowCheckpoint):
         factor = 2 ** (len(self.vae_config["block_out_channels"]) - 1)
         return int(factor * self.transformer_config["patch_size"])
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         # Positions are cut from the centre of a larger square table.
         max_side = self.transformer_config["pos_embed_max_size"] * self.size_multiple
         ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}

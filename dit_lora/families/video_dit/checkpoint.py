@@ -48,7 +48,7 @@ class VideoDiTCheckpoint(NoisePredictionCheckpoint):
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
     transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
         # Positions are computed for any size, so only whole patches matter.
         frame_step, step = self.transformer_config["patch_size_t"], self.size_multiple

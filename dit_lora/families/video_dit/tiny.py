@@ -15,7 +15,7 @@ from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc", "red square")
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
     # Exactly one of the two conditions.

@@ -84,7 +84,7 @@ _PHI3_CONTROL_TOKENS = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
 _MAX_POSITIONS = 512
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a checkpoint to `folder`: config, weights, the language model's tokenizer and qformer_tokenizer/."""
     tokenizer = build_llm_tokenizer(VARIANTS[variant])
     qformer_tokenizer = build_bert_tokenizer()

@@ -70,8 +70,8 @@ class WanImageCheckpoint(WanCheckpoint):
         """True if the last frame is given too (FLF2V): the embedding has positions for two images."""
         return self.transformer_config["pos_embed_seq_len"] is not None
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
-        problems = super().shape_errors(shape)
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
+        problems = super().find_shape_errors(shape)
         return [*problems, *min_frames_errors(shape.frames, self.vae_config["scale_factor_temporal"])]
 
     def apply_recipe(self, recipe: Recipe) -> Self:

@@ -56,7 +56,7 @@ class WanCheckpoint(FlowCheckpoint):
         spatial = self.vae_config["scale_factor_spatial"]
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 4n + 1: the VAE silently drops the rest."""
         temporal = self.vae_config["scale_factor_temporal"]
         return [

@@ -39,7 +39,7 @@ _INDEX_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_tiny(variant: str, folder: Path) -> None:
+def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator; two experts have different weights."""
     changes, tokenizer = VARIANTS[variant], build_t5_tokenizer()
     components: dict[str, Any] = {

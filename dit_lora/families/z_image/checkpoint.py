@@ -69,7 +69,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         # The pipeline's vae_scale_factor times the patch size.
         return int(PATCH_SIZE * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
 
-    def shape_errors(self, shape: VideoShape) -> list[str]:
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
         # Numbers of positions for text and images, rows and columns.
         _, rows, columns = self.transformer_config["axes_lens"]
         step = self.size_multiple

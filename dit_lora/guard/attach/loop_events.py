@@ -132,7 +132,7 @@ class LoopEvents:
             self._listeners[:] = [ref for ref in self._listeners if ref() is not None]
         return live
 
-    def _notify(self, notify: Callable[[Any], Any], activity: str) -> None:
+    def _notify_listeners(self, notify: Callable[[Any], Any], activity: str) -> None:
         for listener in self._list_listeners():
             try_or_warn(lambda: notify(listener), activity, reraised=(NonFiniteError,))  # noqa: B023
 
@@ -150,7 +150,9 @@ class LoopEvents:
             # Only anomaly mode raises for NaN; other errors of a backward are the loop's own.
             if torch.is_anomaly_enabled():
                 backward_error = error
-                self._notify(lambda listener: listener.on_backward_error(backward_error), "a failed backward")
+                self._notify_listeners(
+                    lambda listener: listener.on_backward_error(backward_error), "a failed backward"
+                )
             raise
         if self.after_backward:
             for act in list(self.after_backward):
@@ -162,11 +164,11 @@ class LoopEvents:
         try:
             norm = original(*args, **kwargs)
         except RuntimeError:  # error_if_nonfinite
-            self._notify(lambda listener: listener.on_bad_norm(raises=True), "a bad gradient norm")
+            self._notify_listeners(lambda listener: listener.on_bad_norm(raises=True), "a bad gradient norm")
             raise
         # If the norm is finite, so is every gradient.
         if isinstance(norm, torch.Tensor) and not isfinite(norm.item()):
-            self._notify(lambda listener: listener.on_bad_norm(raises=False), "a bad gradient norm")
+            self._notify_listeners(lambda listener: listener.on_bad_norm(raises=False), "a bad gradient norm")
         return norm
 
     def _intercept_scaler_step(
@@ -180,7 +182,7 @@ class LoopEvents:
 
     def _intercept_load(self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(module, *args, **kwargs)
-        self._notify(lambda listener: listener.after_weights_loaded(module), "following loaded weights")
+        self._notify_listeners(lambda listener: listener.after_weights_loaded(module), "following loaded weights")
         return result
 
     def _intercept_torch_save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +204,7 @@ class LoopEvents:
     ) -> Any:
         self._check_saved(tensors, args[0] if args else kwargs.get("filename", ""))
         # `save_file` calls other functions that are intercepted; check the tensors once.
-        with self.ignore_saves():
+        with self.pause_save_checks():
             return original(tensors, *args, **kwargs)
 
     def _intercept_flatten(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,10 +221,10 @@ class LoopEvents:
         # Open files have a path as their name, unless they are buffers in memory.
         target = getattr(path, "name", path) if hasattr(path, "write") else path
         name = str(target) if isinstance(target, (str, os.PathLike)) else ""
-        self._notify(lambda listener: listener.before_save(value, name), "looking at what is saved")
+        self._notify_listeners(lambda listener: listener.before_save(value, name), "looking at what is saved")
 
     @contextmanager
-    def ignore_saves(self) -> Iterator[None]:
+    def pause_save_checks(self) -> Iterator[None]:
         """Check nothing that is saved inside the context."""
         was_saving, self._is_saving = self._is_saving, True
         try:

@@ -522,7 +522,7 @@ class StepHooks:
         """Mark steps, backward passes and saves inside the context as the guard's and not the loop's."""
         self._is_diagnosing = True
         try:
-            with self._watched.pause_recording(), EVENTS.ignore_saves():
+            with self._watched.pause_recording(), EVENTS.pause_save_checks():
                 yield
         finally:
             self._is_diagnosing = False

@@ -59,7 +59,7 @@ class LoopState:
         """Optimizer state by name, `<parameter>/<name>` and `group <number>/<name>`. Numbers become new tensors."""
         return {
             f"{prefix}/{key}": convert_to_tensor(value)
-            for prefix, state in self._iter_named_states()
+            for prefix, state in self._iter_named_optimizer_states()
             for key, value in state.items()
             if isinstance(value, (torch.Tensor, int, float))
         }
@@ -188,7 +188,7 @@ class LoopState:
     def _list_param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _iter_named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _iter_named_optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -201,7 +201,7 @@ class LoopState:
         for number, group in enumerate(self._list_param_groups()):
             # Learning rates and similar numbers of a parameter group.
             restore_scalars(group, f"group {number}", restored)
-        for prefix, state in self._iter_named_states():
+        for prefix, state in self._iter_named_optimizer_states():
             restore_scalars(state, prefix, restored)
 
     def _drop_new_state(self, new_names: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ class RunSamples:
     """Steps with a checkpoint, which can be exported."""
 
     @property
-    def takeable(self) -> list[tuple[int, str]]:
+    def exportable_steps(self) -> list[tuple[int, str]]:
         """The shown steps that can be exported, with their labels."""
         return [(step, name) for step, name in self.steps if step in self.checkpoint_steps]
 

@@ -27,7 +27,7 @@ ExportFunction = Callable[[Path, str, Path], object]
 """Called with a checkpoint file, an export format and a new folder; an exception gives the reason for a failure."""
 
 
-class ReportPages:
+class LiveReportPage:
     """The page of the folder's current state, rendered once per state; with `export`, it can export steps."""
 
     def __init__(self, folder: Path, export: ExportFunction | None = None) -> None:
@@ -80,7 +80,7 @@ class ReportServer(LocalServer):
     """Serves one run's report."""
 
     def __init__(self, folder: Path, port: int = 0, export: ExportFunction | None = None) -> None:
-        pages = ReportPages(folder, export)
+        pages = LiveReportPage(folder, export)
         pages.get_page()  # raises for a folder that is not a run, before a port is opened
         super().__init__(partial(_ReportHandler, pages), port, pages.token)
 
@@ -91,7 +91,7 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None], export: Ex
 
 
 class _ReportHandler(PageHandler):
-    def __init__(self, pages: ReportPages, *args: object) -> None:
+    def __init__(self, pages: LiveReportPage, *args: object) -> None:
         self.pages = pages
         super().__init__(*args)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.config.optim import OptimConfig
 from dit_lora.fuse.gradient_norms import NormFunction
-from dit_lora.guard.finite_gate import has_nonfinite_weights, take_gated_step
+from dit_lora.guard.finite_gate import has_nonfinite_weights, take_step_unless_bad
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
 from dit_lora.training.optim.state import (
@@ -96,7 +96,7 @@ class Engine:
     def step(self, should_skip: torch.Tensor) -> None:
         """Run the optimizer step unless `should_skip`, and clear the gradients."""
         # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
-        take_gated_step(self.optimizer, should_skip)
+        take_step_unless_bad(self.optimizer, should_skip)
         # Also after a skipped step: it is repeated from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 

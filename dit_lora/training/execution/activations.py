@@ -60,7 +60,7 @@ class _Ledger:
         self.blocks: list[_BlockRecord] = []
         self._current_block: _BlockRecord | None = None
 
-    def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def record_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pack hook of autograd: called with each tensor that it saves."""
         # Tensors saved outside of blocks are kept in every mode.
         saved = self.saved_outside_blocks if self._current_block is None else self._current_block.saved
@@ -68,7 +68,7 @@ class _Ledger:
         return tensor.detach()
 
     # Tells other code that this hook leaves the saved tensors as they are.
-    setattr(pack_tensor, COUNTS_ONLY, True)
+    setattr(record_saved_tensor, COUNTS_ONLY, True)
 
     @contextmanager
     def record_block(self, inputs: Iterable[Any], *, is_always_recomputed: bool) -> Iterator[_BlockRecord]:
@@ -148,7 +148,7 @@ def measure_activations(
         forward_context or nullcontext(),
         disable_compile(transformer),
         _record_blocks(ledger, transformer),
-        saved_tensors_hooks(ledger.pack_tensor, lambda saved: saved),
+        saved_tensors_hooks(ledger.record_saved_tensor, lambda saved: saved),
     ):
         step.run(losses)
     needs = ledger.compute_peak_bytes()

@@ -88,7 +88,7 @@ class Phases:
             if stage == self.stage:
                 self.add_time(name, time.perf_counter() - began[0], time.process_time() - began[1])
 
-    def begin_steps(self) -> None:
+    def begin_first_step(self) -> None:
         """Start timing the first step."""
         self._first_step_start = time.perf_counter(), time.process_time()
 

@@ -43,7 +43,7 @@ def measure_eval_loss(
     # In a collective forward all ranks need the same draws, or they would wait for each other.
     local_samples = eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
 
-    def measure() -> None:
+    def add_local_losses() -> None:
         for eval_sample in local_samples:
             sample: Batch | None = None
             try:
@@ -64,10 +64,10 @@ def measure_eval_loss(
 
     with use_eval_mode(setup.model):
         if is_collective:
-            measure()
+            add_local_losses()
         else:
             # A rank that runs out of memory must still take part in the sums below.
-            run_with_shared_errors(setup.session, measure)
+            run_with_shared_errors(setup.session, add_local_losses)
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
         setup.session.say(f"eval loss leaves out {sample_id}: {fault}")

@@ -14,7 +14,7 @@ from dit_lora.adapters.load import load_adapter
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportRequest, export
-from dit_lora.export.weight_delta import collect_updates
+from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 
 Tensors = dict[str, torch.Tensor]
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 def musubi(one: Trained, *, without: str = "") -> Tensors:
     """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
     names, tensors = get_family("wan").comfyui, {}
-    for name, (term,) in collect_updates(one.model).items():
+    for name, (term,) in collect_weight_updates(one.model).items():
         published_name = (names.translate(name) or "").removeprefix(names.prefix).replace(".", "_")
         if without and without in published_name:
             continue
@@ -79,7 +79,7 @@ def test_verify_names_layers_that_the_stock_loader_drops(tiny_checkpoints: dict[
     adapter = trained("flux", base, tmp_path / "run", targets=targets)
     tensors = {}
     for name, key in (("proj_out", "final_layer_linear"), ("x_embedder", "img_in")):
-        (term,) = collect_updates(adapter.model)[name]
+        (term,) = collect_weight_updates(adapter.model)[name]
         tensors[f"lora_unet_{key}.lora_down.weight"] = term.a.contiguous()
         tensors[f"lora_unet_{key}.lora_up.weight"] = term.b.contiguous()
         tensors[f"lora_unet_{key}.alpha"] = torch.tensor(term.scale * term.rank)
@@ -115,7 +115,7 @@ def test_sample_applies_a_flux_file_of_comfyui(tiny_checkpoints: dict[str, Path]
     shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
     # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
     comfyui_tensors = {}
-    for name, (term,) in collect_updates(adapter.model).items():
+    for name, (term,) in collect_weight_updates(adapter.model).items():
         comfyui_tensors[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
         comfyui_tensors[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
         comfyui_tensors[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)

@@ -29,7 +29,7 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportFormat, ExportRequest, export
 from dit_lora.export.key_maps import build_comfyui_layout
-from dit_lora.export.weight_delta import collect_updates
+from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.verify.safetensors_file import read_file_metadata
 
@@ -192,7 +192,9 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(make: Mak
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
     adapter = make()
     names = LayerNames(prefix="transformer.", reads_alpha=False)
-    tensors = build_comfyui_layout(names, collect_updates(adapter.model)).build_tensors(collect_updates(adapter.model))
+    tensors = build_comfyui_layout(names, collect_weight_updates(adapter.model)).build_tensors(
+        collect_weight_updates(adapter.model)
+    )
     assert set(tensors) == {
         f"transformer.{name}.lora_{part}.weight" for name in deltas(adapter.model) for part in "AB"
     }
@@ -263,7 +265,7 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     """Files have both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
     adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
-    for name, (term,) in collect_updates(adapter.model).items():
+    for name, (term,) in collect_weight_updates(adapter.model).items():
         published_name = (names.translate(name) or "").removeprefix(names.prefix)
         joined_names = {
             "joined": name.replace(".", "_"),

@@ -59,7 +59,7 @@ def test_options_of_a_folder_are_checked(pairs: Path) -> None:
 def test_a_recipe_says_how_many_references_and_how_large(pairs: Path) -> None:
     """Kontext takes one; it is enlarged to the size that the recipe gives references."""
     model = pairs.parent / "tiny"
-    get_family("flux").build_tiny("flux-kontext", model, 0)
+    get_family("flux").build_tiny_checkpoint("flux-kontext", model, 0)
     lines = [json.loads(line) for line in (pairs / "metadata.jsonl").read_text().splitlines()]
     lines[1]["references"] *= 2
     (pairs / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -353,8 +353,8 @@ def test_a_template_file_of_older_checkpoints_is_read(tmp_path: Path, tiny_check
 
 
 def test_tiny_checkpoints_are_equal_bytes_for_equal_seeds(folder: Path, tmp_path: Path) -> None:
-    FAMILY.build_tiny(folder.name, tmp_path / "same", 0)
-    FAMILY.build_tiny(folder.name, tmp_path / "other", 1)
+    FAMILY.build_tiny_checkpoint(folder.name, tmp_path / "same", 0)
+    FAMILY.build_tiny_checkpoint(folder.name, tmp_path / "other", 1)
     same_losses, other_losses, ours = (
         {file.name: hashlib.sha256(file.read_bytes()).digest() for file in path.iterdir()}
         for path in (tmp_path / "same", tmp_path / "other", folder)

@@ -252,8 +252,8 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: ChatSub
         return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
     torch.manual_seed(5)
-    subject.family.build_tiny(subject.variant, tmp_path / "again", 0)
-    subject.family.build_tiny(subject.variant, tmp_path / "other", 1)
+    subject.family.build_tiny_checkpoint(subject.variant, tmp_path / "again", 0)
+    subject.family.build_tiny_checkpoint(subject.variant, tmp_path / "other", 1)
     expected, other_content = contents(subject.checkpoint.path), contents(tmp_path / "other")
     assert contents(tmp_path / "again") == expected
     assert {name for name in expected if expected[name] != other_content[name]} == {"model.safetensors"}

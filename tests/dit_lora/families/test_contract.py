@@ -344,8 +344,8 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: Subject
         return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
     torch.manual_seed(5)
-    subject.family.build_tiny(variant, tmp_path / "again", 0)
-    subject.family.build_tiny(variant, tmp_path / "other", 1)
+    subject.family.build_tiny_checkpoint(variant, tmp_path / "again", 0)
+    subject.family.build_tiny_checkpoint(variant, tmp_path / "other", 1)
     assert contents(tmp_path / "again") == contents(subject.path)
     weights = "transformer/diffusion_pytorch_model.safetensors"
     assert contents(tmp_path / "other")[weights] != contents(subject.path)[weights]

@@ -31,7 +31,7 @@ CONTROL = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoChat2Checkpoint]:
     root = tmp_path_factory.mktemp("videochat2")
     for variant in ("videochat2-mistral", "videochat2-vicuna", "videochat2-phi3"):
-        FAMILY.build_tiny(variant, root / variant, 0)
+        FAMILY.build_tiny_checkpoint(variant, root / variant, 0)
     paths = {VARIANTS[path.name]: path for path in root.iterdir()}
     return {name: FAMILY.open(ModelConfig(family="videochat2", path=str(path))) for name, path in paths.items()}
 

@@ -177,7 +177,7 @@ def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path
     path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **removed)
     checkpoint = opened(path)
     assert checkpoint.size_multiple == 16
-    assert checkpoint.shape_errors(VideoShape(9, 64, 96)) == []
+    assert checkpoint.find_shape_errors(VideoShape(9, 64, 96)) == []
 
 
 @pytest.mark.parametrize(

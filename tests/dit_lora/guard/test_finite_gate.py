@@ -18,7 +18,7 @@ from dit_lora.guard.finite_gate import (
     NonFiniteError,
     can_skip_on_device,
     has_nonfinite_weights,
-    take_gated_step,
+    take_step_unless_bad,
 )
 
 Make = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
@@ -97,11 +97,11 @@ def test_a_shut_gate_leaves_weights_moments_and_step_counts_bit_for_bit(name: st
     run = Training(OPTIMIZERS[name], wrapped=wrapped)
     for step in (1, 2):
         run.backward(step)
-        take_gated_step(run.optimizer, OPEN)
+        take_step_unless_bad(run.optimizer, OPEN)
     before = run.bits()
     assert len(before) > len(run.parameters), "no optimizer state is compared"
     run.backward(3, bad)
-    take_gated_step(run.optimizer, SHUT)
+    take_step_unless_bad(run.optimizer, SHUT)
     assert_same_bits(run.bits(), before)
 
 
@@ -117,9 +117,9 @@ def test_open_steps_around_a_shut_one_are_those_of_an_optimizer_without_a_gate(
     for step in (1, 2, 3, 4):
         if step == shut_at:
             gated.backward(9, torch.nan)
-            take_gated_step(gated.optimizer, SHUT)
+            take_step_unless_bad(gated.optimizer, SHUT)
         gated.backward(step)
-        take_gated_step(gated.optimizer, OPEN)
+        take_step_unless_bad(gated.optimizer, OPEN)
         plain.backward(step)
         plain.bare.step()
     assert_same_bits(gated.bits(), plain.bits())
@@ -129,7 +129,7 @@ def test_open_steps_around_a_shut_one_are_those_of_an_optimizer_without_a_gate(
 def test_a_shut_first_step_of_fused_sgd_leaves_no_momentum_that_nothing_was_written_to() -> None:
     run = Training(lambda groups: torch.optim.SGD(groups, momentum=0.9, fused=True))
     run.backward(1, torch.nan)
-    take_gated_step(run.optimizer, SHUT)
+    take_step_unless_bad(run.optimizer, SHUT)
     assert all(state.get("momentum_buffer") is None for state in run.bare.state.values())
 
 
@@ -138,7 +138,7 @@ def test_a_shut_first_step_of_fused_sgd_leaves_no_momentum_that_nothing_was_writ
 def test_the_flag_is_gone_after_the_step(wrapped: bool, flag: torch.Tensor) -> None:
     run = Training(OPTIMIZERS["fused AdamW"], wrapped=wrapped)
     run.backward(1)
-    take_gated_step(run.optimizer, flag)
+    take_step_unless_bad(run.optimizer, flag)
     assert "found_inf" not in vars(run.bare)
 
 
@@ -152,7 +152,7 @@ def test_the_flag_is_gone_after_a_step_that_raises(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(run.bare, "step", step)
     with pytest.raises(ValueError, match="out of memory"):
-        take_gated_step(run.optimizer, SHUT)
+        take_step_unless_bad(run.optimizer, SHUT)
     assert recorded == [SHUT]
     assert "found_inf" not in vars(run.bare)
 
@@ -177,7 +177,7 @@ def test_sharded_parameters_are_decided_on_by_the_host() -> None:
         assert not can_skip_on_device(optimizer)
         before = parameter.full_tensor().detach().clone()
         parameter.grad = torch.full_like(parameter, torch.nan)
-        take_gated_step(optimizer, SHUT)
+        take_step_unless_bad(optimizer, SHUT)
         assert torch.equal(parameter.full_tensor(), before)
         assert not has_nonfinite_weights(optimizer)
         with torch.no_grad():

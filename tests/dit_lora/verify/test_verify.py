@@ -219,7 +219,7 @@ def test_the_command_exits_1_where_a_check_fails(run: Path, tiny_checkpoints: di
 
 
 def test_another_base_is_named_and_not_the_adapter(run: Path, tmp_path: Path) -> None:
-    get_family("cogvideox").build_tiny("cogvideox-2b", tmp_path / "other", 1)
+    get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", tmp_path / "other", 1)
     # What was trained of the base comes with the adapter: the rest differs.
     verification = verify_adapter(run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}
@@ -370,7 +370,7 @@ def test_the_scale_and_the_base_of_a_chat_adapter_are_checked(
     verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
     assert failing(verification) == {"scale", "output"}
     assert "alpha 32 in the header, and 8 was trained" in verification.checks["scale"].message
-    get_family("videochat2").build_tiny("videochat2-mistral", tmp_path / "other", 1)
+    get_family("videochat2").build_tiny_checkpoint("videochat2-mistral", tmp_path / "other", 1)
     verification = verify_adapter(chat_run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}
     assert "the base differs" in verification.checks["output"].message

@@ -59,7 +59,7 @@ def test_every_diffusion_family_verifies_what_it_saves(
     assert verify_adapter(tmp_path / "run").passed
     if (tmp_path / "run" / "model").exists():
         return
-    get_family(family).build_tiny(variant, tmp_path / "other", 1)
+    get_family(family).build_tiny_checkpoint(variant, tmp_path / "other", 1)
     verification = verify_adapter(tmp_path / "run", str(tmp_path / "other"))
     assert failing(verification) == {"output"}
     assert "the base differs" in verification.checks["output"].message

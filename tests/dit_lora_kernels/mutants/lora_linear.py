@@ -17,7 +17,7 @@ MUTANTS: list[tuple[str, str, str]] = [
         "d_b[i] = _weight_gradient(dys[i].t(), products[i])",
         "d_b[i] = _weight_gradient(dys[i].t(), products[0][:, :1].expand_as(products[i]))",
     ),
-    ("base without its bias", "None if bias is None else _as(bias, rows.dtype)", "None"),
+    ("base without its bias", "None if bias is None else _cast_if_needed(bias, rows.dtype)", "None"),
     (
         "the adapter replaces the base",
         "y.addmm_(products[i], lows_b[i].t())",
@@ -96,12 +96,12 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "dx comes in the compute dtype",
-        "return apply(_as(x, dtype), settings, *operands)",
+        "return apply(_cast_if_needed(x, dtype), settings, *operands)",
         "return apply(x.detach().to(dtype).requires_grad_(x.requires_grad), settings, *operands)",
     ),
     (
         "dA in the compute dtype",
-        "    return None if gradient is None else _as(gradient, dtype)",
+        "    return None if gradient is None else _cast_if_needed(gradient, dtype)",
         "    return None if gradient is None else gradient.bfloat16()",
     ),
     (

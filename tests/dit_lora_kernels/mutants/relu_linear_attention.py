@@ -29,8 +29,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "sine of the even channel",
-        "_even, sin = _pairs(_load(sin_ptr",
-        "_even, sin = _pairs(_load(cos_ptr",
+        "_even, sin = _pairs(_load_matrix_block(sin_ptr",
+        "_even, sin = _pairs(_load_matrix_block(cos_ptr",
     ),
     ("the gradient is rotated forwards", "            sin = -sin\n", "            sin = sin * 1\n"),
     ("sample 0's table for every sample", "0 if shared else", "0 if not shared else"),
@@ -42,7 +42,7 @@ MUTANTS: list[tuple[str, str, str]] = [
         "shared = (p > 0) & (z > 0)\n    z_sum = tl",
         "shared = (p >= 0) & (z >= 0)\n    z_sum = tl",
     ),
-    ("mean for sum of z", "_total(state), _total(z)\n", "_total(state), z.mean(1)\n"),
+    ("mean for sum of z", "_sum_chunks(state), _sum_chunks(z)\n", "_sum_chunks(state), z.mean(1)\n"),
     ("the first chunk's partial alone", "partials.sum(1)", "partials[:, 0].clone()"),
     (
         "z of the rotated keys",
@@ -60,8 +60,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("last block of channels alone", "total += tl.dot(x, matrix,", "total = tl.dot(x, matrix,"),
     (
         "matrix not transposed",
-        "matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)",
-        "matrix = tl.trans(_load(matrix_ptr, some, columns, D, D, D, ACC))",
+        "matrix = _load_matrix_block(matrix_ptr, columns, some, D, D, D, ACC)",
+        "matrix = tl.trans(_load_matrix_block(matrix_ptr, some, columns, D, D, D, ACC))",
     ),
     ("w once in the denominator's gradient", "dden = -w * w * tl", "dden = -w * tl"),
     ("the denominator has no gradient", "True) + dden * z", "True) + dden * 0"),

@@ -297,7 +297,7 @@ class LoadedBatches:
                     continue
                 if tensor.untyped_storage().data_ptr() != storage:
                     continue
-                rows = _find_covered_rows(tensor, values)
+                rows = _find_rows_sharing_memory(tensor, values)
                 if rows is not None:
                     return batch, loaded, rows
         return None
@@ -327,7 +327,7 @@ def _record_tensors(
     ]
 
 
-def _find_covered_rows(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
+def _find_rows_sharing_memory(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
     """The rows of a tensor that the values in its memory cover: one, several or all; None for any other part."""
     if tensor.shape == values.shape and tensor.data_ptr() == values.data_ptr():
         return range(len(tensor))

@@ -16,7 +16,7 @@ from dit_lora.data.media import clip_sound
 from dit_lora.data.media.clip_sound import close_sound, find_sound_problem, read_sound
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.sound import Sound, SoundFormat
-from dit_lora.data.media.sound_stream import iter_sound_frames
+from dit_lora.data.media.sound_stream import iter_audio_frames
 from dit_lora.data.media.video import ClipError, read_header, write_video
 from dit_lora.data.synthetic.tones import SAMPLE_RATE, make_tone
 
@@ -188,11 +188,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     times: list[float] = []
 
     def counted(container: Any) -> Iterator[Any]:
-        for frame in iter_sound_frames(container):
+        for frame in iter_audio_frames(container):
             times.append(frame.time)
             yield frame
 
-    monkeypatch.setattr(clip_sound, "iter_sound_frames", counted)
+    monkeypatch.setattr(clip_sound, "iter_audio_frames", counted)
     return times
 
 

@@ -29,7 +29,7 @@ from dit_lora.families import get_family
 from dit_lora.families.dit import classes
 from dit_lora.families.dit.classes import LABEL_TABLE_NAME, ClassTable
 from dit_lora.families.dit.classes import DiTPipeline as ClassPipeline
-from dit_lora.families.dit.tiny import build_tiny
+from dit_lora.families.dit.tiny import build_tiny_checkpoint
 
 Main = Callable[[list[str]], None]
 Values = dict[str, Any]
@@ -93,7 +93,7 @@ def test_new_classes_go_behind_the_old_and_around_the_null_row(
 
 def test_a_small_table_is_guided_with_its_own_null_row(tmp_path: Path) -> None:
     """The stock pipeline asks for row 1000, which is not there."""
-    build_tiny("dit-tiny", tmp_path / "small", num_classes=6)
+    build_tiny_checkpoint("dit-tiny", tmp_path / "small", num_classes=6)
     checkpoint = get_family("dit").open(ModelConfig(family="dit", path=str(tmp_path / "small")))
     pipeline = checkpoint.pipeline(torch.float32)
     assert type(pipeline) is classes.DiTPipeline

@@ -32,8 +32,8 @@ KINDS = {
     "2_t2v": ("LTX-2", "LTX2Checkpoint"),
     "2.3_t2v": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
     "2.3_t2v_sound": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
-    "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageCheckpoint"),
-    "2.3_i2v_sound": ("LTX-2.3-Diffusers", "LTX2ImageCheckpoint"),
+    "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageToVideoCheckpoint"),
+    "2.3_i2v_sound": ("LTX-2.3-Diffusers", "LTX2ImageToVideoCheckpoint"),
     "2.3_ic_lora": ("LTX-2.3-Diffusers", "LTX2InContextCheckpoint"),
 }
 SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")

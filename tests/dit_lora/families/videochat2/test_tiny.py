@@ -20,7 +20,7 @@ TEXT = "[INST] <Video></Video> The video contains 4 frames sampled at 0.1, 2.5 s
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("videochat2")
     for variant in VARIANTS:
-        FAMILY.build_tiny(variant, root / variant, 0)
+        FAMILY.build_tiny_checkpoint(variant, root / variant, 0)
     return root
 
 
@@ -30,8 +30,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_other_weights(tiny: Path, tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    FAMILY.build_tiny("videochat2-hd", tmp_path / "again", 0)
-    FAMILY.build_tiny("videochat2-hd", tmp_path / "other", 1)
+    FAMILY.build_tiny_checkpoint("videochat2-hd", tmp_path / "again", 0)
+    FAMILY.build_tiny_checkpoint("videochat2-hd", tmp_path / "other", 1)
     assert torch.equal(torch.get_rng_state(), state)
     first_files, other_files = contents(tiny / "videochat2-hd"), contents(tmp_path / "other")
     assert contents(tmp_path / "again") == first_files
@@ -98,5 +98,5 @@ def test_its_qformer_tokenizer_reads_every_ascii_text(tiny: Path) -> None:
 
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match="no variant 'videochat2'; one of videochat2-mistral"):
-        FAMILY.build_tiny("videochat2", tmp_path / "out", 0)
+        FAMILY.build_tiny_checkpoint("videochat2", tmp_path / "out", 0)
     assert not (tmp_path / "out").exists()

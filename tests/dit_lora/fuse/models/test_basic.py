@@ -143,7 +143,7 @@ class TestPixArt(Contract):
 
 @pytest.mark.parametrize(("family", "variant"), [("dit", "dit-tiny"), ("latte", "latte")])
 def test_a_tiny_checkpoint(family: str, variant: str, tmp_path: Path) -> None:
-    get_family(family).build_tiny(variant, tmp_path, 0)
+    get_family(family).build_tiny_checkpoint(variant, tmp_path, 0)
     inputs: Inputs = {"timestep": torch.tensor([17, 803])}
     if family == "dit":
         model = DiTTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")

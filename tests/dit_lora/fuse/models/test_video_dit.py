@@ -55,7 +55,7 @@ class TestVideoDiT(Contract):
 
 @pytest.mark.parametrize("variant", ["video-dit-class", "video-dit-text"])
 def test_a_tiny_checkpoint(variant: str, tmp_path: Path) -> None:
-    get_family("video_dit").build_tiny(variant, tmp_path, 0)
+    get_family("video_dit").build_tiny_checkpoint(variant, tmp_path, 0)
     model = VideoDiTTransformer3DModel.from_pretrained(tmp_path, subfolder="transformer")
     model = adapted(model, ATTENTION)
     inputs: Inputs = {

@@ -15,7 +15,7 @@ from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.files import OBJECT_FILES
 from dit_lora.report.run.page import write_report
 from dit_lora.report.run.samples import get_checkpoint_path
-from dit_lora.report.run.serve import ReportPages, ReportServer
+from dit_lora.report.run.serve import LiveReportPage, ReportServer
 
 PRIVATE = "a-private-word"
 FILES = (
@@ -113,7 +113,7 @@ def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> N
     file.parent.mkdir(parents=True)
     file.touch()
     written_paths: list[Path] = []
-    pages = ReportPages(run_dir, lambda file, form, out: written_paths.append(out))
+    pages = LiveReportPage(run_dir, lambda file, form, out: written_paths.append(out))
     (run_dir / "exports").symlink_to(outside)
     with pytest.raises(DitLoraError, match="through which nothing is written"):
         pages.export_step(20)

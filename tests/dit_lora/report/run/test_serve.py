@@ -235,7 +235,7 @@ def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
     def fail(self: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("dit_lora.report.run.serve.ReportPages.compute_fingerprint", fail)
+    monkeypatch.setattr("dit_lora.report.run.serve.LiveReportPage.compute_fingerprint", fail)
     assert ask(server, "/state")[:2] == (500, b"[Errno 5] Input/output error\n")
 
 

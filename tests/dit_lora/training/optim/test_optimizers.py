@@ -15,7 +15,7 @@ from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.diagnosis_context import DiagnosisContext
-from dit_lora.guard.finite_gate import Gate, take_gated_step
+from dit_lora.guard.finite_gate import Gate, take_step_unless_bad
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import (
@@ -98,7 +98,7 @@ class Training:
         gate.record_gradient_norms(norms)
         clip_gradients(groups, norms, self.optim)
         apply_schedule(groups, self.schedule, step)
-        take_gated_step(self.optimizer, gate.reduce_flags())
+        take_step_unless_bad(self.optimizer, gate.reduce_flags())
         self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, first: int, last: int) -> None:
@@ -233,7 +233,7 @@ def test_a_parameter_that_had_no_gradient_starts_after_a_resume() -> None:
         for run in (uninterrupted, resumed):
             run.gradients(1)
             run.model.narrow.grad = None
-            take_gated_step(run.optimizer, torch.tensor(0.0))
+            take_step_unless_bad(run.optimizer, torch.tensor(0.0))
         state = optimizer_state(uninterrupted.optimizer)
         assert not any(key.startswith("connector/narrow/") for key in state)
         load_optimizer_state(resumed.optimizer, {n: t.clone() for n, t in state.items()})
@@ -268,7 +268,7 @@ def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
     for step in range(1, 6):
         ours.gradients(step)
         plain.gradients(step)
-        take_gated_step(ours.optimizer, torch.tensor(0.0))
+        take_step_unless_bad(ours.optimizer, torch.tensor(0.0))
         library.step()
     for (key, value), other_value in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(value, other_value), key

@@ -161,14 +161,14 @@ def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type:
     """At a spike in step 25, whose gradient is a hundred times the usual."""
     spiking(monkeypatch, at=25, factor=100.0)
     clipped: list[float] = []
-    step = engine_module.take_gated_step
+    step = engine_module.take_step_unless_bad
 
     def spy(optimizer: Any, bad: torch.Tensor) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         clipped.append(torch.nn.utils.get_total_norm(gradients).item())
         step(optimizer, bad)
 
-    monkeypatch.setattr(engine_module, "take_gated_step", spy)
+    monkeypatch.setattr(engine_module, "take_step_unless_bad", spy)
     run = tmp_path / "run"
     args = ["guard.spike_threshold=10", "guard.adaptive_clip=true", f"optim.clip={clip}"]
     lora_main([*smoke, *WATCHED, *args, "train.steps=25", f"run.dir={run}"])

@@ -45,7 +45,7 @@ def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
     time.sleep(0.12)
     with phases.timing("named"):
         time.sleep(0.06)
-    phases.begin_steps()
+    phases.begin_first_step()
     assert phases.end_first_step()
     assert not phases.end_first_step(), "there is one first step"
     assert "other 0.1" in phases.format_stage("before")
@@ -66,7 +66,7 @@ def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> No
     with phases.timing("loading"):
         pass
     assert len(waits) == 1
-    phases.begin_steps()
+    phases.begin_first_step()
     phases.end_first_step()
     with phases.timing("saving"):
         pass
