@@ -157,7 +157,9 @@ def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]
 
 
 def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Sequence[str]) -> str:
-    """One regular expression for all targets, limited to `submodules` for targets that match anything there."""
+    """One regular expression for all targets. A target that matches layers inside `submodules` matches only those; any
+    other target matches everywhere.
+    """
     # Layers with one of the submodules in their path, at any depth.
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in submodules)]
     if not inside:

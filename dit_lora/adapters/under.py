@@ -29,7 +29,7 @@ def get_frozen_adapter_name(number: int) -> str:
 
 
 def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLayers]) -> list[peft.LoraConfig]:
-    """PEFT's config of each, for a model without adapters: attaching them renames its layers."""
+    """PEFT's config for each adapter's layers. The model must have no adapter, since attaching it renames layers."""
     all_layers = find_adaptable_layers(model)
     return [build_peft_config(layers, build_exact_targets(list(layers), all_layers)) for layers in layers_per_adapter]
 

@@ -88,7 +88,7 @@ class _OpenCollection:
 
 
 def _check_size(text: str) -> None:
-    """Count levels and nodes from the parser's events, before any value is built; raises `ParseError`."""
+    """Raise `ParseError` if a document has too many nodes or levels; they are counted before any value is built."""
     sizes: dict[str | None, tuple[int, int]] = {}
     """Numbers of nodes and levels by anchor, for aliases."""
     open_collections: list[_OpenCollection] = []

@@ -111,7 +111,7 @@ def make_missing_file_error(path: Path) -> OSError:
 
 
 def _describe_location(error: OSError, folder: Path) -> tuple[str, str]:
-    """The folder that is waited for, and the file that could not be read with the system's reason."""
+    """Two parts of a message: the folder that may come back, and the file that could not be read with the reason."""
     reason = error.strerror or str(error) or type(error).__name__
     # Errors of an open file have no name, so name the folder that the caller gave.
     if not isinstance(error.filename, str):

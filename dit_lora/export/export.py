@@ -289,7 +289,9 @@ def build_empty_model(checkpoint: Denoiser) -> Any:
 
 
 def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:
-    """Metadata that all adapters share about model and videos. Training metadata differs and is left out."""
+    """Metadata about the model and its videos that is equal in all adapters that are merged. What is about their
+    training is left out.
+    """
     # A key stays only if every adapter has the same value for it.
     first_metadata, *other_metadata = (source.metadata for source in sources)
     shared = {

@@ -33,7 +33,7 @@ PACK_SIZE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsCheckpoint(FlowCheckpoint):
-    """A checkpoint whose images are latents of `AutoencoderKLQwenImage`."""
+    """A checkpoint of a model that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""

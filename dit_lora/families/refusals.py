@@ -62,11 +62,12 @@ def position_limit_errors(sizes: Mapping[str, tuple[int, int]], option: str) -> 
 
 
 def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> None:
-    """Raise `DitLoraError` if the recipe sets options of other families, except those in `supported_options`.
+    """Raise `DitLoraError` if the recipe sets an option that only some families have and that is not in
+    `supported_options`.
 
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `data.sound`,
-    `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`,
-    `train.timesteps` and `train.vlb`; `data.fps` for images; and the options of chat models.
+    Options of this kind are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`,
+    `data.sound`, `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`,
+    `train.guidance_scale`, `train.timesteps` and `train.vlb`; `data.fps` for images; and the options of chat models.
     """
     # Each option, and whether the recipe sets it to something other than its default.
     options = {

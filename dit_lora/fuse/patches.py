@@ -83,7 +83,7 @@ class Fusion:
         return [op for op in OPS if op in replaced and self.is_on(op)]
 
     def format_lines(self) -> list[str]:
-        """The report: what was replaced, what was not, and why."""
+        """The report: which ops were replaced by fused kernels, which were not, and why."""
         # Number of modules by op. An op without an entry counts as on.
         counts = Counter(op for op, _ in self.patched_modules)
         lines = [f"{op}: {n} modules" for op, n in counts.items() if self.op_states.get(op, True)]

@@ -23,10 +23,10 @@ _OVERSHOOT_SHARE = 2.0
 
 
 def find_bad_state(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagnosis | None:
-    """The verdict if a weight, buffer, moment or average is damaged or not finite; else None.
+    """The diagnosis if a weight, buffer, optimizer moment or average is damaged or not finite; else None.
 
-    Frozen weights and buffers must be finite and bitwise equal to the start. Trained state must be finite, without a
-    few elements far beyond all others. Collective in lockstep.
+    Frozen weights and buffers must be finite and equal to those at the start bit for bit. Trained state must be finite
+    and must not have a few elements far larger than all others. All ranks call it together if forwards are collective.
     """
     pending = PendingDiagnosis(micro_batch, context, "non_finite_weights")
     # Check frozen weights first: no snapshot holds them, so other findings would not help.

@@ -273,7 +273,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
                 dropped += len(part)
 
     def send_message(self, status: HTTPStatus, message: str, extra_headers: Mapping[str, str] = {}) -> None:
-        """Answer with a line of text."""
+        """Answer the request with a line of text."""
         self.send_text(f"{message}\n", "text/plain; charset=utf-8", status, extra_headers)
 
     def send_text(

@@ -42,7 +42,9 @@ class Entry:
     """Weight of the loss on that caption; 0 for a sample whose caption has no trigger word."""
 
     def choose_preserve_text_key(self, sample_seed: int) -> str | None:
-        """Key of one of the captions without the trigger word, chosen by `sample_seed`; None if there are none."""
+        """Cache key of one of the captions from which the trigger word was removed, chosen by `sample_seed`; None if
+        there are none.
+        """
         keys = self.preserve_text_keys
         return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None
 

@@ -120,7 +120,7 @@ class ListedFiles:
         """Files that the list names, relative to the root."""
 
     def add_listed_names(self, cells: Iterable[object]) -> None:
-        """Remember all files that a row names in any column, because they are not left out."""
+        """Remember the files that a row names in any column: they do not count as left out of the list."""
         for cell in cells:
             for name in _list_names(cell):
                 if isinstance(name, str) and name:

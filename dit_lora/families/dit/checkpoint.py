@@ -131,7 +131,9 @@ class DiTCheckpoint(ClassCheckpoint):
         return {}
 
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
-        """They train if the `connector_patterns` group includes the label tables and has no weight decay."""
+        """Raise `DitLoraError` unless new classes can be learned: the group `connector` must train the label tables,
+        and without weight decay.
+        """
         group = recipe.optim.groups.connector
         # Without patterns in the recipe, the family's connector patterns apply, which include the label tables.
         patterns = (group.modules or self.connector_patterns) if group else ()

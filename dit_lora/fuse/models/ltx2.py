@@ -139,7 +139,9 @@ def _apply_self_attention(
 def _apply_text_attention(
     state: _StreamState, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
 ) -> _StreamState:
-    """Attend to the text (B, T, .). LTX-2.3 modulates its queries and keys."""
+    """Cross-attention from the stream's tokens to the text (B, T, .), added to the tokens. In LTX-2.3 its queries and
+    keys are modulated.
+    """
     # Rows 6 to 8 exist only in LTX-2.3; otherwise this attention has no modulation.
     shift, scale, gate = state.rows[6:9] or (None, None, None)
     normed, state = state.normalize(state.get_part("norm2"), shift, scale)

@@ -53,12 +53,14 @@ class WatchedOptimizer:
         self.checks = OptimizerChecks([], optimizer)
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `optimizer.step`."""
+        """Replaces `optimizer.step`: takes the step only if the gradients are finite, and recovers if they are not."""
         return self._hooks.step(self, original, *args, **kwargs)
 
 
 class StepHooks:
-    """Follows the steps of a loop; also the guard's `LoopListener`."""
+    """Checks each step of a loop before it is taken. The loop's events (backward, clipping, saving) are reported to
+    it.
+    """
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class Histogram:
 
 
 class ChannelChart:
-    """Mean and standard deviation of each latent channel, on one common scale."""
+    """Mean and standard deviation of each latent channel, drawn as bars on the same axis."""
 
     def __init__(self, means: Sequence[float], stds: Sequence[float]) -> None:
         self.channels = list(zip(means, stds, strict=True))

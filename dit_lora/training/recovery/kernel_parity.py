@@ -99,7 +99,9 @@ class ParityWatch:
         ]
 
     def record_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
-        """Yield the same micro-batches, and keep the most recent ones for comparisons."""
+        """Yield the micro-batches unchanged, and keep the latest ones, on which kernels are compared with the
+        reference.
+        """
         passed = self.recovery.state.passed
         if self._good_snapshots is not None and passed is not None and start_step < passed:
             # The guard rolled back, so the held state belongs to a discarded step.

@@ -28,7 +28,9 @@ def get_preflight_cache_path(setup: AnySetup) -> Path:
 
 
 class ParityCache:
-    """Cached result of a comparison of kernels with equal inputs. Collective."""
+    """Whether an earlier run compared the same kernels on the same model and batches, and found no difference. All
+    ranks use it together.
+    """
 
     def __init__(
         self, setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]

@@ -36,7 +36,7 @@ _running_modules: list[nn.Module] = []
 
 
 def add_listener(listener: Listener) -> None:
-    """Notify the listener of every outermost call from now on."""
+    """From now on, call the listener for each call of a model that no other model's call contains."""
     if listener not in _list_listeners():
         _listeners.append(weakref.WeakMethod(listener))
     # While a call runs, torch's method stays in place until it ends.

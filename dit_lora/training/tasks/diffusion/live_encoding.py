@@ -81,7 +81,7 @@ class LiveTexts:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes samples in worker processes, without an encoder."""
+    """Decodes samples in the DataLoader's worker processes, which have no VAE; the main process encodes them."""
 
     encoding: Encoding
     samples: dict[str, tuple[BucketedSample, bool]]

@@ -31,7 +31,7 @@ def report_cut_captions(session: Session, checkpoint: Encoders, clips: Sequence[
 
 @contextmanager
 def suppress_length_warnings() -> Iterator[None]:
-    """Suppress the libraries' warnings about cut texts inside the context; they print the whole text."""
+    """Suppress the libraries' warnings about truncated captions inside the context: each prints the whole caption."""
     libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     # Filters of a logger do not see records of its children; those of its handlers do.
     handlers = [handler for library in libraries for handler in library.handlers]
