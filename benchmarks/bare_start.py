@@ -36,7 +36,7 @@ FRAMES, BATCH, RANK = 9, 2, 16
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
 
 
-def main(model: Path, clips: Path, out: Path, steps: int) -> None:
+def main(model: Path, clips: Path, run_dir: Path, steps: int) -> None:
     accelerator = Accelerator()
     set_seed(42)
     tokenizer = AutoTokenizer.from_pretrained(model, subfolder="tokenizer")
@@ -55,7 +55,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
     loader: Any = DataLoader(samples, batch_size=BATCH, shuffle=True, drop_last=True)
     schedule = get_scheduler("constant", optimizer)
     transformer, optimizer, loader, schedule = accelerator.prepare(transformer, optimizer, loader, schedule)
-    out.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     step = 0
     while step < steps:
         for latents, captions in loader:
@@ -68,7 +68,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
             optimizer.zero_grad()
             step += 1
             line = {"step": step, "loss": loss.item(), "seconds": time.perf_counter() - began}
-            with (out / "metrics.jsonl").open("a") as file:
+            with (run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             if step == steps:
                 break

@@ -94,7 +94,7 @@ def seconds(read: Callable[[str], None], key: str) -> float:
     return time.perf_counter() - began
 
 
-def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) -> str:
+def measure(label: str, root: Path, keys: list[str], nbytes: int, rounds: int) -> str:
     """A row: GB/s by the median read, and ratios by the medians of each round."""
     kinds = {
         "mapped": mapped(root),
@@ -111,7 +111,7 @@ def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) ->
                 durations[name].append(seconds(kinds[name], orders[name][number]))
         for name in kinds if turn > 1 else ():  # the first two warm up
             medians[name].append(statistics.median(durations[name]))
-    cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
+    cells = [label, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
     cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.3g}" for name in kinds]
     for name in ("ours", "cloned"):
         ratios = [m / o for m, o in zip(medians["mapped"], medians[name], strict=True)]

@@ -126,7 +126,7 @@ def main() -> None:
         f"{platform.machine()}, {len(cores)} cores, median of {arguments.rounds}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        tasks = list(made(Path(folder)))
+        tasks = list(make_tasks(Path(folder)))
         real = sorted(arguments.clips.glob("*.mp4")) if arguments.clips else []
         tasks += [task_of(path.name, path) for path in real]
         for threads in arguments.threads:
@@ -136,20 +136,20 @@ def main() -> None:
 
 
 def measure(
-    tasks: Sequence[Task], who: dict[str, Contender], threads: int, rounds: int
+    tasks: Sequence[Task], readers: dict[str, Contender], threads: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median seconds of each task and contender; one round more, the first, is dropped and checked."""
-    seconds: dict[str, dict[str, list[float]]] = {t.name: {w: [] for w in who} for t in tasks}
-    order = [(task, name) for task in tasks for name in who]
+    seconds: dict[str, dict[str, list[float]]] = {t.name: {w: [] for w in readers} for t in tasks}
+    order = [(task, name) for task in tasks for name in readers]
     expected = {task.name: whole_file(task, threads) for task in tasks}
     for task, name in order:
-        if not np.array_equal(who[name](task, threads), expected[task.name]):
+        if not np.array_equal(readers[name](task, threads), expected[task.name]):
             raise SystemExit(f"{name} gives other pixels for {task.name}")
     for _ in range(rounds):
         random.shuffle(order)
         for task, name in order:
             began = time.perf_counter()
-            who[name](task, threads)
+            readers[name](task, threads)
             seconds[task.name][name].append(time.perf_counter() - began)
     return {t: {w: statistics.median(v) for w, v in row.items()} for t, row in seconds.items()}
 
@@ -164,7 +164,7 @@ def report(medians: dict[str, dict[str, float]], names: Sequence[str], threads: 
         print(f"| {task} | {1 / our_seconds:.1f} | {ratios} |", flush=True)
 
 
-def made(folder: Path) -> Iterator[Task]:
+def make_tasks(folder: Path) -> Iterator[Task]:
     for seconds, start in ((10, 0.0), (30, 12.0)):
         for gop in (48, 250):
             path = write(folder / f"{seconds}s_{gop}.mp4", 30 * seconds, 30, gop)

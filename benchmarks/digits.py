@@ -104,7 +104,7 @@ def enlarged(pixels: np.ndarray) -> Image.Image:
     return grey.resize((PIXELS, PIXELS), Image.Resampling.BILINEAR).convert("RGB")
 
 
-def build_base(out: Path, digits: np.ndarray) -> None:
+def build_base(folder: Path, digits: np.ndarray) -> None:
     """A pipeline with a trained VAE and a transformer of which only the config is used."""
     torch.manual_seed(0)
     vae = trained_vae(digits)
@@ -120,7 +120,7 @@ def build_base(out: Path, digits: np.ndarray) -> None:
     )
     scheduler = DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False)
     pipeline: Any = StockPipeline(transformer=transformer, vae=vae, scheduler=scheduler)
-    pipeline.save_pretrained(out)
+    pipeline.save_pretrained(folder)
 
 
 def trained_vae(digits: np.ndarray, steps: int = 400) -> AutoencoderKL:
@@ -268,23 +268,23 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     return samples
 
 
-def report(what: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
+def report(label: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
     """The share of each class's pictures that the classifier takes for it."""
     rates = {}
     for name, images in pictures.items():
         small = images.reshape(len(images), 8, 2, 8, 2).mean((2, 4)) / 255 * 16
         rates[name] = float((judge.predict(small.reshape(-1, 64)) == NAMES.index(name)).mean())
     line = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
-    print(f"{what}: {line}; mean {np.mean(list(rates.values())):.3f}", flush=True)
+    print(f"{label}: {line}; mean {np.mean(list(rates.values())):.3f}", flush=True)
 
 
-def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, each: int = 6) -> None:
+def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, per_class: int = 6) -> None:
     """A row a class: real digits, samples from scratch, samples with the LoRA."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []
     for label, name in enumerate(NAMES):
-        real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:each]]
-        columns = [real, *([*sample_set.get(name, [blank] * each)][:each] for sample_set in sets)]
+        real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:per_class]]
+        columns = [real, *([*sample_set.get(name, [blank] * per_class)][:per_class] for sample_set in sets)]
         parts = [np.concatenate([*column, gap], 1) for column in columns]
         rows.append(np.concatenate(parts, 1))
     grid = Image.fromarray(np.concatenate(rows))

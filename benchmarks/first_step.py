@@ -42,11 +42,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Times:
     """Seconds of one run, by the clock and of its process."""
 
-    first: tuple[float, float]
+    until_first_step: tuple[float, float]
     """Until its first step was taken."""
     step: float
     """Of its process for a step after the first, of those in between the mean."""
-    beside: float
+    overlap: float
     """CPU seconds for the base's held-out loss and samples, where they follow the first step."""
     after: tuple[float, float]
     """After its last step, to its end."""
@@ -82,7 +82,7 @@ def run(work: Path, before: Path | None, rounds: int) -> None:
 
 def table(times: Mapping[str, Sequence[Times]]) -> str:
     """Rows of medians, and how far each is from the target."""
-    bare = statistics.median(t.first[1] for t in times["bare"])
+    bare = statistics.median(t.until_first_step[1] for t in times["bare"])
     step = statistics.median(t.step for t in times["bare"])
     lines = [
         "| run | first step, s | CPU s | CPU over bare | within 1.3 x bare + 3 steps | a step, CPU s "
@@ -93,7 +93,7 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
     for name, run_times in times.items():
         values = [
             statistics.median(column)
-            for column in zip(*((*t.first, t.step, t.beside, *t.after) for t in run_times), strict=True)
+            for column in zip(*((*t.until_first_step, t.step, t.overlap, *t.after) for t in run_times), strict=True)
         ]
         first_step, cpu, own_step, overlapping, after, cpu_after = values
         target = 1.3 * bare + 3 * step
@@ -131,7 +131,7 @@ def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: S
     return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, folder)
 
 
-def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
+def timed(arguments: Sequence[str], tree: Path, run_dir: Path) -> Times:
     """Run it to its end, and look at the clocks whenever it writes a step."""
     path = os.pathsep.join([str(tree), str(tree / "kernels")])
     began = time.perf_counter()
@@ -140,27 +140,27 @@ def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
-        stderr=(out.parent / f"{out.name}.log").open("w"),
+        stderr=(run_dir.parent / f"{run_dir.name}.log").open("w"),
     )
     step_clocks: list[tuple[float, float]] = []
     clocks = (0.0, 0.0)
     while process.poll() is None:
         time.sleep(0.02)
         clocks = time.perf_counter() - began, _cpu_seconds(process.pid) or clocks[1]
-        step_clocks += [clocks] * (_steps(out) - len(step_clocks))
+        step_clocks += [clocks] * (_steps(run_dir) - len(step_clocks))
     if process.returncode != 0:
-        raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {out}.log")
+        raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {run_dir}.log")
     wall = time.perf_counter() - began
     after = wall - step_clocks[-1][0], clocks[1] - step_clocks[-1][1]
-    overlapping = _beside_steps(out)
+    overlapping = _overlap_seconds(run_dir)
     step = (step_clocks[-1][1] - step_clocks[0][1] - overlapping) / max(1, len(step_clocks) - 1)
     return Times(step_clocks[0], step, overlapping, after)
 
 
-def _beside_steps(out: Path) -> float:
+def _overlap_seconds(run_dir: Path) -> float:
     """CPU seconds of held-out losses and samples between a run's first step and its last line of metrics."""
     try:
-        phases = json.loads((out / "phases.json").read_text())["phases"]
+        phases = json.loads((run_dir / "phases.json").read_text())["phases"]
     except OSError:
         return 0.0
     # Saving and the last comparison come after that line.
@@ -168,10 +168,10 @@ def _beside_steps(out: Path) -> float:
     return sum(p["cpu_seconds"] for p in phases if p["stage"] == "training" and p["name"] in between)
 
 
-def _steps(out: Path) -> int:
+def _steps(run_dir: Path) -> int:
     """Count the steps that a run has written."""
     try:
-        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     except OSError:
         return 0
 

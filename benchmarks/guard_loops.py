@@ -74,8 +74,8 @@ class Runner:
         self._process = multiprocessing.Process(target=serve, args=(theirs, make, count, guarded), daemon=True)
         self._process.start()
 
-    def ask(self, what: str) -> list[float]:
-        self._ours.send(what)
+    def ask(self, request: str) -> list[float]:
+        self._ours.send(request)
         answer: list[float] = self._ours.recv()
         return answer
 

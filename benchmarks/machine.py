@@ -44,9 +44,9 @@ def facts(device: torch.device, command: list[str]) -> dict[str, str]:
     return machine
 
 
-def in_words(found: Mapping[str, str]) -> str:
+def in_words(machine_facts: Mapping[str, str]) -> str:
     """Format the facts as a line above a table. Device and date are left to its title."""
-    parts = {name: value for name, value in found.items() if name not in ("device", "date")}
+    parts = {name: value for name, value in machine_facts.items() if name not in ("device", "date")}
     command = parts.pop("command")
     return f"`{command}`: {', '.join(f'{name} {value}' for name, value in parts.items())}."
 
@@ -56,10 +56,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def file_stem(kind: str, found: Mapping[str, str]) -> str:
+def file_stem(kind: str, machine_facts: Mapping[str, str]) -> str:
     """The file name `<kind>_<device>_<date>`, with letters, digits, hyphens and underscores."""
-    device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-").lower()
-    return f"{kind}_{device}_{found['date']}"
+    device = re.sub(r"[^A-Za-z0-9]+", "-", machine_facts["device"]).strip("-").lower()
+    return f"{kind}_{device}_{machine_facts['date']}"
 
 
 def commit() -> str:

@@ -163,7 +163,7 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
 
     began = 0.0
 
-    def from_here(done: int) -> Iterator[Batch]:
+    def start_batches(start_step: int) -> Iterator[Batch]:
         # A run enters `train` once and goes through all modules to set their mode; here each step enters it.
         nonlocal began
         began = time.perf_counter()
@@ -173,7 +173,7 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
         with nullcontext() if guarded else without_gate():
             train(
                 loop,
-                from_here,
+                start_batches,
                 start_step=number - 1,
                 steps=number,
                 get_stop_code=lambda: 0,
@@ -249,13 +249,14 @@ def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Tim
     return times
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
+def ratio(durations: Sequence[float], reference_durations: Sequence[float]) -> str:
     """Of medians; and of the steps of each round, their median with its standard error."""
-    ratios = [measured / reference for measured, reference in zip(ones, others, strict=True)]
+    ratios = [measured / reference for measured, reference in zip(durations, reference_durations, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     # 1.349 sigma lie between the quartiles of a normal; its median's error is 1.253 sigma / sqrt(n).
     error = 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios))
-    return f"{statistics.median(ones) / statistics.median(others):.4f} (by round {middle:.4f} +- {error:.4f})"
+    overall = statistics.median(durations) / statistics.median(reference_durations)
+    return f"{overall:.4f} (by round {middle:.4f} +- {error:.4f})"
 
 
 def main() -> None:

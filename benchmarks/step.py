@@ -193,7 +193,7 @@ def _run_setting(
     """Take a setting's steps; what fails, or does not fit, says so in the result."""
     try:
         with settled(model, entry, setting, batches, timing.wait) as steps:
-            result.mode, result.words = steps.mode, steps.words
+            result.mode, result.words = steps.mode, steps.reason
             result.read_late = setting.guarded
             _measure(steps, result, timing)
             result.ops = ops_used(model)

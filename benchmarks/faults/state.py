@@ -19,7 +19,7 @@ from benchmarks.faults.arms import (
     parameter,
 )
 from benchmarks.faults.fault import Expected, Fault, between_steps
-from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, here, times
+from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, has_fault, times
 from benchmarks.faults.world import Arm, Stage, Tensors
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.numerics.dtensors import get_local_tensor, is_sharded
@@ -78,7 +78,7 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
         else:
             for tensor in parameters:
                 tensor.register_hook(hook)
-        if here(stage, rank):
+        if has_fault(stage, rank):
             stage.before_step(3, lambda: armed.append(True))
         stage.wrap(stage.run.recovery, "recover", disarmed)
 
@@ -103,7 +103,7 @@ def _spoiled(*, neighbours: bool) -> Arm:
     """Give the target such values that its loss is NaN, and on request whoever is beside it."""
 
     def arm(stage: Stage) -> None:
-        key = stage.targets.mark
+        key = stage.targets.id_tensor
 
         def change(batch: Tensors, streams: RandomStreams) -> Tensors:
             rows = torch.tensor(stage.is_target(batch))

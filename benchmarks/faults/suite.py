@@ -104,13 +104,13 @@ def run_suite(
     return [FaultResult(**{**line, "why": tuple(line["why"])}) for line in lines]
 
 
-def totals(judged: Sequence[FaultResult]) -> dict[str, int]:
+def totals(results: Sequence[FaultResult]) -> dict[str, int]:
     """Totals for the last line of the table."""
     return {
-        "faults": len(judged),
-        "named": sum(judgment.named for judgment in judged),
-        "recovered": sum(judgment.recovered for judgment in judged),
-        "poisoned_files": sum(judgment.poisoned_files for judgment in judged),
+        "faults": len(results),
+        "named": sum(judgment.named for judgment in results),
+        "recovered": sum(judgment.recovered for judgment in results),
+        "poisoned_files": sum(judgment.poisoned_files for judgment in results),
     }
 
 

@@ -38,10 +38,10 @@ class Finding:
     parser: str
     number: int
     mutation: str
-    what: str
+    problem: str
 
     def __str__(self) -> str:
-        return f"{self.parser} --first {self.number}: {self.mutation}: {self.what}"
+        return f"{self.parser} --first {self.number}: {self.mutation}: {self.problem}"
 
 
 class _TooLongError(BaseException):
@@ -62,11 +62,11 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> Finding | None:
+def try_input(name: str, number: int, seed: int, sample: Path, work: Path) -> Finding | None:
     """Damage a copy of the sample in `place` as the number says, read it, and return what is wrong with that."""
     parser = PARSERS[name]
-    folder = place / "input"
-    shutil.rmtree(place, ignore_errors=True)
+    folder = work / "input"
+    shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(sample, folder)
     mutation, is_certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -126,7 +126,7 @@ def main() -> None:
             print(f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s, {len(findings)} findings")
             kinds: dict[str, list[Finding]] = {}
             for finding in findings:
-                kinds.setdefault(finding.what, []).append(finding)
+                kinds.setdefault(finding.problem, []).append(finding)
             for same_kind in sorted(kinds.values(), key=len, reverse=True):
                 print(f"  {len(same_kind)} times: {same_kind[0]}", flush=True)
     sys.exit(failed)

@@ -46,7 +46,7 @@ def _pair(folder: Path, name: str, stem: str) -> Members:
 
 def _kind(name: str, make: Callable[[Path], None], file: str, code: str | None, good: str = "") -> Kind:
     verdict: Verdict = "reject" if code else "ok"
-    return Kind(name, make, file, verdict, code, good=good or f"{_TAR}/good.mp4", whole=True)
+    return Kind(name, make, file, verdict, code, good=good or f"{_TAR}/good.mp4", writes_good=True)
 
 
 def _with(

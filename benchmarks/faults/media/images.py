@@ -20,8 +20,8 @@ def _picture(name: str, height: int = HEIGHT, width: int = WIDTH) -> Image.Image
     return Image.fromarray(moving(name, 1, height, width)[0])
 
 
-def _saved(draw: Draw = _picture, **how: Any) -> Callable[[Path], None]:
-    return lambda path: draw(path.stem).save(path, **how)
+def _saved(draw: Draw = _picture, **options: Any) -> Callable[[Path], None]:
+    return lambda path: draw(path.stem).save(path, **options)
 
 
 def _in_mode(mode: str) -> Draw:

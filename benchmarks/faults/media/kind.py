@@ -32,13 +32,13 @@ class Kind:
     """False if root can read it anyway, whom no permission stops: then it is not bad for root."""
     good: str = "good.mp4"
     """The id of a sound sample beside it."""
-    whole: bool = False
+    writes_good: bool = False
     """True if `make` writes the sound sample too."""
 
     def write(self, folder: Path) -> None:
         """Write it, beside a sound sample, into a folder of its own."""
         folder.mkdir(parents=True)
-        if not self.whole:
+        if not self.writes_good:
             write_good(folder / self.good)
         self.make(folder)
 
