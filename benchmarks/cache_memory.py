@@ -2,8 +2,8 @@
 
     python -m benchmarks.cache_memory [--clips 8 64 256]
 
-Each count runs in a process of its own on new clips of 17 frames, 64x96, with a tiny checkpoint. A second table
-column gives the growth over the first row a clip; one clip's decoded pixels are 0.3 MiB.
+Each count runs in a separate process on new clips of 17 frames, 64x96, with a tiny checkpoint. The last column is the
+growth per clip over the first row. One clip's decoded pixels are 0.3 MiB.
 """
 
 import argparse

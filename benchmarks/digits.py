@@ -1,12 +1,12 @@
-"""That a DiT learns: real digits from scratch, then a class that it never saw by a LoRA and one new row.
+"""Check that a DiT learns: real digits from scratch, then an unseen class with a LoRA and one new class row.
 
-    pip install scikit-learn                # for this benchmark alone
+    pip install scikit-learn                # only this benchmark needs it
     python -m benchmarks.digits WORK [--steps 1200] [--lora-steps 300]
     python -m benchmarks.digits WORK --forgetting   # what a LoRA of the new digit takes from the others; remedies
 
-scikit-learn's 8x8 digits, enlarged to 16x16, in one folder a class. A small VAE is trained here; the rest is the
-recipe script in processes of its own: `train.mode: full` without one digit, then `lora` on that digit and a few
-of each other one. A classifier that was trained on other real digits says what the samples show.
+scikit-learn's 8x8 digits, enlarged to 16x16, in one folder per class. A small VAE is trained here. The recipe script
+runs in separate processes: `train.mode: full` without one digit, then `lora` on that digit and a few of each other
+one. A classifier that was trained on other real digits labels the samples.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def enlarged(pixels: np.ndarray) -> Image.Image:
 
 
 def build_base(folder: Path, digits: np.ndarray) -> None:
-    """A pipeline with a trained VAE and a transformer of which only the config is used."""
+    """Save a pipeline with a trained VAE. Only the transformer's config is used."""
     torch.manual_seed(0)
     vae = trained_vae(digits)
     transformer = DiTTransformer2DModel(
@@ -190,7 +190,7 @@ def recipes(work: Path, steps: int, lora_steps: int) -> tuple[dict[str, Any], di
 
 
 def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
-    """Train nine digits with a row for the tenth that is never used, then LoRAs of the tenth alone, three ways."""
+    """Train nine digits, with an unused class row for the tenth; then three LoRAs on the tenth, one per method."""
     scratch, lora = recipes(work, args.steps, args.lora_steps)
     for recipe in (scratch, lora):
         recipe["data"]["classes"] = list(NAMES)

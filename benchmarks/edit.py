@@ -66,7 +66,7 @@ def shuffled(rows: list[Row], column: str) -> list[Row]:
 
 
 def fit_statistics(model: Path, pictures: list[Path]) -> None:
-    """Give the random autoencoder the means and variances of its own latents, as a trained one has them."""
+    """Set the random autoencoder's latent statistics to those of its latents, as in a trained one."""
     vae: Any = AutoencoderKLFlux2.from_pretrained(model, subfolder="vae")
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))) for path in pictures])
     with torch.no_grad():

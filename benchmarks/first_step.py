@@ -3,12 +3,12 @@
     python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2]
 
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
-`benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, each tree its own; `again`
-is a second start, that finds there what the first has remembered, `first` finds the encoded clips alone, and
-`unchecked` has preflight, held-out loss, statistics and samples off. `beside` is the work between the first and the
-second step: held-out loss and samples of the base. The last comparison of kernels counts with what comes after.
-`--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and medians
-are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
+`benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, one per tree. `first` finds
+only the encoded clips there, `again` is a second start that also finds the results of the first one's checks, and
+`unchecked` has preflight, held-out loss, statistics and samples off. The column `beside` is the work between the
+first and the second step: held-out loss and samples of the base. The last comparison of kernels counts as after the
+last step. `--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and
+medians are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
 """
 
 import argparse

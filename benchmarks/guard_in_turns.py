@@ -2,8 +2,8 @@
 
     python -m benchmarks.guard_in_turns [--model dit-xl2-b32] [--rounds 8] [--steps 6] [--device cuda|cpu]
 
-Each round takes so many steps without the guard and as many with it, first the one and then the other, so that a
-machine whose speed drifts is no one's advantage. Printed: the median and the range of the rounds' ratios.
+Each round takes as many steps without the guard as with it, in alternating order, so that a machine whose speed
+drifts favours neither. Printed: the median and the range of the rounds' ratios.
 `--model tiny-sana` runs on a CPU.
 """
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.guard_loops [--tensors 20 200 800] [--rounds 30]
 
-Each loop runs in a process of its own, bare and guarded, on the same core in turns of 20 steps: a guard in the same
-process would slow the bare loop too. Given is CPU time, which other processes disturb less than time on the clock. The
-peer, in the bare loop's process, is what finding a NaN costs with torch's own functions: a norm of every gradient and
-weight, as clipping takes it. Memory is that of all tensors that are alive after a step, in multiples of the trained
-weights: with AdamW the snapshot alone is three times the weights.
+The bare and the guarded loop run in separate processes on the same core, in turns of 20 steps: a guard in the same
+process would slow the bare loop too. Times are CPU time, which other processes disturb less than wall time. The peer,
+in the bare loop's process, is the cost of finding a NaN with torch's functions: a norm of every gradient and weight,
+as clipping takes it. Memory is that of all live tensors after a step, in multiples of the trained weights: with AdamW
+the snapshot is three times the weights.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) ->
 
 
 class Runner:
-    """A loop in a process of its own, which runs steps when it is asked to."""
+    """A loop in a separate process, which runs steps on request."""
 
     def __init__(self, make: Callable[..., tuple[Step, nn.Module]], count: int, guarded: bool) -> None:
         self._ours, theirs = multiprocessing.Pipe()

@@ -1,10 +1,10 @@
-"""Kill a run at random moments, over and over: every restart goes on, and the end is the undisturbed run's.
+"""Kill a run at random moments, over and over: every restart continues, and the end equals the undisturbed run's.
 
     python -m benchmarks.kill_nine [--rounds 100] [--out DIR] [--seed 0]
 
 A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
-starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name; a
-fifth of the rounds have two ranks, of which one is killed, or both. In some rounds the newest checkpoint is cut
+starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name. A
+fifth of the rounds have two ranks, and one or both are killed. In some rounds the newest checkpoint is cut
 short besides, as a lost disk cache would leave it. Runs are forked from this process, which has imported everything.
 Exit code 1, and a list of what was wrong, if anything was.
 """

@@ -101,7 +101,7 @@ def ffmpeg(arguments: str) -> bytes:
 
 
 def write_files(folder: Path) -> None:
-    """Write the corpus, without what is expected of it."""
+    """Write the videos, without `expected.npz`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, arguments in HIDDEN.items():

@@ -4,9 +4,8 @@
 
 Bare: the family's losses, backward, torch's `clip_grad_norm_`, AdamW. Ours: `dit_lora.training.loop.train` with
 generators, gather of metrics, metrics.jsonl, progress bar, gate and replayable micro-batches. Without gate: the same
-loop with the last two replaced by nothing. Each round takes one step of each, in random order, so that whatever else
-the machine does hits all three. What snapshots and statistics cost is timed by itself and spread over the steps
-between them.
+loop without the last two. Each round takes one step of each, in random order, so that other work on the machine slows
+all three. The cost of snapshots and statistics is timed separately and spread over the steps between them.
 """
 
 import argparse
@@ -66,7 +65,7 @@ Step = Callable[[int], float]
 
 
 class NoRecovery:
-    """A benchmark whose step trips is no benchmark."""
+    """Ends the benchmark if a step fails, since its times would mean nothing."""
 
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"{trip}")

@@ -4,8 +4,8 @@
 
 Rank-64 LoRA of CogVideoX-5B: 168 pairs of A (64, 3072) and B (3072, 64) with AdamW's two moments, 66 M fp32
 parameters in all. Each round takes two snapshots, which allocate, then a third into the first one's buffers,
-clones every tensor on its device, and goes back; so whatever else the machine does hits all of them, and the
-medians are compared. Freed memory goes back to the system before each (glibc's `malloc_trim`), so what allocates
+clones every tensor on its device, and restores; so other work on the machine slows all of them, and the medians are
+compared. Freed memory goes back to the system before each (glibc's `malloc_trim`), so what allocates
 pays for its pages. Times on CUDA run until the device is done, and for `take` also until it returns.
 """
 

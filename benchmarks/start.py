@@ -94,7 +94,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
 
 
 def write_images(folder: Path, samples: int) -> None:
-    """Each of its own bytes."""
+    """Write PNG files, no two with the same bytes."""
     draws = np.random.default_rng(0)
     for number in range(samples):
         path = folder / _CLASSES[number % len(_CLASSES)] / f"{number:06d}.png"

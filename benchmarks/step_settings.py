@@ -37,7 +37,7 @@ from dit_lora.training.step import StepResult
 _FP8 = "fp8"
 _RATE, _CLIP = 1e-4, 1.0
 TARGET = "target"
-"""Name of the noise that a step's output is compared with, beside a model's inputs."""
+"""Key of the noise that a step's output is compared with, among a model's inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Setting:
     """True where the step is that of `dit_lora.training.loop`, gate and all."""
     fp8: bool = False
     deterministic: bool = False
-    """True for `train.deterministic`: PyTorch takes deterministic algorithms alone."""
+    """True for `train.deterministic`: PyTorch uses only deterministic algorithms."""
 
     @property
     def is_compiled_stock(self) -> bool:
@@ -230,7 +230,7 @@ class _PlainSteps:
 
 
 class _NoRecovery:
-    """A benchmark whose step trips is no benchmark."""
+    """Ends the setting if a step fails, since its times would mean nothing."""
 
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"the guard tripped: {trip}")
@@ -240,7 +240,7 @@ class _NoRecovery:
 class _GuardedSteps:
     """The step of a run: `dit_lora.training.loop.train` with its gate, its norms and its record for replays.
 
-    Snapshots and statistics, which come every so many steps, are told by benchmarks/overhead.py.
+    benchmarks/overhead.py measures snapshots and statistics, which do not come in every step.
     """
 
     model: Any

@@ -1,4 +1,4 @@
-"""Faults of what is trained and of what comes out: altered elements, norms at the ends of their range, results."""
+"""Faults of trained tensors and of results: altered elements, extreme norms, outputs."""
 
 import math
 

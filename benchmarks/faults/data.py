@@ -172,7 +172,7 @@ def _change_of_kind(kind: Kind) -> Change:
 
 
 def _list(folder: Path, file: str) -> None:
-    """Add a line to metadata.jsonl with the caption beside the file, or with none, and the first line's reference."""
+    """Add a line to metadata.jsonl: the caption from the file's .txt, or a default, and the first line's reference."""
     listing, caption_file = folder / _METADATA, (folder / file).with_suffix(".txt")
     lines = listing.read_text("utf-8").splitlines(keepends=True)
     text = caption_file.read_text("utf-8") if caption_file.exists() else "a clip"

@@ -159,7 +159,7 @@ def judge_observation(
 def _named(
     expected: Expected, observation: Observation, target_clip: str, targets: FaultTargets
 ) -> tuple[str, list[str]]:
-    """The diagnosis's message, and a list of what is wrong with the diagnosis."""
+    """The diagnosis's message, and a list of its mistakes."""
     if expected.cause == "none":
         causes = [e["verdict"]["cause"] for e in observation.events if e["action"] != "report"]
         problems = [f"{causes} is named, and nothing is to be told"] if causes else []

@@ -123,7 +123,7 @@ def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tenso
 
 
 def _base(name: str, module: str | None, spoil: Spoil, *message_parts: str, step: int = 4) -> tuple[Fault, ...]:
-    """A fault of a frozen base in memory: a loop that asks for good state is ended, and a trainer goes on."""
+    """A fault of a frozen base in memory. A loop that calls `require_finite` stops; a trainer continues."""
     stopped = Expected("weights", "stop", (*message_parts, _DAMAGED), module=module, exit_code=3)
     reported = Expected("weights", "report", (*message_parts, _DAMAGED), module=module)
     return _fault(name, f"before step {step}", stopped, spoil, in_trainers=reported, change=_frozen_base)

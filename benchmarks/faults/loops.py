@@ -81,7 +81,7 @@ def in_batch(step: int, name: str, index: int, value: float, *, on_last_rank: bo
 
 
 def spoil_gradient_once(parameter: torch.Tensor, change: Change) -> None:
-    """Change a gradient after the next backward alone: a replay finds it healthy."""
+    """Change a gradient after the next backward only, so that a replay finds it healthy."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
@@ -161,7 +161,7 @@ def played(
     kind: type[ToyLoop] = ToyLoop,
     **loop_options: Any,
 ) -> Callable[[Fault, World], Observation]:
-    """Play a fault in a loop; `check` says what is not as it must be at its end."""
+    """Play a fault in a loop. `check` returns a description of the problem at its end, or None."""
 
     def play(fault: Fault, world: World) -> Observation:
         def run() -> str | None:

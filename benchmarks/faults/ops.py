@@ -28,7 +28,7 @@ _ALWAYS = When("from", 0)
 
 
 def _restless(when: When) -> Arm:
-    """Put in a fused kernel of which every other call is off, whatever it is given."""
+    """Add a fused kernel that is wrong in every other call, for all inputs."""
 
     def arm(stage: Stage) -> None:
         calls = count()

@@ -86,13 +86,13 @@ def _held_out(stage: Stage) -> None:
 
 
 def _other_conversations(fault: Fault, world: World) -> Observation:
-    """Measure a chat model on conversations of its own, here those that it trains on."""
+    """Measure a chat model on separate conversations; here they are those that it trains on."""
     override = ("validation.conversations", str(data_of(world.targets, world.clips)))
     return world.observe(fault.name, _held_out, (override,))
 
 
 def _spoil_weight(stage: Stage, value: float) -> None:
-    """Change this rank's part of the first trained weight of which it has any."""
+    """Change this rank's part of the first trained weight that it has a part of."""
     parts = map(get_local_tensor, stage.trained().values())
     write(next(part for part in parts if part.numel()), Element(value, 3))
 

@@ -1,4 +1,4 @@
-"""Faults of samples: what the cache holds, what is drawn for them, what their loss is."""
+"""Faults of samples: their cache entries, their random inputs, their losses."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Faults of what is trained: weights, moments, gradients, the learning rate, the base."""
+"""Faults of the training state: weights, moments, gradients, the learning rate, the base."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
 
 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
-    """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
+    """Change this rank's parts of gradients before the step reads them, because only FSDP2 sees whole gradients."""
 
     def norms(inner: Callable[[NormFunction | None], Tensors], by: NormFunction | None) -> Tensors:
         for tensor in parameters:
@@ -100,7 +100,7 @@ def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) 
 
 
 def _spoiled(*, neighbours: bool) -> Arm:
-    """Give the target such values that its loss is NaN, and on request whoever is beside it."""
+    """Give the target values that make its loss NaN; with `neighbours`, all samples of its micro-batch too."""
 
     def arm(stage: Stage) -> None:
         key = stage.targets.id_tensor

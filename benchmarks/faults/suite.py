@@ -115,7 +115,7 @@ def totals(results: Sequence[FaultResult]) -> dict[str, int]:
 
 
 def judge_all(faults: Sequence[Fault], targets: FaultTargets, engine: Engine = "ddp") -> Iterator[FaultResult]:
-    """Inject one fault after the other; on every rank alike, each in a run of its own."""
+    """Inject one fault after the other, each in a separate run; equal on all ranks."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

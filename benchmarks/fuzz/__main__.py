@@ -63,7 +63,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def try_input(name: str, number: int, seed: int, sample: Path, work: Path) -> Finding | None:
-    """Damage a copy of the sample in `place` as the number says, read it, and return what is wrong with that."""
+    """Damage a copy of the sample in `work`, seeded with the number, and read it. Returns the problem, or None."""
     parser = PARSERS[name]
     folder = work / "input"
     shutil.rmtree(work, ignore_errors=True)

@@ -4,7 +4,7 @@
                                   [--ranks 1|2|4] [--jobs 2] [--only 017] [--json FILE] [--describe]
 
 Each fault is one run of six steps, compared with the clean run of the same recipe. Exit code 1 if any fault fails
-a question; what failed is listed with the command that runs it alone. Ctrl-C shows what there is until then.
+a question; each failure is listed with the command that repeats only this fault. Ctrl-C prints the results so far.
 """
 
 import argparse

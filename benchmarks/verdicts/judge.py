@@ -38,7 +38,7 @@ class EndlessError(RuntimeError):
 
 @dataclass
 class Tally:
-    """What a run is watched for, beside what it writes."""
+    """Observations of a run that are not in its files."""
 
     recoveries: int = 0
     stage: Stage | None = None
@@ -84,7 +84,7 @@ class Judgement:
 
 
 def failures_of(case: Case, world: World, observation: Observation, tally: Tally) -> dict[str, str]:
-    """What is wrong, by question; collective, where a clean run is needed."""
+    """The failed questions with their answers. Collective, because a clean run may be needed."""
     records = Quarantine.load(observation.folder / "quarantine.jsonl").records
     answers = {
         "lost": _lost(case.right, records, world.target_clip),

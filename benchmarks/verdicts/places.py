@@ -1,4 +1,4 @@
-"""The places that faults are drawn for, and what is right of each."""
+"""The places that faults are drawn for, and the allowed outcomes of each."""
 
 import math
 from dataclasses import replace
@@ -201,7 +201,7 @@ def _gradient(draw: Draw) -> Case:
 
 
 def of_pass(when: When) -> Right:
-    """Draw what spoils whole passes, whatever samples are in them."""
+    """The allowed outcomes of a fault that spoils whole passes, independent of their samples."""
     if when.mode == "once":
         return _TRANSIENT
     if when.rank != ALL_RANKS:
@@ -251,7 +251,7 @@ def _before(step: int, rank: int = ALL_RANKS) -> str:
 
 
 def _of_rank(allowed: Right, rank: int) -> Right:
-    """What one rank alone holds may also be told as that rank's."""
+    """Allow the cause `rank` too, if only one rank has the fault."""
     if rank == ALL_RANKS:
         return allowed
     return right(*allowed.causes, "rank", ends=tuple({*allowed.ends, STOPPED}))

@@ -1,4 +1,4 @@
-"""Runs drawn faults, each in a process of its own, forked from one that has imported and built everything."""
+"""Runs drawn faults, each in a separate process that is forked from one that has imported and built everything."""
 
 import faulthandler
 import json
@@ -116,7 +116,7 @@ class Sweep:
         return _Job(fault, pids, log, output)
 
     def _play(self, fault: Drawn, output: Path) -> None:
-        """In a process of its own: the run with the fault, and what is to be said of it."""
+        """Run the fault in this forked process, and write its judgement to `output`."""
         began = time.monotonic()
         faulthandler.dump_traceback_later(_STACKS_AFTER, file=2)
         world = self.worlds[fault.variant]

@@ -34,7 +34,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def failures(judgements: Sequence[Judgement], command: str) -> str:
-    """Every fault that fails a question, in full, with the command that runs it alone."""
+    """Every fault that fails a question, in full, with the command that repeats only this fault."""
     parts = []
     for judgement in sorted(judgements, key=lambda judgement: judgement.name):
         if not judgement.failures:

@@ -56,7 +56,7 @@ def _fp16_scores(stage: Stage) -> None:
 
 
 def _own_autocast(stage: Stage) -> None:
-    """Open fp16 in a part of the model whatever the recipe says, as `maybe_autocast` of the original does (N15)."""
+    """Enter fp16 autocast in one module regardless of the recipe, as `maybe_autocast` of the original does (N15)."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(stage.run.setup.session.accelerator.device.type, dtype=torch.float16):
@@ -66,7 +66,7 @@ def _own_autocast(stage: Stage) -> None:
 
 
 def _half_trainables(stage: Stage) -> None:
-    """Halve the model after PEFT's attach, which is fp32 here whatever the base is (N13)."""
+    """Convert the adapter to fp16. PEFT attaches it in fp32, for every dtype of the base (N13)."""
     dtypes = {parameter.dtype for parameter in stage.trained().values()}
     if dtypes != {torch.float32}:
         raise CheckFailedError(f"attached in {dtypes}, not in fp32")

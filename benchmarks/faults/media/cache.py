@@ -79,7 +79,7 @@ def empty(entry: StoredEntry) -> None:
 
 
 def scramble(entry: StoredEntry) -> None:
-    """Overwrite the header of the entry's shard with what is no JSON."""
+    """Overwrite the header of the entry's shard with bytes that are not JSON."""
     with entry.path.open("r+b") as file:
         # After the 8 bytes of its length and the opening brace.
         file.seek(9)

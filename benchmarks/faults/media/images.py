@@ -64,7 +64,7 @@ def cut_jpeg(path: Path) -> None:
 
 
 def damaged_png(path: Path) -> None:
-    """Write a PNG of which some bytes in the middle of the pixels differ: zlib's checksum, or a code, is wrong."""
+    """Write a PNG with changed bytes in the middle of its pixels, so that zlib's checksum or a code is wrong."""
     _picture(path.stem).save(path)
     data = bytearray(path.read_bytes())
     start = data.index(b"IDAT") + 4

@@ -46,7 +46,7 @@ def _still(name: str) -> Video:
 
 
 def _near_copy(path: Path) -> None:
-    """Encode what the good clip shows anew, at a worse quality."""
+    """Encode the good clip's picture again, at a lower quality."""
     encode(path, moving("good"), options={"crf": "30"})
 
 
