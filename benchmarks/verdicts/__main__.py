@@ -40,11 +40,13 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.describe:
-        print("\n".join([described(), "", "asked of each:", *_questions()]))
+        questions = [f"  {name:10} {question}" for name, question in QUESTIONS.items()]
+        print("\n".join([described(), "", "asked of each:", *questions]))
         return 0
     ranks = (args.ranks,) if args.ranks else (1, 2)
-    chosen_places = _check_places(args.places)
-    faults = draw_faults(args.seed, args.faults, _variants(args.families), ranks, chosen_places)
+    if unknown_places := sorted(set(args.places) - {*PLACES}):
+        raise SystemExit(f"--places {', '.join(unknown_places)}: there are {', '.join(PLACES)}")
+    faults = draw_faults(args.seed, args.faults, _variants(args.families), ranks, args.places)
     chosen = [fault for fault in faults if args.only is None or _is(fault, args.only)]
     if not chosen:
         raise SystemExit(f"no fault of this sweep is called {args.only!r}")
@@ -61,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
     if message:
         print(f"\n{message}")
     if args.json:
-        write_atomically(Path(args.json), json.dumps(_record(args, judgements), indent=1) + "\n")
+        sums = {name: sum(name in judgement.failures for judgement in judgements) for name in QUESTIONS}
+        record = {"seed": args.seed, "faults": [asdict(judgement) for judgement in judgements], "wrong": sums}
+        write_atomically(Path(args.json), json.dumps(record, indent=1) + "\n")
     if interrupted:
         return _INTERRUPTED
     return 1 if message else 0
@@ -95,12 +99,6 @@ def _variants(requested_names: Sequence[str]) -> list[str]:
     return names
 
 
-def _check_places(names: Sequence[str]) -> Sequence[str]:
-    if unknown := sorted(set(names) - {*PLACES}):
-        raise SystemExit(f"--places {', '.join(unknown)}: there are {', '.join(PLACES)}")
-    return names
-
-
 def _is(fault: Drawn, name: str) -> bool:
     return name in (fault.name, f"{fault.number:03d}") or fnmatch.fnmatchcase(fault.name, name)
 
@@ -111,16 +109,6 @@ def _command(args: argparse.Namespace) -> str:
     parts += [f"--places {shlex.join(args.places)}"] if args.places else []
     parts += [f"--ranks {args.ranks}"] if args.ranks else []
     return " ".join(parts)
-
-
-def _questions() -> list[str]:
-    return [f"  {name:10} {question}" for name, question in QUESTIONS.items()]
-
-
-def _record(args: argparse.Namespace, judgements: Sequence[Judgement]) -> dict[str, object]:
-    sums = {name: sum(name in judgement.failures for judgement in judgements) for name in QUESTIONS}
-    faults = [asdict(judgement) for judgement in judgements]
-    return {"seed": args.seed, "faults": faults, "wrong": sums}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -157,7 +157,8 @@ def _certified(case: Case, world: World, observation: Observation, records: Sequ
     if not peak < _BOUND:  # not a number too
         return f"the certified adapter reaches {peak:.3g}"
     if case.right.result == "bounded":
-        return _other_output(observation.folder, _noted(observation.folder), "the run")
+        noted_output = find_target(observation.folder, None).metadata["output"]
+        return _other_output(observation.folder, noted_output, "the run")
     overrides = tuple(override for override in case.overrides if not override[0].startswith("guard."))
     reference = load_adapter(clean_run(world, overrides, records))
     return _other_adapter(observation.adapter, reference, exactly=not case.right.switches)
@@ -233,7 +234,3 @@ def _other_output(folder: Path, noted: Mapping[str, Any], source: str) -> str:
     fresh = stock.load_adapter(stock.load_model(torch.float32), target.file)
     check = compare_output(stock, fresh, noted, torch.float32, source)
     return "" if check.passed else f"the stock output is not {source}'s: {check.message[:160]}"
-
-
-def _noted(folder: Path) -> Mapping[str, Any]:
-    return find_target(folder, None).metadata["output"]

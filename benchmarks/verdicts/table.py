@@ -13,7 +13,12 @@ def table(judgements: Sequence[Judgement]) -> str:
     rows = [_row(*pair, [j for j in judgements if (j.place, j.kind) == pair]) for pair in pairs]
     rows.append(_row("all", "", judgements))
     widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    lines = [_line(row, widths) for row in [_HEAD, *rows]]
+    lines = []
+    for row in [_HEAD, *rows]:
+        # Place and kind are text, the others are counts.
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -25,12 +30,6 @@ def _row(place_name: str, kind: str, judgements: Sequence[Judgement]) -> tuple[s
         str(len(judgements)),
         *(str(count) if count else "." for count in num_failures),
     )
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    counts = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-    return "  ".join([*cells[:2], *counts]).rstrip()
 
 
 def failures(judgements: Sequence[Judgement], command: str) -> str:
