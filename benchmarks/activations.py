@@ -1,6 +1,6 @@
 """What a block keeps for its backward pass, stock and fused, at its real width.
 
-    python -m benchmarks.activations [--rank 64]
+    python -m benchmarks.activations [--rank 64] [--blocks NAME ...]
 
 Random weights in bf16, fp32 adapters on q, k, v and the output of every attention, bf16 autocast. The figure is the
 growth with the number of tokens, from two numbers of them, in units of one bf16 activation of the block's width.
@@ -273,13 +273,14 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
     return stock, units()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rank", type=int, default=64)
-    rank = parser.parse_args().rank
-    print(f"rank {rank}\n\n| block | stock | fused | ratio |\n|---|---:|---:|---:|")
-    for name, make in BLOCKS.items():
-        stock, ours = measure(make, rank)
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), metavar="NAME")
+    arguments = parser.parse_args(argv)
+    print(f"rank {arguments.rank}\n\n| block | stock | fused | ratio |\n|---|---:|---:|---:|")
+    for name in arguments.blocks:
+        stock, ours = measure(BLOCKS[name], arguments.rank)
         print(f"| {name} | {stock:.1f} | {ours:.1f} | {ours / stock:.2f} |", flush=True)
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -142,13 +142,13 @@ def hold(root: Path) -> None:
     print(f"{1e6 * (time.perf_counter() - began) / count:.0f} us a read of 4 kB")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clips", type=int, default=128)
     parser.add_argument("--entries", type=int, default=100_000, help="small ones, to hold")
     parser.add_argument("--hold", type=Path, help=argparse.SUPPRESS)  # what the child process runs
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.hold:
         hold(arguments.hold)
         return

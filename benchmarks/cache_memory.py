@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from dit_lora.config.load import parse_recipe
@@ -18,11 +19,11 @@ from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # what the child processes run
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.one:
         fill(arguments.one)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +39,37 @@ from dit_lora.families import get_family
 ROOT = Path(__file__).parents[1]
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HELD_OUT = "seven"
-PIXELS, TRAINED = 16, 1297  # digits for the DiT; the other 500 are the classifier's
+PIXELS = 16
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
+    parser.add_argument(
+        "--trained", type=int, default=1297, help="digits for the DiT; the others are the classifier's"
+    )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--lora-steps", type=int, default=300)
+    parser.add_argument("--vae-steps", type=int, default=400)
+    parser.add_argument("--inference-steps", type=int, default=50)
     parser.add_argument("--per-class", type=int, default=40)
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--replayed", type=int, default=20, help="of each old class, for the LoRA")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--forgetting", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     began, work = time.perf_counter(), args.work
     digits, classes = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
-    trained, rest_of_order = order[:TRAINED], order[TRAINED:]
+    trained, rest_of_order = order[: args.trained], order[args.trained :]
     judge = SVC(gamma=0.001).fit(digits[rest_of_order], classes[rest_of_order])
     print(f"classifier on the DiT's real digits: {judge.score(digits[trained], classes[trained]):.3f}")
 
     write_folders(work, digits[trained], classes[trained], args.replayed)
     base = work / "base"
     if not base.exists():
-        build_base(base, digits[trained])
+        build_base(base, digits[trained], args.vae_steps)
     print(f"VAE and data: {time.perf_counter() - began:.0f} s")
     if args.forgetting:
         forgetting(work, judge, args)
@@ -104,10 +110,10 @@ def enlarged(pixels: np.ndarray) -> Image.Image:
     return grey.resize((PIXELS, PIXELS), Image.Resampling.BILINEAR).convert("RGB")
 
 
-def build_base(folder: Path, digits: np.ndarray) -> None:
+def build_base(folder: Path, digits: np.ndarray, vae_steps: int) -> None:
     """Save a pipeline with a trained VAE. Only the transformer's config is used."""
     torch.manual_seed(0)
-    vae = trained_vae(digits)
+    vae = trained_vae(digits, vae_steps)
     transformer = DiTTransformer2DModel(
         num_attention_heads=4,
         attention_head_dim=32,
@@ -123,7 +129,7 @@ def build_base(folder: Path, digits: np.ndarray) -> None:
     pipeline.save_pretrained(folder)
 
 
-def trained_vae(digits: np.ndarray, steps: int = 400) -> AutoencoderKL:
+def trained_vae(digits: np.ndarray, steps: int) -> AutoencoderKL:
     """8x8 latents of one channel for 16x16 pixels, scaled to a variance of 1."""
     pictures = np.stack([np.asarray(enlarged(pixels)) for pixels in digits])
     pixels = torch.from_numpy(pictures).float().permute(0, 3, 1, 2) / 127.5 - 1
@@ -213,7 +219,7 @@ def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
     }
     del lora["optim"]["groups"]["connector"]
     lora["model"]["path"] = str(work / "ten" / "model")
-    lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": 50}
+    lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": args.inference_steps}
     for number, (name, options) in enumerate(ways.items()):
         data = {key: value for key, value in lora["data"].items() if key != "path"}
         recipe = {
@@ -260,7 +266,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
         images = pipeline(
             rows,
             guidance_scale=args.guidance,
-            num_inference_steps=50,
+            num_inference_steps=args.inference_steps,
             generator=torch.Generator().manual_seed(NAMES.index(name)),
             output_type="np",
         ).images
@@ -279,12 +285,12 @@ def report(label: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
 
 
 def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, per_class: int = 6) -> None:
-    """A row a class: real digits, samples from scratch, samples with the LoRA."""
+    """One row per class: real digits, samples from scratch, samples with the LoRA; grey where a class has no sample."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []
     for label, name in enumerate(NAMES):
         real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:per_class]]
-        columns = [real, *([*sample_set.get(name, [blank] * per_class)][:per_class] for sample_set in sets)]
+        columns = [real, *([*sample_set.get(name, []), *[blank] * per_class][:per_class] for sample_set in sets)]
         parts = [np.concatenate([*column, gap], 1) for column in columns]
         rows.append(np.concatenate(parts, 1))
     grid = Image.fromarray(np.concatenate(rows))

@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ RATE = 3e-3
 Row = dict[str, Any]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--pairs", type=int, default=320)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     model, pairs = args.work / "model", args.work / "pairs"
     pictures = write_edit_pairs(pairs, pairs=args.pairs, height=SIZE, width=SIZE)

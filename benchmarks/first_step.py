@@ -1,6 +1,7 @@
 """Time to the first step and after the last: a published script, our recipe before and after a change, check by check.
 
-    python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2]
+    python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2] [--steps 5] [--layers 12]
+                                    [--size HEIGHT WIDTH]
 
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
 `benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, one per tree. `first` finds
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STEPS = 5
 UNCHECKED = (
     "guard.preflight=false",
     "guard.parity_every=0",
@@ -34,7 +34,7 @@ UNCHECKED = (
     "validation.held_out_draws=0",
     "validation.prompts=[]",
 )
-_SIZE = {"num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
+_SIZE = {"num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,35 +52,40 @@ class Times:
     """After its last step, to its end."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="Another checkout, to run beside this one.")
     parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
     parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=5, help="of each run")
+    parser.add_argument("--layers", type=int, default=12, help="of the transformer")
+    parser.add_argument("--size", type=int, nargs=2, default=(128, 192), help="height and width of clips")
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        run(arguments.work or Path(folder), arguments.before, arguments.rounds)
+        run(arguments.work or Path(folder), arguments)
 
 
-def run(work: Path, before: Path | None, rounds: int) -> None:
+def run(work: Path, arguments: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    model, clips = make_model(work / "model"), make_clips(work / "clips")
+    model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+    before, steps = arguments.before, arguments.steps
+    common = tuple(f"data.{name}={pixels}" for name, pixels in zip(("height", "width"), arguments.size, strict=True))
     trees = {"ours": ROOT, **({"before": before.absolute()} if before else {})}
     for name, tree in trees.items():  # encodes, and brings what is read into memory
-        ours(tree, work, name, model, clips, ("train.steps=1", *UNCHECKED))
+        ours(tree, work, name, model, clips, (*common, "train.steps=1", *UNCHECKED))
     times: dict[str, list[Times]] = {}
-    for _ in range(rounds):
-        times.setdefault("bare", []).append(bare(work, model, clips))
+    for _ in range(arguments.rounds):
+        times.setdefault("bare", []).append(bare(work, model, clips, steps))
         for name, tree in trees.items():
             for path in (work / f"cache_{name}").glob("*.json"):
                 path.unlink()
             for start_kind, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
-                run_times = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
+                run_times = ours(tree, work, name, model, clips, (*common, f"train.steps={steps}", *options))
                 times.setdefault(f"{name}, {start_kind}", []).append(run_times)
-    print(table(times))
+    print(table(times, steps))
 
 
-def table(times: Mapping[str, Sequence[Times]]) -> str:
+def table(times: Mapping[str, Sequence[Times]], steps: int) -> str:
     """Rows of medians, and how far each is from the target."""
     bare = statistics.median(t.until_first_step[1] for t in times["bare"])
     step = statistics.median(t.step for t in times["bare"])
@@ -101,16 +106,16 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
         cells = (
             name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", is_met_text, f"{own_step:.2f}",
             f"{overlapping:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
-            f"{cpu + (STEPS - 1) * own_step + overlapping + cpu_after:.1f}",
+            f"{cpu + (steps - 1) * own_step + overlapping + cpu_after:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def bare(work: Path, model: Path, clips: Path) -> Times:
+def bare(work: Path, model: Path, clips: Path, steps: int) -> Times:
     folder = work / "run_bare"
     shutil.rmtree(folder, ignore_errors=True)
-    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(STEPS)]
+    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
     return timed(script, ROOT, folder)
 
 
@@ -121,8 +126,6 @@ def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: S
         f"model.path={model}",
         f"data.path={clips}",
         f"data.cache={work / f'cache_{name}'}",
-        "data.height=128",
-        "data.width=192",
         "lora.rank=16",
         "lora.alpha=16",
         f"run.dir={folder}",
@@ -184,8 +187,8 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def make_model(folder: Path) -> Path:
-    """Write the tiny CogVideoX-5B with a transformer of 12 blocks of width 384."""
+def make_model(folder: Path, layers: int) -> Path:
+    """Write the tiny CogVideoX-5B with a transformer of so many blocks of width 384."""
     if not folder.exists():
         # Late: this process only waits, and imports would take from what it measures.
         import torch
@@ -197,15 +200,15 @@ def make_model(folder: Path) -> Path:
         torch.manual_seed(0)
         config = CogVideoXTransformer3DModel.load_config(folder / "transformer")
         kind: Any = CogVideoXTransformer3DModel
-        kind.from_config({**config, **_SIZE}).save_pretrained(folder / "transformer")
+        kind.from_config({**config, **_SIZE, "num_layers": layers}).save_pretrained(folder / "transformer")
     return folder
 
 
-def make_clips(folder: Path) -> Path:
+def make_clips(folder: Path, height: int, width: int) -> Path:
     if not folder.exists():
         from dit_lora.data.synthetic.clips import write_shapes
 
-        write_shapes(folder, clips=6, frames=17, height=128, width=192, fps=8.0)
+        write_shapes(folder, clips=6, frames=17, height=height, width=width, fps=8.0)
     return folder
 
 

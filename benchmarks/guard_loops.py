@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -29,11 +29,11 @@ STEPS_IN_TURN = 20
 Step = Callable[[], None]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=[20, 200, 800])
     parser.add_argument("--rounds", type=int, default=30)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     print(
         "| loop | trained tensors | step, us | on top, us: median | mean | peer, us | ratio to the peer "
         "| memory on top, x weights |"

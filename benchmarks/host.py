@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,13 +217,13 @@ def _table(times: dict[tuple[str, str], float], columns: list[str], unit: float)
     return lines
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", action="store_true", help="ops; without this and --models, all")
     parser.add_argument("--models", nargs="*", default=None, help="of DiT, Sana, CogVideoX")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--label", default="", help="what the code is, for the table's head")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what no kernel has written may be anything
     launch_on_cpu()

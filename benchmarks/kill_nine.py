@@ -1,6 +1,6 @@
 """Kill a run at random moments, over and over: every restart continues, and the end equals the undisturbed run's.
 
-    python -m benchmarks.kill_nine [--rounds 100] [--out DIR] [--seed 0]
+    python -m benchmarks.kill_nine [--rounds 100] [--steps 240] [--out DIR] [--seed 0]
 
 A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
 starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name. A
@@ -351,12 +351,13 @@ def play(trial: Trial, rounds: int, *, progress: bool = True) -> None:
     trial.to_the_end()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=240, help="of a run on one rank; half on two")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
     with open_folder(options.out) as folder:
@@ -372,7 +373,7 @@ def main() -> None:
         ]
         script: Any = load_script()
         pairs = options.rounds // 5
-        for ranks, rounds, steps in ((1, options.rounds - pairs, 240), (2, pairs, 120)):
+        for ranks, rounds, steps in ((1, options.rounds - pairs, options.steps), (2, pairs, options.steps // 2)):
             if rounds:
                 play(Trial(script.main, args, folder, steps, chance, tally, ranks), rounds)
         result = {**vars(tally), "seed": options.seed, "seconds": round(time.monotonic() - began)}

@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -84,10 +84,10 @@ def _version(package: str) -> str:
         return "none"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = torch.device(parser.parse_args().device)
+    device = torch.device(parser.parse_args(argv).device)
     print(json.dumps(facts(device, sys.argv), indent=1))
     return 0
 

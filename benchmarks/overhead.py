@@ -258,11 +258,11 @@ def ratio(durations: Sequence[float], reference_durations: Sequence[float]) -> s
     return f"{overall:.4f} (by round {middle:.4f} +- {error:.4f})"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.rounds < WATCHED_ROUNDS:
         parser.error(f"--rounds must be at least {WATCHED_ROUNDS}; received {arguments.rounds}")
     hide_progress_bars()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +109,13 @@ def fuzz(name: str, numbers: range, seed: int, folder: Path) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="inputs for each parser")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=PARSERS, default=list(PARSERS))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     failed = False
     with tempfile.TemporaryDirectory() as root:
         for name in args.only:
