@@ -1,6 +1,6 @@
 """What a block keeps for its backward pass, stock and fused, at its real width.
 
-    python -m benchmarks.activations [--rank 64]
+    python -m benchmarks.activations [--rank 64] [--blocks NAME ...]
 
 Random weights in bf16, fp32 adapters on q, k, v and the output of every attention, bf16 autocast. The figure is the
 growth with the number of tokens, from two numbers of them, in units of one bf16 activation of the block's width.
@@ -69,31 +69,31 @@ def cogvideox() -> tuple[nn.Module, Arguments]:
         attention_bias=True,
     )
 
-    def given(frames: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(frames: int) -> tuple[Sequence[Any], int]:
         rotary = get_3d_rotary_pos_embed(64, ((0, 0), (16, 16)), (16, 16), temporal_size=frames)
         video, text = noise(1, frames * 256, 3072), noise(1, 26, 3072)
         return (video, text, noise(1, 512), rotary), video.numel()
 
-    return block, given
+    return block, make_inputs
 
 
 def sana() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         text, mask = noise(images, 30, 2240), torch.zeros(images, 1, 30).bfloat16()
         x = noise(images, 256, 2240)
         return (x, None, text, mask, noise(images, 6 * 2240), 16, 16), x.numel()
 
-    return SanaTransformerBlock(), given
+    return SanaTransformerBlock(), make_inputs
 
 
 def sana_video() -> tuple[nn.Module, Arguments]:
-    def given(frames: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(frames: int) -> tuple[Sequence[Any], int]:
         text, mask = noise(1, 30, 2240), torch.zeros(1, 1, 30).bfloat16()
         rotary = WanRotaryPosEmbed(112, (1, 1, 1), 1024)(torch.zeros(1, 4, frames, 16, 16))
         x, time = noise(1, frames * 256, 2240), noise(1, 1, 6 * 2240)
         return (x, None, text, mask, time, frames, 16, 16, rotary), x.numel()
 
-    return SanaVideoTransformerBlock(), given
+    return SanaVideoTransformerBlock(), make_inputs
 
 
 def dit() -> tuple[nn.Module, Arguments]:
@@ -108,67 +108,67 @@ def dit() -> tuple[nn.Module, Arguments]:
         norm_type="ada_norm_zero",
     )
 
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, numbers = noise(images, 256, 1152), torch.arange(images)
         return (x, None, None, None, numbers, None, numbers), x.numel()
 
-    return block, given
+    return block, make_inputs
 
 
 def wan() -> tuple[nn.Module, Arguments]:
     block = WanTransformerBlock(1536, 8960, 12, "rms_norm_across_heads", cross_attn_norm=True)
 
-    def given(frames: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(frames: int) -> tuple[Sequence[Any], int]:
         text, time = noise(1, 32, 1536), noise(1, 6, 1536, dtype=torch.float32)
         angles = torch.randn(1, frames * 256, 1, 64).repeat_interleave(2, -1)
         x = noise(1, frames * 256, 1536)
         return (x, text, time, (angles.cos(), angles.sin())), x.numel()
 
-    return block, given
+    return block, make_inputs
 
 
 def flux2_double() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, text = noise(images, 256, 4096), noise(images, 512, 4096)
         angles = torch.randn(768, 64).repeat_interleave(2, -1)
         modulations = [noise(images, 6 * 4096) for _ in "it"]
         return (x, text, *modulations, (angles.cos(), angles.sin())), x.numel() + text.numel()
 
-    return Flux2TransformerBlock(4096, 32, 128), given
+    return Flux2TransformerBlock(4096, 32, 128), make_inputs
 
 
 def flux2_single() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, angles = noise(images, 768, 4096), torch.randn(768, 64).repeat_interleave(2, -1)
         return (x, None, noise(images, 3 * 4096), (angles.cos(), angles.sin())), x.numel()
 
-    return Flux2SingleTransformerBlock(4096, 32, 128), given
+    return Flux2SingleTransformerBlock(4096, 32, 128), make_inputs
 
 
 def qwen_image() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, text = noise(images, 256, 3072), noise(images, 26, 3072)
         angles = [torch.polar(torch.ones(n, 64), torch.randn(n, 64)) for n in (256, 26)]
         return (x, text, None, noise(images, 3072), angles), x.numel() + text.numel()
 
-    return QwenImageTransformerBlock(3072, 24, 128), given
+    return QwenImageTransformerBlock(3072, 24, 128), make_inputs
 
 
 def krea2() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, angles = noise(images, 768, 6144), torch.randn(768, 64).repeat_interleave(2, -1)
         return (x, noise(images, 1, 6 * 6144), (angles.cos(), angles.sin())), x.numel()
 
-    return Krea2TransformerBlock(6144, 16384, 48, 12, 1e-5), given
+    return Krea2TransformerBlock(6144, 16384, 48, 12, 1e-5), make_inputs
 
 
 def z_image() -> tuple[nn.Module, Arguments]:
-    def given(images: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(images: int) -> tuple[Sequence[Any], int]:
         x, angles = noise(images, 256, 3840), torch.randn(1, 256, 64)
         rotations = torch.polar(torch.ones_like(angles), angles)
         return (x, None, rotations, noise(images, 256)), x.numel()
 
-    return ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, qk_norm=True), given
+    return ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, qk_norm=True), make_inputs
 
 
 def ltx2() -> tuple[nn.Module, Arguments]:
@@ -188,7 +188,7 @@ def ltx2() -> tuple[nn.Module, Arguments]:
         angles = torch.randn(1, 32, tokens, half)
         return angles.cos(), angles.sin()
 
-    def given(frames: int) -> tuple[Sequence[Any], int]:
+    def make_inputs(frames: int) -> tuple[Sequence[Any], int]:
         x = noise(1, frames * 256, 4096)
         text = [noise(1, 26, width) for width in widths]
         rows = [noise(1, 1, count * width) for count in (9, 4, 1, 2) for width in widths]
@@ -196,7 +196,7 @@ def ltx2() -> tuple[nn.Module, Arguments]:
         masks_and_use = [None] * 6 + [False, False]
         return (x, noise(1, 1, 2048), *text, *rows, *rotations, *masks_and_use), x.numel()
 
-    return block, given
+    return block, make_inputs
 
 
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
@@ -214,9 +214,9 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
 }
 
 
-def kept(run: Callable[[], Any], besides: Sequence[torch.Tensor]) -> int:
+def count_saved_bytes(run: Callable[[], Any], excluded: Sequence[torch.Tensor]) -> int:
     """Bytes that autograd keeps after `run()`, each storage once."""
-    other_storages = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    other_storages = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     storage_bytes: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,8 +263,8 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
             inputs[0].requires_grad_()
             tables = [t for t in tree_leaves(inputs[1:]) if isinstance(t, torch.Tensor)]
             with torch.autocast("cpu", torch.bfloat16):
-                bytes_kept = kept(partial(block, *inputs), [*model.parameters(), *tables])
-            sizes.append((bytes_kept, elements))
+                saved_bytes = count_saved_bytes(partial(block, *inputs), [*model.parameters(), *tables])
+            sizes.append((saved_bytes, elements))
         (few_units, small), (many_units, large) = sizes
         return (many_units - few_units) / (2 * (large - small))
 
@@ -273,13 +273,14 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
     return stock, units()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rank", type=int, default=64)
-    rank = parser.parse_args().rank
-    print(f"rank {rank}\n\n| block | stock | fused | ratio |\n|---|---:|---:|---:|")
-    for name, make in BLOCKS.items():
-        stock, ours = measure(make, rank)
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), metavar="NAME")
+    arguments = parser.parse_args(argv)
+    print(f"rank {arguments.rank}\n\n| block | stock | fused | ratio |\n|---|---:|---:|---:|")
+    for name in arguments.blocks:
+        stock, ours = measure(BLOCKS[name], arguments.rank)
         print(f"| {name} | {stock:.1f} | {ours:.1f} | {ours / stock:.2f} |", flush=True)
 
 

@@ -1,6 +1,6 @@
 """How long the audit takes on clips of ten seconds, and how much of that is plain decoding.
 
-    python -m benchmarks.audit [--clips 1000] [--workers N]
+    python -m benchmarks.audit [--clips 1000] [--workers N] [--seconds 10]
 
 Clips of 854x480 at 24 or 30 fps, H.264 at 1 to 3 Mbit/s, of moving textures, a moving patch and sensor noise: five
 contents, each stored many times as hard links, which the audit reads and decodes one by one. Plain decoding is PyAV's:
@@ -23,7 +23,7 @@ import av
 import numpy as np
 from tqdm import tqdm
 
-HEIGHT, WIDTH, SECONDS = 480, 854, 10
+HEIGHT, WIDTH = 480, 854
 CONTENTS = ((24, 1000), (30, 1500), (24, 2000), (30, 2500), (24, 3000))
 """Frames a second and kbit/s."""
 TARGET = 600.0
@@ -42,7 +42,7 @@ def texture(random: np.random.Generator, height: int, width: int, decay: float) 
     return np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)
 
 
-def write_clip(path: Path, fps: int, kbits: int, seed: int) -> None:
+def write_clip(path: Path, fps: int, kbits: int, seconds: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     scene = texture(random, 2 * HEIGHT, 2 * WIDTH, 1.6)
     patch = texture(random, 200, 200, 1.2)
@@ -50,7 +50,7 @@ def write_clip(path: Path, fps: int, kbits: int, seed: int) -> None:
         stream = container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
         stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
         stream.bit_rate = 1000 * kbits
-        for number in range(fps * SECONDS):
+        for number in range(fps * seconds):
             t = number / fps
             y, x = int(240 + 160 * np.sin(0.7 * t)), int(427 + 280 * np.cos(0.5 * t))
             picture = scene[y : y + HEIGHT, x : x + WIDTH].astype(np.int16)
@@ -62,11 +62,11 @@ def write_clip(path: Path, fps: int, kbits: int, seed: int) -> None:
         container.mux(stream.encode())
 
 
-def write_clips(folder: Path, count: int) -> list[Path]:
+def write_clips(folder: Path, count: int, seconds: int) -> list[Path]:
     contents = []
     for number, (fps, kbits) in enumerate(tqdm(CONTENTS, desc="writing", unit="content")):
         contents.append(folder / f"content_{number}.mp4")
-        write_clip(contents[-1], fps, kbits, number)
+        write_clip(contents[-1], fps, kbits, seconds, number)
     clips = [folder / f"{number:05d}.mp4" for number in range(count)]
     for number, clip in enumerate(clips):
         os.link(contents[number % len(contents)], clip)
@@ -107,32 +107,35 @@ def plain(clips: Sequence[Path], workers: int) -> Spent:
     return usage
 
 
-def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
-    """And the number of rejected clips, which should be none."""
+def audited(clips: Sequence[Path], workers: int, seconds: int) -> tuple[Spent, int]:
+    """The audit's time, and the number of rejected clips, which should be 0."""
     from dit_lora.config.data import DataConfig
     from dit_lora.data.audit.runner import audit_media
     from dit_lora.data.media.media import MediaFile
     from dit_lora.data.sources.clips import Clip
 
     samples = [Clip(path.name, MediaFile(path), "") for path in clips]
-    data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)
+    # 49 frames at 8 fps, or as many (4k + 1) as shorter clips have.
+    frames = min(49, 8 * seconds - 3)
+    data = DataConfig(path="clips", frames=frames, height=HEIGHT, width=720, fps=8)
     with measured() as usage:
         samples_audited = audit_media(samples, data, workers=workers, show_progress=True)
     return usage, sum(sample.verdict == "reject" for sample in samples_audited)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--clips", type=int, default=40)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    args = parser.parse_args()
+    parser.add_argument("--seconds", type=int, default=10, help="length of each clip")
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        clips = write_clips(Path(folder), args.clips)
+        clips = write_clips(Path(folder), args.clips, args.seconds)
         mebibytes = sum(clip.stat().st_size for clip in clips) / 2**20
-        audit, rejected = audited(clips, args.workers)
+        audit, rejected = audited(clips, args.workers, args.seconds)
         decoding = plain(clips, args.workers)
     count, kilo = args.clips, 1000 / args.clips
-    print(f"{count} clips of {SECONDS} s, {mebibytes:.0f} MiB, {args.workers} processes")
+    print(f"{count} clips of {args.seconds} s, {mebibytes:.0f} MiB, {args.workers} processes")
     for name, usage in (("audit", audit), ("plain decoding", decoding)):
         print(
             f"{name}: {usage.clock:.1f} s, {count / usage.clock:.2f} clips a second, "

@@ -10,6 +10,7 @@ is checked, sampled or kept. One line in OUT/metrics.jsonl a step.
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ FRAMES, BATCH, RANK = 9, 2, 16
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
 
 
-def main(model: Path, clips: Path, out: Path, steps: int) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    model, clips, run_dir, steps = sys.argv[1:] if argv is None else argv
+    train(Path(model), Path(clips), Path(run_dir), int(steps))
+
+
+def train(model: Path, clips: Path, run_dir: Path, steps: int) -> None:
     accelerator = Accelerator()
     set_seed(42)
     tokenizer = AutoTokenizer.from_pretrained(model, subfolder="tokenizer")
@@ -55,7 +61,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
     loader: Any = DataLoader(samples, batch_size=BATCH, shuffle=True, drop_last=True)
     schedule = get_scheduler("constant", optimizer)
     transformer, optimizer, loader, schedule = accelerator.prepare(transformer, optimizer, loader, schedule)
-    out.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     step = 0
     while step < steps:
         for latents, captions in loader:
@@ -68,7 +74,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
             optimizer.zero_grad()
             step += 1
             line = {"step": step, "loss": loss.item(), "seconds": time.perf_counter() - began}
-            with (out / "metrics.jsonl").open("a") as file:
+            with (run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             if step == steps:
                 break
@@ -120,4 +126,4 @@ def step_loss(transformer: Any, scheduler: Any, latents: torch.Tensor, captions:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -94,7 +94,7 @@ def seconds(read: Callable[[str], None], key: str) -> float:
     return time.perf_counter() - began
 
 
-def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) -> str:
+def measure(label: str, root: Path, keys: list[str], nbytes: int, rounds: int) -> str:
     """A row: GB/s by the median read, and ratios by the medians of each round."""
     kinds = {
         "mapped": mapped(root),
@@ -111,7 +111,7 @@ def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) ->
                 durations[name].append(seconds(kinds[name], orders[name][number]))
         for name in kinds if turn > 1 else ():  # the first two warm up
             medians[name].append(statistics.median(durations[name]))
-    cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
+    cells = [label, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
     cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.3g}" for name in kinds]
     for name in ("ours", "cloned"):
         ratios = [m / o for m, o in zip(medians["mapped"], medians[name], strict=True)]
@@ -142,13 +142,13 @@ def hold(root: Path) -> None:
     print(f"{1e6 * (time.perf_counter() - began) / count:.0f} us a read of 4 kB")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clips", type=int, default=128)
     parser.add_argument("--entries", type=int, default=100_000, help="small ones, to hold")
     parser.add_argument("--hold", type=Path, help=argparse.SUPPRESS)  # what the child process runs
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.hold:
         hold(arguments.hold)
         return

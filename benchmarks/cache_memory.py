@@ -2,8 +2,8 @@
 
     python -m benchmarks.cache_memory [--clips 8 64 256]
 
-Each count runs in a process of its own on new clips of 17 frames, 64x96, with a tiny checkpoint. A second table
-column gives the growth over the first row a clip; one clip's decoded pixels are 0.3 MiB.
+Each count runs in a separate process on new clips of 17 frames, 64x96, with a tiny checkpoint. The last column is the
+growth per clip over the first row. One clip's decoded pixels are 0.3 MiB.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from dit_lora.config.load import parse_recipe
@@ -18,11 +19,11 @@ from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # what the child processes run
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.one:
         fill(arguments.one)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)

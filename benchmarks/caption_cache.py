@@ -2,7 +2,7 @@
 
 Fewer than a thousand are written in smaller parts, which take less memory.
 
-    python -m benchmarks.caption_cache WORK [--captions 1000 1500]
+    python -m benchmarks.caption_cache WORK [--captions 1000 1500] [--models NAME ...]
 
 Each row is a process that fills a cache with the code of a run. An encoder of random values stands in for
 the text encoder; shapes and dtypes are the checkpoint's own. 1,500 captions of Krea 2 take 44 GiB of disk.
@@ -13,7 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,12 +35,13 @@ MODELS = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--captions", type=int, nargs="+", default=[1000, 1500])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--one", help=argparse.SUPPRESS)  # what the child processes run
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.one:
         count = arguments.captions[0]
         size = filled(arguments.work, arguments.one, count)
@@ -48,7 +49,7 @@ def main() -> None:
         print(f"| {arguments.one} | {count} | {size / 2**20 / count:.2f} | {peak:.0f} |")
         return
     print("| model | captions | MiB a caption on disk | peak MiB of memory |\n|---|---:|---:|---:|")
-    for name in MODELS:
+    for name in arguments.models:
         for count in arguments.captions:
             work = arguments.work / name
             command = [sys.executable, "-m", "benchmarks.caption_cache", str(work)]

@@ -1,12 +1,12 @@
-"""That a DiT learns: real digits from scratch, then a class that it never saw by a LoRA and one new row.
+"""Check that a DiT learns: real digits from scratch, then an unseen class with a LoRA and one new class row.
 
-    pip install scikit-learn                # for this benchmark alone
+    pip install scikit-learn                # only this benchmark needs it
     python -m benchmarks.digits WORK [--steps 1200] [--lora-steps 300]
     python -m benchmarks.digits WORK --forgetting   # what a LoRA of the new digit takes from the others; remedies
 
-scikit-learn's 8x8 digits, enlarged to 16x16, in one folder a class. A small VAE is trained here; the rest is the
-recipe script in processes of its own: `train.mode: full` without one digit, then `lora` on that digit and a few
-of each other one. A classifier that was trained on other real digits says what the samples show.
+scikit-learn's 8x8 digits, enlarged to 16x16, in one folder per class. A small VAE is trained here. The recipe script
+runs in separate processes: `train.mode: full` without one digit, then `lora` on that digit and a few of each other
+one. A classifier that was trained on other real digits labels the samples.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +39,37 @@ from dit_lora.families import get_family
 ROOT = Path(__file__).parents[1]
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HELD_OUT = "seven"
-PIXELS, TRAINED = 16, 1297  # digits for the DiT; the other 500 are the classifier's
+PIXELS = 16
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
+    parser.add_argument(
+        "--trained", type=int, default=1297, help="digits for the DiT; the others are the classifier's"
+    )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--lora-steps", type=int, default=300)
+    parser.add_argument("--vae-steps", type=int, default=400)
+    parser.add_argument("--inference-steps", type=int, default=50)
     parser.add_argument("--per-class", type=int, default=40)
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--replayed", type=int, default=20, help="of each old class, for the LoRA")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--forgetting", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     began, work = time.perf_counter(), args.work
     digits, classes = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
-    trained, rest_of_order = order[:TRAINED], order[TRAINED:]
+    trained, rest_of_order = order[: args.trained], order[args.trained :]
     judge = SVC(gamma=0.001).fit(digits[rest_of_order], classes[rest_of_order])
     print(f"classifier on the DiT's real digits: {judge.score(digits[trained], classes[trained]):.3f}")
 
     write_folders(work, digits[trained], classes[trained], args.replayed)
     base = work / "base"
     if not base.exists():
-        build_base(base, digits[trained])
+        build_base(base, digits[trained], args.vae_steps)
     print(f"VAE and data: {time.perf_counter() - began:.0f} s")
     if args.forgetting:
         forgetting(work, judge, args)
@@ -104,10 +110,10 @@ def enlarged(pixels: np.ndarray) -> Image.Image:
     return grey.resize((PIXELS, PIXELS), Image.Resampling.BILINEAR).convert("RGB")
 
 
-def build_base(out: Path, digits: np.ndarray) -> None:
-    """A pipeline with a trained VAE and a transformer of which only the config is used."""
+def build_base(folder: Path, digits: np.ndarray, vae_steps: int) -> None:
+    """Save a pipeline with a trained VAE. Only the transformer's config is used."""
     torch.manual_seed(0)
-    vae = trained_vae(digits)
+    vae = trained_vae(digits, vae_steps)
     transformer = DiTTransformer2DModel(
         num_attention_heads=4,
         attention_head_dim=32,
@@ -120,10 +126,10 @@ def build_base(out: Path, digits: np.ndarray) -> None:
     )
     scheduler = DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False)
     pipeline: Any = StockPipeline(transformer=transformer, vae=vae, scheduler=scheduler)
-    pipeline.save_pretrained(out)
+    pipeline.save_pretrained(folder)
 
 
-def trained_vae(digits: np.ndarray, steps: int = 400) -> AutoencoderKL:
+def trained_vae(digits: np.ndarray, steps: int) -> AutoencoderKL:
     """8x8 latents of one channel for 16x16 pixels, scaled to a variance of 1."""
     pictures = np.stack([np.asarray(enlarged(pixels)) for pixels in digits])
     pixels = torch.from_numpy(pictures).float().permute(0, 3, 1, 2) / 127.5 - 1
@@ -190,7 +196,7 @@ def recipes(work: Path, steps: int, lora_steps: int) -> tuple[dict[str, Any], di
 
 
 def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
-    """Train nine digits with a row for the tenth that is never used, then LoRAs of the tenth alone, three ways."""
+    """Train nine digits, with an unused class row for the tenth; then three LoRAs on the tenth, one per method."""
     scratch, lora = recipes(work, args.steps, args.lora_steps)
     for recipe in (scratch, lora):
         recipe["data"]["classes"] = list(NAMES)
@@ -213,7 +219,7 @@ def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
     }
     del lora["optim"]["groups"]["connector"]
     lora["model"]["path"] = str(work / "ten" / "model")
-    lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": 50}
+    lora["validation"] |= {"guidance_scale": args.guidance, "inference_steps": args.inference_steps}
     for number, (name, options) in enumerate(ways.items()):
         data = {key: value for key, value in lora["data"].items() if key != "path"}
         recipe = {
@@ -260,7 +266,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
         images = pipeline(
             rows,
             guidance_scale=args.guidance,
-            num_inference_steps=50,
+            num_inference_steps=args.inference_steps,
             generator=torch.Generator().manual_seed(NAMES.index(name)),
             output_type="np",
         ).images
@@ -268,23 +274,23 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     return samples
 
 
-def report(what: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
+def report(label: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
     """The share of each class's pictures that the classifier takes for it."""
     rates = {}
     for name, images in pictures.items():
         small = images.reshape(len(images), 8, 2, 8, 2).mean((2, 4)) / 255 * 16
         rates[name] = float((judge.predict(small.reshape(-1, 64)) == NAMES.index(name)).mean())
     line = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
-    print(f"{what}: {line}; mean {np.mean(list(rates.values())):.3f}", flush=True)
+    print(f"{label}: {line}; mean {np.mean(list(rates.values())):.3f}", flush=True)
 
 
-def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, each: int = 6) -> None:
-    """A row a class: real digits, samples from scratch, samples with the LoRA."""
+def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, per_class: int = 6) -> None:
+    """One row per class: real digits, samples from scratch, samples with the LoRA; grey where a class has no sample."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []
     for label, name in enumerate(NAMES):
-        real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:each]]
-        columns = [real, *([*sample_set.get(name, [blank] * each)][:each] for sample_set in sets)]
+        real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:per_class]]
+        columns = [real, *([*sample_set.get(name, []), *[blank] * per_class][:per_class] for sample_set in sets)]
         parts = [np.concatenate([*column, gap], 1) for column in columns]
         rows.append(np.concatenate(parts, 1))
     grid = Image.fromarray(np.concatenate(rows))

@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ RATE = 3e-3
 Row = dict[str, Any]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--pairs", type=int, default=320)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     model, pairs = args.work / "model", args.work / "pairs"
     pictures = write_edit_pairs(pairs, pairs=args.pairs, height=SIZE, width=SIZE)
@@ -66,7 +66,7 @@ def shuffled(rows: list[Row], column: str) -> list[Row]:
 
 
 def fit_statistics(model: Path, pictures: list[Path]) -> None:
-    """Give the random autoencoder the means and variances of its own latents, as a trained one has them."""
+    """Set the random autoencoder's latent statistics to those of its latents, as in a trained one."""
     vae: Any = AutoencoderKLFlux2.from_pretrained(model, subfolder="vae")
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))) for path in pictures])
     with torch.no_grad():

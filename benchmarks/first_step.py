@@ -1,14 +1,15 @@
 """Time to the first step and after the last: a published script, our recipe before and after a change, check by check.
 
-    python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2]
+    python -m benchmarks.first_step [--before FOLDER] [--work FOLDER] [--rounds 2] [--steps 5] [--layers 12]
+                                    [--size HEIGHT WIDTH]
 
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
-`benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, each tree its own; `again`
-is a second start, that finds there what the first has remembered, `first` finds the encoded clips alone, and
-`unchecked` has preflight, eval loss, statistics and samples off. `beside` is the work between the first and the
-second step: eval loss and samples of the base. The last comparison of kernels counts with what comes after.
-`--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and medians
-are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
+`benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, one per tree. `first` finds
+only the encoded clips there, `again` is a second start that also finds the results of the first one's checks, and
+`unchecked` has preflight, held-out loss, statistics and samples off. The column `beside` is the work between the
+first and the second step: held-out loss and samples of the base. The last comparison of kernels counts as after the
+last step. `--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and
+medians are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STEPS = 5
 UNCHECKED = (
     "guard.preflight=false",
     "guard.parity_every=0",
@@ -34,7 +34,7 @@ UNCHECKED = (
     "validation.eval_draws=0",
     "validation.prompts=[]",
 )
-_SIZE = {"num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
+_SIZE = {"num_attention_heads": 6, "attention_head_dim": 64, "time_embed_dim": 64}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -42,47 +42,52 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Times:
     """Seconds of one run, by the clock and of its process."""
 
-    first: tuple[float, float]
+    until_first_step: tuple[float, float]
     """Until its first step was taken."""
     step: float
     """Of its process for a step after the first, of those in between the mean."""
-    beside: float
-    """CPU seconds for the base's eval loss and samples, where they follow the first step."""
+    overlap: float
+    """CPU seconds for the base's held-out loss and samples, where they follow the first step."""
     after: tuple[float, float]
     """After its last step, to its end."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="Another checkout, to run beside this one.")
     parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
     parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=5, help="of each run")
+    parser.add_argument("--layers", type=int, default=12, help="of the transformer")
+    parser.add_argument("--size", type=int, nargs=2, default=(128, 192), help="height and width of clips")
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        run(arguments.work or Path(folder), arguments.before, arguments.rounds)
+        run(arguments.work or Path(folder), arguments)
 
 
-def run(work: Path, before: Path | None, rounds: int) -> None:
+def run(work: Path, arguments: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    model, clips = make_model(work / "model"), make_clips(work / "clips")
+    model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+    before, steps = arguments.before, arguments.steps
+    common = tuple(f"data.{name}={pixels}" for name, pixels in zip(("height", "width"), arguments.size, strict=True))
     trees = {"ours": ROOT, **({"before": before.absolute()} if before else {})}
     for name, tree in trees.items():  # encodes, and brings what is read into memory
-        ours(tree, work, name, model, clips, ("train.steps=1", *UNCHECKED))
+        ours(tree, work, name, model, clips, (*common, "train.steps=1", *UNCHECKED))
     times: dict[str, list[Times]] = {}
-    for _ in range(rounds):
-        times.setdefault("bare", []).append(bare(work, model, clips))
+    for _ in range(arguments.rounds):
+        times.setdefault("bare", []).append(bare(work, model, clips, steps))
         for name, tree in trees.items():
             for path in (work / f"cache_{name}").glob("*.json"):
                 path.unlink()
             for start_kind, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
-                run_times = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
+                run_times = ours(tree, work, name, model, clips, (*common, f"train.steps={steps}", *options))
                 times.setdefault(f"{name}, {start_kind}", []).append(run_times)
-    print(table(times))
+    print(table(times, steps))
 
 
-def table(times: Mapping[str, Sequence[Times]]) -> str:
+def table(times: Mapping[str, Sequence[Times]], steps: int) -> str:
     """Rows of medians, and how far each is from the target."""
-    bare = statistics.median(t.first[1] for t in times["bare"])
+    bare = statistics.median(t.until_first_step[1] for t in times["bare"])
     step = statistics.median(t.step for t in times["bare"])
     lines = [
         "| run | first step, s | CPU s | CPU over bare | within 1.3 x bare + 3 steps | a step, CPU s "
@@ -93,7 +98,7 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
     for name, run_times in times.items():
         values = [
             statistics.median(column)
-            for column in zip(*((*t.first, t.step, t.beside, *t.after) for t in run_times), strict=True)
+            for column in zip(*((*t.until_first_step, t.step, t.overlap, *t.after) for t in run_times), strict=True)
         ]
         first_step, cpu, own_step, overlapping, after, cpu_after = values
         target = 1.3 * bare + 3 * step
@@ -101,16 +106,16 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
         cells = (
             name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", is_met_text, f"{own_step:.2f}",
             f"{overlapping:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
-            f"{cpu + (STEPS - 1) * own_step + overlapping + cpu_after:.1f}",
+            f"{cpu + (steps - 1) * own_step + overlapping + cpu_after:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def bare(work: Path, model: Path, clips: Path) -> Times:
+def bare(work: Path, model: Path, clips: Path, steps: int) -> Times:
     folder = work / "run_bare"
     shutil.rmtree(folder, ignore_errors=True)
-    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(STEPS)]
+    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
     return timed(script, ROOT, folder)
 
 
@@ -121,8 +126,6 @@ def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: S
         f"model.path={model}",
         f"data.path={clips}",
         f"data.cache={work / f'cache_{name}'}",
-        "data.height=128",
-        "data.width=192",
         "lora.rank=16",
         "lora.alpha=16",
         f"run.dir={folder}",
@@ -131,7 +134,7 @@ def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: S
     return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, folder)
 
 
-def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
+def timed(arguments: Sequence[str], tree: Path, run_dir: Path) -> Times:
     """Run it to its end, and look at the clocks whenever it writes a step."""
     path = os.pathsep.join([str(tree), str(tree / "kernels")])
     began = time.perf_counter()
@@ -140,27 +143,27 @@ def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
-        stderr=(out.parent / f"{out.name}.log").open("w"),
+        stderr=(run_dir.parent / f"{run_dir.name}.log").open("w"),
     )
     step_clocks: list[tuple[float, float]] = []
     clocks = (0.0, 0.0)
     while process.poll() is None:
         time.sleep(0.02)
         clocks = time.perf_counter() - began, _cpu_seconds(process.pid) or clocks[1]
-        step_clocks += [clocks] * (_steps(out) - len(step_clocks))
+        step_clocks += [clocks] * (_steps(run_dir) - len(step_clocks))
     if process.returncode != 0:
-        raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {out}.log")
+        raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {run_dir}.log")
     wall = time.perf_counter() - began
     after = wall - step_clocks[-1][0], clocks[1] - step_clocks[-1][1]
-    overlapping = _beside_steps(out)
+    overlapping = _overlap_seconds(run_dir)
     step = (step_clocks[-1][1] - step_clocks[0][1] - overlapping) / max(1, len(step_clocks) - 1)
     return Times(step_clocks[0], step, overlapping, after)
 
 
-def _beside_steps(out: Path) -> float:
-    """CPU seconds of eval losses and samples between a run's first step and its last line of metrics."""
+def _overlap_seconds(run_dir: Path) -> float:
+    """CPU seconds of held-out losses and samples between a run's first step and its last line of metrics."""
     try:
-        phases = json.loads((out / "phases.json").read_text())["phases"]
+        phases = json.loads((run_dir / "phases.json").read_text())["phases"]
     except OSError:
         return 0.0
     # Saving and the last comparison come after that line.
@@ -168,10 +171,10 @@ def _beside_steps(out: Path) -> float:
     return sum(p["cpu_seconds"] for p in phases if p["stage"] == "training" and p["name"] in between)
 
 
-def _steps(out: Path) -> int:
+def _steps(run_dir: Path) -> int:
     """Count the steps that a run has written."""
     try:
-        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     except OSError:
         return 0
 
@@ -184,8 +187,8 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def make_model(folder: Path) -> Path:
-    """Write the tiny CogVideoX-5B with a transformer of 12 blocks of width 384."""
+def make_model(folder: Path, layers: int) -> Path:
+    """Write the tiny CogVideoX-5B with a transformer of so many blocks of width 384."""
     if not folder.exists():
         # Late: this process only waits, and imports would take from what it measures.
         import torch
@@ -197,15 +200,15 @@ def make_model(folder: Path) -> Path:
         torch.manual_seed(0)
         config = CogVideoXTransformer3DModel.load_config(folder / "transformer")
         kind: Any = CogVideoXTransformer3DModel
-        kind.from_config({**config, **_SIZE}).save_pretrained(folder / "transformer")
+        kind.from_config({**config, **_SIZE, "num_layers": layers}).save_pretrained(folder / "transformer")
     return folder
 
 
-def make_clips(folder: Path) -> Path:
+def make_clips(folder: Path, height: int, width: int) -> Path:
     if not folder.exists():
         from dit_lora.data.synthetic.clips import write_shapes
 
-        write_shapes(folder, clips=6, frames=17, height=128, width=192, fps=8.0)
+        write_shapes(folder, clips=6, frames=17, height=height, width=width, fps=8.0)
     return folder
 
 

@@ -60,8 +60,8 @@ def ended(pids: Sequence[int]) -> dict[int, int]:
     return {pid: os.waitstatus_to_exitcode(status) for pid, ended_pid, status in results if ended_pid}
 
 
-def wait(pids: Sequence[int], known: dict[int, int] | None = None) -> list[int]:
-    codes = dict(known or {})
+def wait(pids: Sequence[int], known_codes: dict[int, int] | None = None) -> list[int]:
+    codes = dict(known_codes or {})
     for pid in pids:
         if pid not in codes:
             codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

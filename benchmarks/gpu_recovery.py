@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_recovery [--device cuda|cpu] [--steps 120] [--work FOLDER]
 
-Each run is `recipes/lora.py` in a process of its own. A sample's latents become NaN on the device from the fourth step
-on: the guard has to name and quarantine it, and the run to end with a finite adapter. Then a run is ended by `kill -9`
-in its middle and resumed: its losses must be those of a run that was left alone, to the bit on a CPU and, where sums
-have no fixed order, nearly so on a GPU, which is said. Exit code 1, and what was wrong, if anything was.
+Each run is `recipes/lora.py` in a separate process. A sample's latents become NaN on the device from the fourth step
+on: the guard has to name and quarantine it, and the run has to end with a finite adapter. Then a run is ended with
+`kill -9` half way and resumed: its losses must equal those of an uninterrupted run. On a CPU they must be bitwise
+equal; on a GPU, where sums have no fixed order, the printed relative difference may be up to 1e-3. Problems are
+listed, and the exit code is then 1.
 """
 
 import argparse
@@ -210,7 +211,7 @@ def _poison() -> None:
 
 
 def _as_run(kind: str, arguments: list[str]) -> None:
-    """Be `recipes/lora.py`, in a process of its own."""
+    """Run `recipes/lora.py` in this process, which was started for it."""
     if kind == "poisoned":
         _poison()
     with reported_errors():

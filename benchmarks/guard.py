@@ -1,9 +1,10 @@
 """What the guard costs: a healthy step of a stock loop with and without it, and the diagnosis of one event.
 
-    python -m benchmarks.guard [--pairs 50] [--batch 3]
+    python -m benchmarks.guard [--pairs 50] [--batch 3] [--faults NAME ...]
 
 Healthy: two equal models train side by side in plain accelerate loops (non-fused AdamW, as stock scripts have),
-one of them guarded, alternating step by step. Diagnosis: the seconds that events of the fault suite took.
+one of them guarded, alternating step by step. Diagnosis: the seconds that events of the fault suite took; `--faults`
+are patterns of its names.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import fnmatch
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from benchmarks.faults.world import World
 from benchmarks.overhead import build_model, fixed_batches
 from dit_lora.data.loading.batch import Batch
 from dit_lora.guard.attach.guard import Guard
+
+DIAGNOSED = ("*one sample*", "*kernel that gives NaN", "*flash*NaN", "*bf16", "NaN in an adapter weight")
 
 
 def stock_step(accelerator: Accelerator, *, guarded: bool) -> Callable[[Batch], float]:
@@ -68,20 +71,13 @@ def healthy(pairs: int, size: int) -> tuple[list[float], list[float]]:
     return times[0][3:], times[1][3:]
 
 
-def diagnosed(folder: str) -> dict[str, float]:
+def diagnosed(folder: str, patterns: Sequence[str]) -> dict[str, float]:
     """Seconds from the trip to the action, of the slowest event of each cause."""
     world = World(Path(folder), Accelerator(cpu=True), targets_for(DEFAULT))
     world.reference("clean", ())
     slowest: dict[str, float] = {}
-    names = (
-        "*one sample*",
-        "*kernel that gives NaN",
-        "*flash*NaN",
-        "*bf16",
-        "NaN in an adapter weight",
-    )
     for fault in catalog(world.targets):
-        if fault.play is None and any(fnmatch.fnmatchcase(fault.name, name) for name in names):
+        if fault.play is None and any(fnmatch.fnmatchcase(fault.name, name) for name in patterns):
             observation = world.observe(fault.name, fault.arm, fault.overrides)
             for event in observation.events:
                 cause = event["verdict"]["cause"]
@@ -89,11 +85,12 @@ def diagnosed(folder: str) -> dict[str, float]:
     return slowest
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=50, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=3)
-    arguments = parser.parse_args()
+    parser.add_argument("--faults", nargs="+", default=DIAGNOSED, metavar="NAME")
+    arguments = parser.parse_args(argv)
     bare, guarded = healthy(arguments.pairs, arguments.batch)
     ratios = [guarded_time / bare_time for guarded_time, bare_time in zip(guarded, bare, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
@@ -102,7 +99,7 @@ def main() -> None:
     print(f"ratio of medians: {statistics.median(guarded) / statistics.median(bare):.4f}")
     print(f"ratio pair by pair: median {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}")
     with tempfile.TemporaryDirectory() as folder:
-        for cause, seconds in sorted(diagnosed(folder).items()):
+        for cause, seconds in sorted(diagnosed(folder, arguments.faults).items()):
             print(f"diagnosis of {cause}: {seconds:.2f} s at most")
 
 

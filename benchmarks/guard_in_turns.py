@@ -2,8 +2,8 @@
 
     python -m benchmarks.guard_in_turns [--model dit-xl2-b32] [--rounds 8] [--steps 6] [--device cuda|cpu]
 
-Each round takes so many steps without the guard and as many with it, first the one and then the other, so that a
-machine whose speed drifts is no one's advantage. Printed: the median and the range of the rounds' ratios.
+Each round takes as many steps without the guard as with it, in alternating order, so that a machine whose speed
+drifts favours neither. Printed: the median and the range of the rounds' ratios.
 `--model tiny-sana` runs on a CPU.
 """
 
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fused = next(setting for setting in SETTINGS if setting.name == "ours")
     guarded = next(setting for setting in SETTINGS if setting.name == "ours, guard")
     # The model is fused once: the two kinds of step share its patches and adapters, each with an optimizer.
-    without = build_steps(model, entry, fused, batches, wait)
-    with_guard = build_steps(model, entry, guarded, batches, wait, fuse_model=False)
+    unguarded_steps = build_steps(model, entry, fused, batches, wait)
+    guarded_steps = build_steps(model, entry, guarded, batches, wait, fuse_model=False)
 
     def measure(steps: Steps) -> float:
         wait()
@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ratios, bare_seconds = [], []
     for number in range(args.rounds + WARM_UP):
-        pair = (without, with_guard) if number % 2 == 0 else (with_guard, without)
+        pair = (unguarded_steps, guarded_steps) if number % 2 == 0 else (guarded_steps, unguarded_steps)
         seconds = {id(steps): measure(steps) for steps in pair}
         if number >= WARM_UP:
-            bare_seconds.append(seconds[id(without)])
-            ratios.append(seconds[id(with_guard)] / seconds[id(without)])
+            bare_seconds.append(seconds[id(unguarded_steps)])
+            ratios.append(seconds[id(guarded_steps)] / seconds[id(unguarded_steps)])
             print(f"round {number - WARM_UP + 1}: {bare_seconds[-1]:.4f} s, ratio {ratios[-1]:.3f}", flush=True)
     print(
         f"{args.model}: {statistics.median(bare_seconds):.4f} s a step without the guard, with it "

@@ -2,11 +2,11 @@
 
     python -m benchmarks.guard_loops [--tensors 20 200 800] [--rounds 30]
 
-Each loop runs in a process of its own, bare and guarded, on the same core in turns of 20 steps: a guard in the same
-process would slow the bare loop too. Given is CPU time, which other processes disturb less than time on the clock. The
-peer, in the bare loop's process, is what finding a NaN costs with torch's own functions: a norm of every gradient and
-weight, as clipping takes it. Memory is that of all tensors that are alive after a step, in multiples of the trained
-weights: with AdamW the snapshot alone is three times the weights.
+The bare and the guarded loop run in separate processes on the same core, in turns of 20 steps: a guard in the same
+process would slow the bare loop too. Times are CPU time, which other processes disturb less than wall time. The peer,
+in the bare loop's process, is the cost of finding a NaN with torch's functions: a norm of every gradient and weight,
+as clipping takes it. Memory is that of all live tensors after a step, in multiples of the trained weights: with AdamW
+the snapshot is three times the weights.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -29,11 +29,11 @@ STEPS_IN_TURN = 20
 Step = Callable[[], None]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=[20, 200, 800])
     parser.add_argument("--rounds", type=int, default=30)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     print(
         "| loop | trained tensors | step, us | on top, us: median | mean | peer, us | ratio to the peer "
         "| memory on top, x weights |"
@@ -67,15 +67,15 @@ def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) ->
 
 
 class Runner:
-    """A loop in a process of its own, which runs steps when it is asked to."""
+    """A loop in a separate process, which runs steps on request."""
 
     def __init__(self, make: Callable[..., tuple[Step, nn.Module]], count: int, guarded: bool) -> None:
         self._ours, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=serve, args=(theirs, make, count, guarded), daemon=True)
         self._process.start()
 
-    def ask(self, what: str) -> list[float]:
-        self._ours.send(what)
+    def ask(self, request: str) -> list[float]:
+        self._ours.send(request)
         answer: list[float] = self._ours.recv()
         return answer
 

@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +81,8 @@ _COGVIDEOX = {
 def _dit(draws: Draws) -> dict[str, Any]:
     return {
         "hidden_states": draws.normal(2, 4, 4, 4),
-        "timestep": draws.whole(1000, 2),
-        "class_labels": draws.whole(10, 2),
+        "timestep": draws.integers(1000, 2),
+        "class_labels": draws.integers(10, 2),
     }
 
 
@@ -159,14 +159,14 @@ def model_calls(name: str, entry: Model) -> Iterator[Timed]:
             yield Timed(f"{name}, {mode}", column, _step(model, inputs, mode))
 
 
-def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
+def _step(model: Any, inputs: Any, mode: Any) -> Callable[[], object]:
     """A forward and backward pass that clears the gradients afterwards."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> float:
         began = time.process_time()
         with torch.autocast("cpu", torch.bfloat16):
-            output = model(**given, return_dict=False)[0]
+            output = model(**inputs, return_dict=False)[0]
         output.float().square().mean().backward()
         seconds = time.process_time() - began
         for parameter in parameters:
@@ -205,11 +205,11 @@ def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str]
     return {key: statistics.mean(sorted(durations)[: max(1, rounds // 5)]) for key, durations in samples.items()}
 
 
-def _table(found: dict[tuple[str, str], float], columns: list[str], unit: float) -> list[str]:
+def _table(times: dict[tuple[str, str], float], columns: list[str], unit: float) -> list[str]:
     """Markdown lines with one row per name; the last column is our time divided by stock's."""
     lines = [f"| | {' | '.join(columns)} | ours / stock |", "|---|" + "---:|" * (len(columns) + 1)]
-    for name in dict.fromkeys(name for name, _ in found):
-        values = [found.get((name, column)) for column in columns]
+    for name in dict.fromkeys(name for name, _ in times):
+        values = [times.get((name, column)) for column in columns]
         cells = ["-" if v is None else f"{v * unit:.3g}" for v in values]
         present = [v for v in values if v is not None]
         ratio = present[-1] / present[-2]
@@ -217,13 +217,13 @@ def _table(found: dict[tuple[str, str], float], columns: list[str], unit: float)
     return lines
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", action="store_true", help="ops; without this and --models, all")
     parser.add_argument("--models", nargs="*", default=None, help="of DiT, Sana, CogVideoX")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--label", default="", help="what the code is, for the table's head")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what no kernel has written may be anything
     launch_on_cpu()

@@ -64,7 +64,7 @@ def kernel_times(device: torch.device, step: Callable[[], object]) -> KernelTime
 
 
 def _milliseconds(event: FunctionEvent, device: torch.device) -> float | None:
-    """Milliseconds that the event itself took on the device; None if it is no work of that device."""
+    """Milliseconds that the event itself took on the device; None if it is not work of that device."""
     # An optimizer's annotation is an event on the GPU too, and spans kernels that are counted by themselves.
     if event.is_user_annotation or event.device_type.name != device.type.upper():
         return None

@@ -1,10 +1,10 @@
-"""Kill a run at random moments, over and over: every restart goes on, and the end is the undisturbed run's.
+"""Kill a run at random moments, over and over: every restart continues, and the end equals the undisturbed run's.
 
-    python -m benchmarks.kill_nine [--rounds 100] [--out DIR] [--seed 0]
+    python -m benchmarks.kill_nine [--rounds 100] [--steps 240] [--out DIR] [--seed 0]
 
-A tiny CogVideoX trains on a CPU, saves every third step and measures eval losses. `kill -9` comes while it
-starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name; a
-fifth of the rounds have two ranks, of which one is killed, or both. In some rounds the newest checkpoint is cut
+A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
+starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name. A
+fifth of the rounds have two ranks, and one or both are killed. In some rounds the newest checkpoint is cut
 short besides, as a lost disk cache would leave it. Runs are forked from this process, which has imported everything.
 Exit code 1, and a list of what was wrong, if anything was.
 """
@@ -61,15 +61,15 @@ class Tally:
 class Writes:
     """Counts the checkpoints that a run begins to write."""
 
-    def __init__(self, run: Path, left: int) -> None:
-        self._run, self._left = run, left
-        self._was = is_writing(run)  # a leftover
+    def __init__(self, run: Path, num_writes: int) -> None:
+        self._run, self._remaining = run, num_writes
+        self._was_writing = is_writing(run)  # a leftover
 
     def begun(self) -> bool:
         is_writing_now = is_writing(self._run)
-        self._left -= is_writing_now and not self._was
-        self._was = is_writing_now
-        return self._left <= 0
+        self._remaining -= is_writing_now and not self._was_writing
+        self._was_writing = is_writing_now
+        return self._remaining <= 0
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Trial:
 
     main: Main
     args: list[str]
-    out: Path
+    work: Path
     steps: int
     chance: random.Random
     tally: Tally = field(default_factory=Tally)
@@ -86,7 +86,7 @@ class Trial:
     number: int = 0
     torn: set[Path] = field(default_factory=set)
     """Checkpoints that were cut short, not killed."""
-    seen: set[tuple[Path, int]] = field(default_factory=set)
+    counted_leftovers: set[tuple[Path, int]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -94,11 +94,11 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        return self.out / "runs" / self.name
+        return self.work / "runs" / self.name
 
     @property
     def reference(self) -> Path:
-        return self.out / "runs" / f"{self.ranks}_ranks_undisturbed"
+        return self.work / "runs" / f"{self.ranks}_ranks_undisturbed"
 
     def undisturbed(self) -> None:
         codes = wait(self._start(self.reference, "none"))
@@ -119,11 +119,11 @@ class Trial:
         else:
             self.tally.kills[moment] += 1
             self._kill(pids)
-            self._look()
+            self._record_leftovers()
         self._check_start(log.read_bytes()[log_start:].decode(errors="replace"), before, torn)
         checkpoints_after = whole_checkpoints(self.folder)
         if ended is None and before and (not checkpoints_after or checkpoints_after[-1] < before[-1]):
-            self._wrong(f"had checkpoint {before[-1]}, and after a kill {checkpoints_after}")
+            self._record_failure(f"had checkpoint {before[-1]}, and after a kill {checkpoints_after}")
         if ended is not None:
             self.number += 1
 
@@ -131,11 +131,11 @@ class Trial:
         self._over(wait(self._start(self.folder, "auto")))
         self.number += 1
 
-    def _wrong(self, words: str) -> None:
-        self.tally.failures.append(f"{self.name}: {words} (see {self._log(self.folder)})")
+    def _record_failure(self, message: str) -> None:
+        self.tally.failures.append(f"{self.name}: {message} (see {self._log(self.folder)})")
 
     def _log(self, folder: Path) -> Path:
-        return self.out / f"{folder.name}.log"
+        return self.work / f"{folder.name}.log"
 
     def _start(self, folder: Path, resume: str) -> list[int]:
         values = [f"run.dir={folder}", f"train.resume={resume}", f"train.steps={self.steps}"]
@@ -160,7 +160,7 @@ class Trial:
             if codes:
                 return codes
             time.sleep(0.0002)
-        self._wrong(f"did not reach {kind} in {_PATIENCE:.0f} s")
+        self._record_failure(f"did not reach {kind} in {_PATIENCE:.0f} s")
         return None
 
     def _moment(self, kind: str) -> Callable[[], bool]:
@@ -200,41 +200,41 @@ class Trial:
         self.torn.add(path)
         return path
 
-    def _look(self) -> None:
+    def _record_leftovers(self) -> None:
         """What the kill left; a folder with a checkpoint's name is a whole one, or was cut short before."""
         folder = self.folder / "checkpoints"
         for path in folder.glob(".step_*"):
             version = (path, path.stat().st_ctime_ns)
-            if version not in self.seen:
-                self.seen.add(version)
+            if version not in self.counted_leftovers:
+                self.counted_leftovers.add(version)
                 self.tally.left[path.suffix.removeprefix(".")] += 1
         checkpoints = whole_checkpoints(self.folder)
         for path in folder.glob("step_*"):
             if step_of(path) not in checkpoints and path not in self.torn:
-                self._wrong(f"{path.name} is not whole")
+                self._record_failure(f"{path.name} is not whole")
 
-    def _check_start(self, said: str, before: list[int], torn: Path | None) -> None:
+    def _check_start(self, log_text: str, before: list[int], torn: Path | None) -> None:
         """It goes on from the newest whole checkpoint; from step 0 only if there is none."""
-        match = re.search(r"resumed at step (\d+)", said)
-        starts_afresh = "yet: starting at step 0" in said
+        match = re.search(r"resumed at step (\d+)", log_text)
+        starts_afresh = "yet: starting at step 0" in log_text
         if not match and not starts_afresh:
             return  # killed before it said so
         self.tally.restarts += 1
         at = int(match[1]) if match else 0
         if at != (before[-1] if before else 0):
-            self._wrong(f"went on from step {at}, with checkpoints {before}")
-        if torn and "passed over" in said and torn.name in said:
+            self._record_failure(f"went on from step {at}, with checkpoints {before}")
+        if torn and "passed over" in log_text and torn.name in log_text:
             self.tally.passed_over += 1
         elif torn:
-            self._wrong(f"said nothing of {torn.name}, which was cut short")
+            self._record_failure(f"said nothing of {torn.name}, which was cut short")
 
     def _over(self, codes: Sequence[int]) -> None:
         if any(codes):
-            self._wrong(f"ended with exit codes {list(codes)}")
+            self._record_failure(f"ended with exit codes {list(codes)}")
             return
         problems = differences(self.folder, self.reference, self.steps)
         for problem in problems:
-            self._wrong(problem)
+            self._record_failure(problem)
         self.tally.ended += not problems
 
 
@@ -313,10 +313,10 @@ def count_lines(run: Path) -> int:
 
 
 @contextlib.contextmanager
-def folder_of(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(parents=True)
-        yield given
+def open_folder(destination: Path | None) -> Iterator[Path]:
+    if destination is not None:
+        destination.mkdir(parents=True)
+        yield destination
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -351,15 +351,16 @@ def play(trial: Trial, rounds: int, *, progress: bool = True) -> None:
     trial.to_the_end()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=240, help="of a run on one rank; half on two")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
-    with folder_of(options.out) as folder:
+    with open_folder(options.out) as folder:
         task_of("cogvideox")  # imported here, once
         get_family("cogvideox").build_tiny("cogvideox-2b", folder / "model", 0)
         write_shapes(folder / "clips", clips=5, frames=9, height=64, width=96, fps=8)
@@ -372,7 +373,7 @@ def main() -> None:
         ]
         script: Any = load_script()
         pairs = options.rounds // 5
-        for ranks, rounds, steps in ((1, options.rounds - pairs, 240), (2, pairs, 120)):
+        for ranks, rounds, steps in ((1, options.rounds - pairs, options.steps), (2, pairs, options.steps // 2)):
             if rounds:
                 play(Trial(script.main, args, folder, steps, chance, tally, ranks), rounds)
         result = {**vars(tally), "seed": options.seed, "seconds": round(time.monotonic() - began)}

@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -44,9 +44,9 @@ def facts(device: torch.device, command: list[str]) -> dict[str, str]:
     return machine
 
 
-def in_words(found: Mapping[str, str]) -> str:
+def in_words(machine_facts: Mapping[str, str]) -> str:
     """Format the facts as a line above a table. Device and date are left to its title."""
-    parts = {name: value for name, value in found.items() if name not in ("device", "date")}
+    parts = {name: value for name, value in machine_facts.items() if name not in ("device", "date")}
     command = parts.pop("command")
     return f"`{command}`: {', '.join(f'{name} {value}' for name, value in parts.items())}."
 
@@ -56,10 +56,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def file_stem(kind: str, found: Mapping[str, str]) -> str:
+def file_stem(kind: str, machine_facts: Mapping[str, str]) -> str:
     """The file name `<kind>_<device>_<date>`, with letters, digits, hyphens and underscores."""
-    device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-").lower()
-    return f"{kind}_{device}_{found['date']}"
+    device = re.sub(r"[^A-Za-z0-9]+", "-", machine_facts["device"]).strip("-").lower()
+    return f"{kind}_{device}_{machine_facts['date']}"
 
 
 def commit() -> str:
@@ -84,10 +84,10 @@ def _version(package: str) -> str:
         return "none"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = torch.device(parser.parse_args().device)
+    device = torch.device(parser.parse_args(argv).device)
     print(json.dumps(facts(device, sys.argv), indent=1))
     return 0
 

@@ -12,6 +12,7 @@ import shlex
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def ffmpeg(arguments: str) -> bytes:
 
 
 def write_files(folder: Path) -> None:
-    """Write the corpus, without what is expected of it."""
+    """Write the videos, without `expected.npz`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, arguments in HIDDEN.items():
@@ -142,10 +143,10 @@ def expected(path: Path, video: Video) -> tuple[np.ndarray, np.ndarray]:
     return times - times[0], frames[[0, len(frames) // 2, -1]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    folder = parser.parse_args(argv).folder
     write_files(folder)
     videos = CORPUS | {"no_end.mkv": Video("")}
     videos |= {name: Video("", WIDTH, HEIGHT) if matrix[0] == 0 else Video("") for name, matrix in TURNED.items()}

@@ -4,9 +4,8 @@
 
 Bare: the family's losses, backward, torch's `clip_grad_norm_`, AdamW. Ours: `dit_lora.training.loop.train` with
 generators, gather of metrics, metrics.jsonl, progress bar, gate and replayable micro-batches. Without gate: the same
-loop with the last two replaced by nothing. Each round takes one step of each, in random order, so that whatever else
-the machine does hits all three. What snapshots and statistics cost is timed by itself and spread over the steps
-between them.
+loop without the last two. Each round takes one step of each, in random order, so that other work on the machine slows
+all three. The cost of snapshots and statistics is timed separately and spread over the steps between them.
 """
 
 import argparse
@@ -66,7 +65,7 @@ Step = Callable[[int], float]
 
 
 class NoRecovery:
-    """A benchmark whose step trips is no benchmark."""
+    """Ends the benchmark if a step fails, since its times would mean nothing."""
 
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"{trip}")
@@ -163,7 +162,7 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
 
     began = 0.0
 
-    def from_here(done: int) -> Iterator[Batch]:
+    def start_batches(start_step: int) -> Iterator[Batch]:
         # A run enters `train` once and goes through all modules to set their mode; here each step enters it.
         nonlocal began
         began = time.perf_counter()
@@ -173,7 +172,7 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
         with nullcontext() if guarded else without_gate():
             train(
                 loop,
-                from_here,
+                start_batches,
                 start_step=number - 1,
                 steps=number,
                 get_stop_code=lambda: 0,
@@ -249,20 +248,21 @@ def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Tim
     return times
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
+def ratio(durations: Sequence[float], reference_durations: Sequence[float]) -> str:
     """Of medians; and of the steps of each round, their median with its standard error."""
-    ratios = [measured / reference for measured, reference in zip(ones, others, strict=True)]
+    ratios = [measured / reference for measured, reference in zip(durations, reference_durations, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     # 1.349 sigma lie between the quartiles of a normal; its median's error is 1.253 sigma / sqrt(n).
     error = 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios))
-    return f"{statistics.median(ones) / statistics.median(others):.4f} (by round {middle:.4f} +- {error:.4f})"
+    overall = statistics.median(durations) / statistics.median(reference_durations)
+    return f"{overall:.4f} (by round {middle:.4f} +- {error:.4f})"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.rounds < WATCHED_ROUNDS:
         parser.error(f"--rounds must be at least {WATCHED_ROUNDS}; received {arguments.rounds}")
     hide_progress_bars()

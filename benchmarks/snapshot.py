@@ -1,11 +1,11 @@
 """Snapshots of a large adapter with its optimizer, against a plain `torch.clone` of the same tensors.
 
-    python -m benchmarks.snapshot [--rounds 7]
+    python -m benchmarks.snapshot [--rounds 7] [--pairs 168]
 
 Rank-64 LoRA of CogVideoX-5B: 168 pairs of A (64, 3072) and B (3072, 64) with AdamW's two moments, 66 M fp32
 parameters in all. Each round takes two snapshots, which allocate, then a third into the first one's buffers,
-clones every tensor on its device, and goes back; so whatever else the machine does hits all of them, and the
-medians are compared. Freed memory goes back to the system before each (glibc's `malloc_trim`), so what allocates
+clones every tensor on its device, and restores; so other work on the machine slows all of them, and the medians are
+compared. Freed memory goes back to the system before each (glibc's `malloc_trim`), so what allocates
 pays for its pages. Times on CUDA run until the device is done, and for `take` also until it returns.
 """
 
@@ -15,22 +15,22 @@ import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dit_lora.guard.snapshots import Snapshots
 
-PAIRS, RANK, WIDTH = 168, 64, 3072
+RANK, WIDTH = 64, 3072
 
 
-def build_state(device: torch.device) -> dict[str, torch.Tensor]:
+def build_state(device: torch.device, pairs: int) -> dict[str, torch.Tensor]:
     """The adapter and AdamW's state after one step."""
     torch.manual_seed(0)
     shapes = {"A": (RANK, WIDTH), "B": (WIDTH, RANK)}
     parameters = {
         f"{pair}.{name}": torch.nn.Parameter(torch.randn(shape, device=device))
-        for pair in range(PAIRS)
+        for pair in range(pairs)
         for name, shape in shapes.items()
     }
     optimizer = torch.optim.AdamW(parameters.values(), fused=True)
@@ -46,13 +46,14 @@ def build_state(device: torch.device) -> dict[str, torch.Tensor]:
     return {**parameters, **moments}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=168, help="of A and B; CogVideoX-5B has 168")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
-    state = build_state(device)
+    state = build_state(device, arguments.pairs)
     seconds = measure(state, device, arguments.rounds)
     nbytes = sum(tensor.nbytes for tensor in state.values())
     trained = sum(t.numel() for t in state.values() if isinstance(t, torch.nn.Parameter))

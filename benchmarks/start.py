@@ -9,6 +9,7 @@ a run asks for. The row of 100 samples has the imports in it; neither has the lo
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +33,11 @@ _CLASSES = [f"class {number}" for number in range(2, 12)]
 _SHARD = 64
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         run(arguments.work or Path(folder), arguments.samples)
 
@@ -94,7 +95,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
 
 
 def write_images(folder: Path, samples: int) -> None:
-    """Each of its own bytes."""
+    """Write PNG files, no two with the same bytes."""
     draws = np.random.default_rng(0)
     for number in range(samples):
         path = folder / _CLASSES[number % len(_CLASSES)] / f"{number:06d}.png"

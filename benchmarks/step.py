@@ -10,12 +10,12 @@ compiled           either of them with each block through torch.compile
 ours               dit_lora.fuse, checkpointing by our advisor (or as named), fused AdamW
 ours, guard        ours within the loop of a run: gate, norms by group, the step's one read, the record for replays
 ours, cuDNN off    ours without cuDNN's attention, which PyTorch prefers on some GPUs
-ours, deterministic  ours with PyTorch's deterministic algorithms alone, as train.deterministic
+ours, deterministic  ours with only PyTorch's deterministic algorithms, as train.deterministic
 ours, fp8          ours with frozen products in fp8, where kernels.fp8 exists and the GPU has them
-Where the deterministic one is among them, cuBLAS has the workspace that it asks for in all: it is read once a process.
-The losses of all settings at each step must lie on top of each other, but for fp8's. What does not fit the memory says
-so. Every result is written as it comes: a line of JSON beside the table, with its kernels and the GPU's clocks.
-`--models tiny` runs on a CPU, with the kernels' references, in place of a test.
+If the deterministic one is included, all settings run with the cuBLAS workspace that it needs: cuBLAS reads it once a
+process. The losses of all settings at each step must be nearly equal, except fp8's. A setting that does not fit into
+memory is reported as such. Every result is written at once: a line of JSON with its kernels and the GPU's clocks, and
+the table. `--models tiny` runs on a CPU, with the kernels' references.
 """
 
 import argparse
@@ -193,7 +193,7 @@ def _run_setting(
     """Take a setting's steps; what fails, or does not fit, says so in the result."""
     try:
         with settled(model, entry, setting, batches, timing.wait) as steps:
-            result.mode, result.words = steps.mode, steps.words
+            result.mode, result.words = steps.mode, steps.reason
             result.read_late = setting.guarded
             _measure(steps, result, timing)
             result.ops = ops_used(model)

@@ -35,7 +35,7 @@ class Draws:
         values = torch.randn(size, generator=self._generator, device=self.device)
         return values.to(torch.bfloat16)
 
-    def whole(self, high: int, *size: int) -> torch.Tensor:
+    def integers(self, high: int, *size: int) -> torch.Tensor:
         return torch.randint(0, high, size, generator=self._generator, device=self.device)
 
 
@@ -100,7 +100,7 @@ def _cogvideox(config: Mapping[str, Any], frames: int, height: int, width: int) 
         inputs: Inputs = {
             "hidden_states": draws.normal(1, frames, config["in_channels"], height, width),
             "encoder_hidden_states": draws.normal(1, config["max_text_seq_length"], config["text_embed_dim"]),
-            "timestep": draws.whole(1000, 1),
+            "timestep": draws.integers(1000, 1),
         }
         if config["use_rotary_positional_embeddings"]:
             if draws.device not in tables:
@@ -121,7 +121,7 @@ def _sana(config: Mapping[str, Any], batch: int, text: int) -> Callable[[Draws],
             "hidden_states": draws.normal(batch, channels, side, side),
             "encoder_hidden_states": draws.normal(batch, text, config["caption_channels"]),
             "encoder_attention_mask": _captions(draws, batch, text),
-            "timestep": draws.whole(1000, batch),
+            "timestep": draws.integers(1000, batch),
         }
 
     return inputs
@@ -129,7 +129,7 @@ def _sana(config: Mapping[str, Any], batch: int, text: int) -> Callable[[Draws],
 
 def _captions(draws: Draws, batch: int, text: int) -> torch.Tensor:
     """Mask (B, T) of captions that fill 1/15 to 2/3 of the tokens. A mask of ones may be dropped."""
-    lengths = text // 15 + 1 + draws.whole(text * 3 // 5, batch, 1)
+    lengths = text // 15 + 1 + draws.integers(text * 3 // 5, batch, 1)
     return (torch.arange(text, device=draws.device) < lengths).float()
 
 
@@ -137,8 +137,8 @@ def _dit(batch: int) -> Callable[[Draws], Inputs]:
     def inputs(draws: Draws) -> Inputs:
         return {
             "hidden_states": draws.normal(batch, 4, 32, 32),
-            "timestep": draws.whole(1000, batch),
-            "class_labels": draws.whole(1000, batch),
+            "timestep": draws.integers(1000, batch),
+            "class_labels": draws.integers(1000, batch),
         }
 
     return inputs
@@ -148,7 +148,7 @@ def _wan(draws: Draws) -> Inputs:
     return {
         "hidden_states": draws.normal(1, 16, 21, 60, 104),
         "encoder_hidden_states": draws.normal(1, 512, 4096),
-        "timestep": draws.whole(1000, 1),
+        "timestep": draws.integers(1000, 1),
     }
 
 

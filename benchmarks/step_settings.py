@@ -37,7 +37,7 @@ from dit_lora.training.step import StepResult
 _FP8 = "fp8"
 _RATE, _CLIP = 1e-4, 1.0
 TARGET = "target"
-"""Name of the noise that a step's output is compared with, beside a model's inputs."""
+"""Key of the noise that a step's output is compared with, among a model's inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Setting:
     """True where the step is that of `dit_lora.training.loop`, gate and all."""
     fp8: bool = False
     deterministic: bool = False
-    """True for `train.deterministic`: PyTorch takes deterministic algorithms alone."""
+    """True for `train.deterministic`: PyTorch uses only deterministic algorithms."""
 
     @property
     def is_compiled_stock(self) -> bool:
@@ -79,7 +79,7 @@ SETTINGS = (
 """The most telling first: a run that is cut short has them."""
 EXAMPLE = SETTINGS[0]
 
-Done = Callable[[int, float, float | None], None]
+OnStep = Callable[[int, float, float | None], None]
 """Called after each step with its number, its loss, and the seconds that the host took to launch it, where known."""
 
 
@@ -87,10 +87,10 @@ class Steps(Protocol):
     """One setting at work."""
 
     mode: CheckpointingMode
-    words: str
+    reason: str
     """Why that checkpointing."""
 
-    def take(self, first: int, last: int, done: Done) -> None:
+    def take(self, first_step: int, last_step: int, on_step: OnStep) -> None:
         """Take these steps, the last one too."""
 
 
@@ -164,13 +164,13 @@ def _blocks(model: Any) -> Sequence[torch.nn.Module]:
 
 
 def _mode(
-    model: Any, setting: Setting, given: Inputs, optimizer: torch.optim.Optimizer
+    model: Any, setting: Setting, inputs: Inputs, optimizer: torch.optim.Optimizer
 ) -> tuple[CheckpointingMode, str]:
     """The setting's checkpointing mode and its explanation; for `auto`, the advisor's."""
     if setting.checkpointing != "auto":
         return setting.checkpointing, setting.checkpointing
     device = next(model.parameters()).device
-    tensors, constants = _taken_apart(given)
+    tensors, constants = _split_inputs(inputs)
 
     def losses(transformer: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return _output(transformer, {**batch, **constants}).square().mean()
@@ -182,24 +182,24 @@ def _mode(
     return advice.mode, advice.message
 
 
-def _taken_apart(given: Inputs) -> tuple[dict[str, torch.Tensor], Inputs]:
+def _split_inputs(inputs: Inputs) -> tuple[dict[str, torch.Tensor], Inputs]:
     """Split a step's inputs into tensors, which a batch holds, and other values."""
-    tensors = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
-    return tensors, {n: value for n, value in given.items() if n not in tensors}
+    tensors = {n: value for n, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return tensors, {n: value for n, value in inputs.items() if n not in tensors}
 
 
-def _output(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
+def _output(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The model's output in fp32, computed under bf16 autocast as in Accelerate."""
-    with torch.autocast(given["hidden_states"].device.type, torch.bfloat16):
-        output: torch.Tensor = model(**given, return_dict=False)[0]
+    with torch.autocast(inputs["hidden_states"].device.type, torch.bfloat16):
+        output: torch.Tensor = model(**inputs, return_dict=False)[0]
     return output.float()
 
 
-def sample_losses(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
+def sample_losses(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Mean squared error of each sample against the step's noise, (B,) in fp32."""
-    given = dict(given)
-    target = given.pop(TARGET)
-    return (_output(model, given) - target).square().flatten(1).mean(1)
+    inputs = dict(inputs)
+    target = inputs.pop(TARGET)
+    return (_output(model, inputs) - target).square().flatten(1).mean(1)
 
 
 @dataclass
@@ -210,18 +210,18 @@ class _PlainSteps:
     optimizer: torch.optim.Optimizer
     batches: Sequence[Inputs]
     mode: CheckpointingMode
-    words: str
+    reason: str
     wait: Callable[[], None]
 
-    def take(self, first: int, last: int, done: Done) -> None:
-        for number in range(first, last + 1):
+    def take(self, first_step: int, last_step: int, on_step: OnStep) -> None:
+        for number in range(first_step, last_step + 1):
             loss, seconds = self._take(self.batches[number])
             self.wait()
-            done(number, float(loss), seconds)
+            on_step(number, float(loss), seconds)
 
-    def _take(self, given: Inputs) -> tuple[torch.Tensor, float]:
+    def _take(self, inputs: Inputs) -> tuple[torch.Tensor, float]:
         began = time.perf_counter()
-        loss = sample_losses(self.model, given).mean()
+        loss = sample_losses(self.model, inputs).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], _CLIP)
         self.optimizer.step()
@@ -230,7 +230,7 @@ class _PlainSteps:
 
 
 class _NoRecovery:
-    """A benchmark whose step trips is no benchmark."""
+    """Ends the setting if a step fails, since its times would mean nothing."""
 
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"the guard tripped: {trip}")
@@ -240,38 +240,38 @@ class _NoRecovery:
 class _GuardedSteps:
     """The step of a run: `dit_lora.training.loop.train` with its gate, its norms and its record for replays.
 
-    Snapshots and statistics, which come every so many steps, are told by benchmarks/overhead.py.
+    benchmarks/overhead.py measures snapshots and statistics, which do not come in every step.
     """
 
     model: Any
     optimizer: torch.optim.Optimizer
     batches: Sequence[Inputs]
     mode: CheckpointingMode
-    words: str
+    reason: str
     wait: Callable[[], None]
 
     def __post_init__(self) -> None:
         # Once: building it compares the kernel of norms with torch, which is no part of a step.
         self._loop = self._build_loop()
 
-    def take(self, first: int, last: int, done: Done) -> None:
-        def on_step(result: StepResult) -> None:
+    def take(self, first_step: int, last_step: int, on_step: OnStep) -> None:
+        def report(result: StepResult) -> None:
             # The loop has read the step's row, so that the host's share cannot be told.
-            done(result.step - 1, result.loss, None)
+            on_step(result.step - 1, result.loss, None)
 
         # The loop counts steps from 1.
         train(
             self._loop,
-            self._from,
-            start_step=first,
-            steps=last + 1,
+            self._batches_from,
+            start_step=first_step,
+            steps=last_step + 1,
             get_stop_code=lambda: 0,
-            on_step=on_step,
+            on_step=report,
         )
 
-    def _from(self, taken: int) -> Iterator[Batch]:
-        for number, batch in enumerate(self.batches[taken:], start=taken):
-            tensors, _ = _taken_apart(batch)
+    def _batches_from(self, start_step: int) -> Iterator[Batch]:
+        for number, batch in enumerate(self.batches[start_step:], start=start_step):
+            tensors, _ = _split_inputs(batch)
             rows = range(len(batch["hidden_states"]))
             names = tuple(f"{number}-{row}" for row in rows)
             yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
@@ -280,7 +280,7 @@ class _GuardedSteps:
         group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
         optim = OptimConfig(groups=GroupsConfig(adapter=group), clip=_CLIP)
         device = next(self.model.parameters()).device
-        _, constants = _taken_apart(self.batches[0])
+        _, constants = _split_inputs(self.batches[0])
 
         def losses(model: Any, batch: Batch, _streams: RandomStreams) -> LossOutput:
             kwargs = {**batch.tensors, **constants}

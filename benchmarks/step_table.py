@@ -84,9 +84,9 @@ def markdown(about: Mapping[str, str], results: Sequence[Result], chosen: Mappin
     return "\n".join(lines) + "\n"
 
 
-def _row(result: Result, own: Sequence[Result], steps: int) -> str:
-    example = next(r for r in own if r.setting == EXAMPLE.name)
-    compiled = [r for r in own if r.setting in _COMPILED and r.seconds]
+def _row(result: Result, model_results: Sequence[Result], steps: int) -> str:
+    example = next(r for r in model_results if r.setting == EXAMPLE.name)
+    compiled = [r for r in model_results if r.setting in _COMPILED and r.seconds]
     best = min(compiled, key=lambda r: r.typical or 0.0, default=None)
     difference = result.difference(example)
     cells = [
@@ -100,10 +100,10 @@ def _row(result: Result, own: Sequence[Result], steps: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _ratio(other: Result | None, result: Result) -> str:
-    if other is None or other is result or not other.typical or not result.typical:
+def _ratio(baseline: Result | None, result: Result) -> str:
+    if baseline is None or baseline is result or not baseline.typical or not result.typical:
         return "-"
-    ratio = other.typical / result.typical
+    ratio = baseline.typical / result.typical
     return f"{ratio:.3f}" + (" **slower**" if ratio < 1 else "")
 
 

@@ -55,18 +55,18 @@ def faults(
     write_answer(context, as_json, record, lambda: _render(results, sums), passed=passed)
 
 
-def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
+def _render(results: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     """Print one row a fault, then the totals, then what was not as expected."""
     from rich.console import Console
     from rich.table import Table
 
     columns = {
-        "fault": [result.name for result in judged],
-        "when": [result.when for result in judged],
-        "action": [result.action for result in judged],
-        "named": ["yes" if result.named else "NO" for result in judged],
-        "recovered": ["yes" if result.recovered else "NO" for result in judged],
-        "poisoned": [str(result.poisoned_files) for result in judged],
+        "fault": [result.name for result in results],
+        "when": [result.when for result in results],
+        "action": [result.action for result in results],
+        "named": ["yes" if result.named else "NO" for result in results],
+        "recovered": ["yes" if result.recovered else "NO" for result in results],
+        "poisoned": [str(result.poisoned_files) for result in results],
     }
     console = Console()
     if not console.is_terminal:
@@ -78,14 +78,14 @@ def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     # What is left: Rich narrows every column else, and the last ones to nothing.
     width_left = max(_LEAST, console.width - sum(widths.values()))
     table.add_column("verdict", no_wrap=True, overflow="ellipsis", max_width=width_left)
-    for row in zip(*columns.values(), (result.verdict for result in judged), strict=True):
+    for row in zip(*columns.values(), (result.verdict for result in results), strict=True):
         table.add_row(*row)
     console.print(table)
     console.print(
         f"\n{sums['faults']} faults: {sums['named']} named, {sums['recovered']} recovered as the policy says, "
         f"{sums['poisoned_files']} poisoned files"
     )
-    for judgment in judged:
+    for judgment in results:
         for reason in judgment.why:
             console.print(f"{judgment.name}: {reason}", highlight=False, markup=False)
 

@@ -1,4 +1,4 @@
-"""Faults of what is trained and of what comes out: altered elements, norms at the ends of their range, results."""
+"""Faults of trained tensors and of results: altered elements, extreme norms, outputs."""
 
 import math
 
@@ -32,9 +32,9 @@ def _untrained_nan(output: torch.Tensor) -> torch.Tensor:
     return output if torch.is_grad_enabled() else output * math.nan
 
 
-def _rolled(cause: str, *words: str) -> Expected:
+def _rolled(cause: str, *message_parts: str) -> Expected:
     """Expect a return to the snapshot with the rates as they were: the adapter is that of the clean run."""
-    return Expected(cause, "rollback", words, same_as="clean", nobody_lost=True)
+    return Expected(cause, "rollback", message_parts, same_as="clean", nobody_lost=True)
 
 
 _WEIGHT, _MOMENT = (

@@ -21,7 +21,7 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams
 
 ADAPTED = "{attention}.{key}.{idle}"
-OUTPUT = "{attention}.{out}"
+OUTPUT = "{attention}.{out_proj}"
 Rows = Callable[[Stage, LossOutput, Tensors], list[bool]]
 
 
@@ -51,8 +51,8 @@ def place_in_batch(index: int) -> Rows:
     return lambda stage, output, batch: [n == index for n in range(len(output.losses))]
 
 
-def timesteps_between(first: int, last: int) -> Rows:
-    return lambda stage, output, batch: [first <= int(t) < last for t in output.timesteps]
+def timesteps_between(low: int, high: int) -> Rows:
+    return lambda stage, output, batch: [low <= int(t) < high for t in output.timesteps]
 
 
 def upper_timesteps(stage: Stage, output: LossOutput, batch: Tensors) -> list[bool]:
@@ -113,7 +113,7 @@ def parameter(name: str) -> Find:
 
 def adapter(name: str | None = ADAPTED) -> Find:
     """Find one trained weight, or all of them, in every tensor where the rank holds it."""
-    return lambda stage: stage.held(name and stage.targets.named(name))
+    return lambda stage: stage.local_tensors(name and stage.targets.named(name))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -232,7 +232,7 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
     return state
 
 
-def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str = OUTPUT) -> Arm:
+def kernel(change: Change, when: When, name: str = "kernel:wrong_op", module: str = OUTPUT) -> Arm:
     """Put in a fused kernel that goes wrong in one module, with a switch that calls its reference."""
 
     def arm(stage: Stage) -> None:
@@ -242,7 +242,7 @@ def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             return change(output) if state["on"] and fires() else output
 
-        stage.module(place).register_forward_hook(hook)
+        stage.module(module).register_forward_hook(hook)
 
     return arm
 
@@ -258,11 +258,11 @@ def attention(change: Change, when: When) -> Arm:
     def arm(stage: Stage) -> None:
         fires = when.fires(stage)
 
-        def wrong(right: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-            output = right(*args, **kwargs)
+        def attend(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            output = original(*args, **kwargs)
             return change(output) if cuda.flash_sdp_enabled() and fires() else output
 
-        stage.wrap(F, "scaled_dot_product_attention", wrong)
+        stage.wrap(F, "scaled_dot_product_attention", attend)
 
     return arm
 
@@ -316,7 +316,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
     return arm
 
 
-def passes_from(first: int) -> Fires:
+def passes_from(first_pass: int) -> Fires:
     """A trigger that fires in every pass from number `first` on, counted from 1."""
     passes = count(1)
-    return lambda: next(passes) >= first
+    return lambda: next(passes) >= first_pass

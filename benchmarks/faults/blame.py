@@ -40,9 +40,9 @@ _TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
 _SKIPPED = Expected("unknown", "skip", ("memory",), nobody_lost=True)
 
 
-def _base(name: str, find: Find, change: Change, *words: str, **options: Any) -> Fault:
+def _base(name: str, find: Find, change: Change, *message_parts: str, **options: Any) -> Fault:
     """A fault of the base weights in memory, after which the run can only stop."""
-    expected = Expected("weights", "stop", words, exit_code=3, nobody_lost=True)
+    expected = Expected("weights", "stop", message_parts, exit_code=3, nobody_lost=True)
     return between_steps(name, "base", expected, find, change, **options)
 
 
@@ -64,9 +64,9 @@ def _at_random(p: float) -> Arm:
     return losses(_NAN, every_row, When("random", 1, p=p, seed=3))
 
 
-def _no_memory(name: str, expected: Expected, first: int, **options: Any) -> Fault:
+def _no_memory(name: str, expected: Expected, first_pass: int, **options: Any) -> Fault:
     """The target's loss is NaN, and the guard's passes from number `first` on run out of memory."""
-    loss, memory = losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(first))
+    loss, memory = losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(first_pass))
     return Fault(name, "memory", "from step 3", expected, at_once(loss, memory), **options)
 
 

@@ -11,7 +11,7 @@ from benchmarks.faults.fault import Expected, Fault, FaultResult, equal
 from benchmarks.faults.media.all import KINDS
 from benchmarks.faults.media.archives import member, write_tar
 from benchmarks.faults.media.cache import cut, scramble
-from benchmarks.faults.media.encode import tone_beside
+from benchmarks.faults.media.encode import added_tone
 from benchmarks.faults.media.kind import Kind, write_good
 from benchmarks.faults.targets import FaultTargets
 from benchmarks.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
@@ -35,7 +35,7 @@ class DataFault(Fault):
 
     file: str = ""
     """The sample's id."""
-    put: Change = _leave
+    add_sample: Change = _leave
     """Writes the bad sample."""
     layout: Change = _leave
     """Changes the good data first, with and without the bad sample."""
@@ -51,19 +51,19 @@ class DataFault(Fault):
         """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;
         collective.
         """
-        data = self.folder(world, self.name, self.layout, self.put)
+        data = self.folder(world, self.name, self.layout, self.add_sample)
         stages_reached: list[Stage] = []
-        refused = self.run(world, f"{self.name}, refuse", self.given(data), stages_reached)
+        refused = self.run(world, f"{self.name}, refuse", self.data_overrides(data), stages_reached)
         error = str(refused.error or "")
         message = " ".join(line for line in error.split("\n") if self.file in line)
-        unnamed = [f"not said: {w}" for w in (self.file, *self.expected.words) if w not in message]
+        unnamed = [f"not said: {w}" for w in (self.file, *self.expected.message_parts) if w not in message]
         if stages_reached:
             unnamed.append("training had begun")
         left_out = self.left_out(world)
         # One run for all peers: one for each would double the time that the suite takes.
-        return self.told((refused, left_out), message or error, unnamed, self.lacks(world, left_out))
+        return self.make_result((refused, left_out), message or error, unnamed, self.lacks(world, left_out))
 
-    def given(self, data: Path) -> Overrides:
+    def data_overrides(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data)))
 
     def run(self, world: World, name: str, overrides: Overrides, reached: list[Stage] | None = None) -> Observation:
@@ -74,12 +74,12 @@ class DataFault(Fault):
     def folder(self, world: World, name: str, *changes: Change) -> Path:
         """Copy the good data and apply the changes. One rank writes it."""
 
-        def put(folder: Path) -> None:
-            with tone_beside(world.targets.sound):
+        def apply_changes(folder: Path) -> None:
+            with added_tone(world.targets.sound):
                 for change in changes:
                     change(folder)
 
-        return world.copy_data(world.root / "data" / name, put)
+        return world.copy_data(world.root / "data" / name, apply_changes)
 
     def peers(self, targets: FaultTargets) -> tuple["DataFault", ...]:
         """The faults, this one included, whose samples one run leaves out together."""
@@ -93,8 +93,8 @@ class DataFault(Fault):
         peers = self.peers(world.targets)
         if peers not in world.shared:
             name = f"all left out {len(world.shared)}"
-            data = self.folder(world, name, self.layout, *(peer.put for peer in peers))
-            skip = (*self.given(data), ("data.rejects", "skip"))
+            data = self.folder(world, name, self.layout, *(peer.add_sample for peer in peers))
+            skip = (*self.data_overrides(data), ("data.rejects", "skip"))
             world.shared[peers] = self.run(world, name, skip)
         return world.shared[peers]
 
@@ -107,23 +107,25 @@ class DataFault(Fault):
         lacks = []
         if ids != sorted(peer.file for peer in self.peers(world.targets)):
             lacks.append(f"events name {ids}")
-        if self.file not in left_out.said:
+        if self.file not in left_out.stderr:
             lacks.append(f"not said: {self.file} is left out")
         run_overrides = self.overrides
         if self.layout is not _leave:
-            run_overrides = self.given(self.folder(world, f"{self.name}, never", self.layout))
+            run_overrides = self.data_overrides(self.folder(world, f"{self.name}, never", self.layout))
         if not equal(left_out.adapter, world.reference("clean", run_overrides)):
             lacks.append("the adapter is not that of a run that never had the sample")
         return lacks
 
-    def told(self, seen: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]) -> FaultResult:
+    def make_result(
+        self, observations: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]
+    ) -> FaultResult:
         return FaultResult(
             self.name,
-            self.place,
+            self.location,
             self.when,
             named=not unnamed,
             recovered=not lost,
-            poisoned_files=sum(len(poisoned_files(observation)) for observation in seen),
+            poisoned_files=sum(len(poisoned_files(observation)) for observation in observations),
             action=self.expected.action,
             verdict=" ".join(verdict.split()),
             why=(*unnamed, *lost),
@@ -139,9 +141,9 @@ class SoundOddity(DataFault):
 
     def judge(self, world: World) -> FaultResult:
         """Judge one run that may refuse; collective."""
-        data = self.folder(world, self.name, self.layout, self.put)
+        data = self.folder(world, self.name, self.layout, self.add_sample)
         stages_reached: list[Stage] = []
-        observation = self.run(world, self.name, self.given(data), stages_reached)
+        observation = self.run(world, self.name, self.data_overrides(data), stages_reached)
         unnamed = [f"an event: {event}" for event in observation.events]
         if observation.error is not None:
             unnamed.append(f"refused: {observation.error}")
@@ -153,24 +155,24 @@ class SoundOddity(DataFault):
             problems.append(f"{', '.join(keys)} share one cache entry")
         if observation.adapter is None:
             problems.append("no adapter was saved")
-        return self.told((observation,), "nothing to tell: it is trained on", unnamed, problems)
+        return self.make_result((observation,), "nothing to tell: it is trained on", unnamed, problems)
 
 
-def _put(kind: Kind) -> Change:
+def _change_of_kind(kind: Kind) -> Change:
     """Make a change that adds this kind's sample to the good data, and to its metadata.jsonl if there is one."""
 
-    def put(folder: Path) -> None:
+    def add_sample(folder: Path) -> None:
         before = {*folder.rglob("*.*")}
         kind.make(folder)
         for path in sorted({*folder.rglob("*.*")} - before):
             if path.suffix.lower() in _LISTED and (folder / _METADATA).exists():
                 _list(folder, path.relative_to(folder).as_posix())
 
-    return put
+    return add_sample
 
 
 def _list(folder: Path, file: str) -> None:
-    """Add a line to metadata.jsonl with the caption beside the file, or with none, and the first line's reference."""
+    """Add a line to metadata.jsonl: the caption from the file's .txt, or a default, and the first line's reference."""
     listing, caption_file = folder / _METADATA, (folder / file).with_suffix(".txt")
     lines = listing.read_text("utf-8").splitlines(keepends=True)
     text = caption_file.read_text("utf-8") if caption_file.exists() else "a clip"
@@ -205,7 +207,7 @@ def _climbing_member(folder: Path) -> None:
 
 def _silent_clip(folder: Path) -> None:
     """Add a clip that has no sound."""
-    with tone_beside(False):
+    with added_tone(False):
         write_good(folder / "silent.mp4")
     _list(folder, "silent.mp4")
 
@@ -217,14 +219,14 @@ def _unknown_label(folder: Path) -> None:
     shutil.copy(good, folder / "2" / f"clip{good.suffix}")
 
 
-def _bad(name: str, file: str, reason: str, put: Change, **more: Any) -> DataFault:
+def _bad(name: str, file: str, reason: str, add_sample: Change, **more: Any) -> DataFault:
     expected = Expected("refused", "left out", (reason,), same_as="clean")
-    return DataFault(f"data: {name}", "data", "before training", expected, file=file, put=put, **more)
+    return DataFault(f"data: {name}", "data", "before training", expected, file=file, add_sample=add_sample, **more)
 
 
-def _of(name: str, reason: str, samples: str = "clips") -> DataFault:
+def _bad_kind(name: str, reason: str, samples: str = "clips") -> DataFault:
     kind = _BY_NAME[name]
-    return _bad(name, kind.file, reason, _put(kind), samples=samples)
+    return _bad(name, kind.file, reason, _change_of_kind(kind), samples=samples)
 
 
 def _odd(name: str, *files: str) -> SoundOddity:
@@ -233,14 +235,14 @@ def _odd(name: str, *files: str) -> SoundOddity:
         "data",
         "before training",
         Expected("none", "none"),
-        put=_put(_BY_NAME[name]),
+        add_sample=_change_of_kind(_BY_NAME[name]),
         files=files,
     )
 
 
-def _unknown(what: str, samples: str, suffix: str) -> DataFault:
+def _unknown(sample_name: str, samples: str, suffix: str) -> DataFault:
     return _bad(
-        f"{what} of a class outside the table",
+        f"{sample_name} of a class outside the table",
         f"2/clip{suffix}",
         "class",
         _unknown_label,
@@ -249,7 +251,7 @@ def _unknown(what: str, samples: str, suffix: str) -> DataFault:
     )
 
 
-def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
+def _damaged(name: str, do: Callable[[StoredEntry], None]) -> Fault:
     """A damaged shard of the cache, which has to be encoded again."""
 
     def before_start(cache: Path) -> None:
@@ -257,7 +259,7 @@ def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
 
     expected = Expected("none", "none", same_as="clean")
     return Fault(
-        what,
+        name,
         "cache",
         "from the start",
         expected,
@@ -270,15 +272,15 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 _TAR = "clips.tar"
 _DECODE = "cannot be decoded"
 _SAMPLES: tuple[DataFault, ...] = (
-    _of("no bytes", "empty_file: the file has no bytes"),
-    _of("text named .mp4", "not_media: "),
-    _of("cut before the header", "truncated: the file ends early"),
-    _of("cut in the frames", _DECODE),
-    _of("damaged in the middle", _DECODE),
-    _of("sound only", "no_video_stream: "),
-    _of("one frame", "too short"),
-    _of("all black", "black: "),
-    _of("an empty caption", "its caption is empty"),
+    _bad_kind("no bytes", "empty_file: the file has no bytes"),
+    _bad_kind("text named .mp4", "not_media: "),
+    _bad_kind("cut before the header", "truncated: the file ends early"),
+    _bad_kind("cut in the frames", _DECODE),
+    _bad_kind("damaged in the middle", _DECODE),
+    _bad_kind("sound only", "no_video_stream: "),
+    _bad_kind("one frame", "too short"),
+    _bad_kind("all black", "black: "),
+    _bad_kind("an empty caption", "its caption is empty"),
     _bad("a missing file", "gone.mp4", "no such file", lambda folder: _list(folder, "gone.mp4")),
     _bad(
         "a tar's member that climbs out",
@@ -291,10 +293,10 @@ _SAMPLES: tuple[DataFault, ...] = (
     _odd("two clips of one stem", "one/clip.mp4", "two/clip.mp4"),
     _odd("a variable frame rate", "vfr.mp4"),
     _odd("a rotation flag", "turned.mp4"),
-    _of("no bytes in an image", "empty_file: the file has no bytes", "images"),
-    _of("an error page named .jpg", "not_media: ", "images"),
-    _of("a jpeg cut in half", _DECODE, "images"),
-    _of("a black image", "black: ", "images"),
+    _bad_kind("no bytes in an image", "empty_file: the file has no bytes", "images"),
+    _bad_kind("an error page named .jpg", "not_media: ", "images"),
+    _bad_kind("a jpeg cut in half", _DECODE, "images"),
+    _bad_kind("a black image", "black: ", "images"),
     _unknown("an image", "classes", ".png"),
     _unknown("a clip", "class_clips", ".mp4"),
 )

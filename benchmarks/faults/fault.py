@@ -30,7 +30,7 @@ class Expected:
     cause: str
     """The verdict's cause, or `refused` where the run must not start or a file must not be written."""
     action: str
-    words: tuple[str, ...] = ()
+    message_parts: tuple[str, ...] = ()
     """Words, each of which must be in the verdict's words, or in the error's."""
     names_target: bool = False
     """True if the sample at fault must be named, and no other."""
@@ -72,7 +72,7 @@ class Fault:
     """One injected fault: where, when, and what must come of it."""
 
     name: str
-    place: str
+    location: str
     when: str
     expected: Expected
     arm: Arm | None = None
@@ -99,12 +99,12 @@ class Fault:
             observation = world.observe(self.name, self.arm, self.overrides, before_start=self.before_start)
         reference_name = self.expected.same_as or self.expected.close_to
         reference = world.reference(reference_name, self.overrides) if reference_name is not None else None
-        return judged(self, observation, reference, world.target_clip, world.targets)
+        return judge_observation(self, observation, reference, world.target_clip, world.targets)
 
 
 def between_steps(
     name: str,
-    place: str,
+    location: str,
     expected: Expected,
     find: Find,
     change: Change,
@@ -114,12 +114,12 @@ def between_steps(
 ) -> Fault:
     """A fault in the run's state, which is changed once, before a step."""
     when_text = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
-    return Fault(name, place, when_text, expected, before(step, find, change, rank), **options)
+    return Fault(name, location, when_text, expected, before(step, find, change, rank), **options)
 
 
 def from_step(
     name: str,
-    place: str,
+    location: str,
     expected: Expected,
     strike: Callable[[When], Arm],
     step: int = 3,
@@ -128,50 +128,52 @@ def from_step(
 ) -> Fault:
     """A fault that occurs in every pass from a step on."""
     when = When("from", step, rank)
-    return Fault(name, place, when.words, expected, strike(when), **options)
+    return Fault(name, location, when.description, expected, strike(when), **options)
 
 
-def judged(
+def judge_observation(
     fault: Fault,
-    seen: Observation,
+    observation: Observation,
     reference: Tensors | None,
     target_clip: str,
     targets: FaultTargets,
 ) -> FaultResult:
     """Compare what was observed with what the fault expects."""
     expected = fault.expected
-    named_message, problems = _named(expected, seen, target_clip, targets)
-    recovered = _recovered(expected, seen, reference)
-    event = seen.events[-1] if seen.events else None
+    named_message, problems = _named(expected, observation, target_clip, targets)
+    recovered = _recovered(expected, observation, reference)
+    event = observation.events[-1] if observation.events else None
     return FaultResult(
         fault.name,
-        fault.place,
+        fault.location,
         fault.when,
         named=not problems,
         recovered=not recovered,
-        poisoned_files=len(poisoned_files(seen)),
-        action=event["action"] if event else ("refused" if seen.error else "none"),
+        poisoned_files=len(poisoned_files(observation)),
+        action=event["action"] if event else ("refused" if observation.error else "none"),
         verdict=named_message,
         why=(*problems, *recovered),
     )
 
 
-def _named(expected: Expected, seen: Observation, target_clip: str, targets: FaultTargets) -> tuple[str, list[str]]:
-    """The diagnosis's message, and a list of what is wrong with the diagnosis."""
+def _named(
+    expected: Expected, observation: Observation, target_clip: str, targets: FaultTargets
+) -> tuple[str, list[str]]:
+    """The diagnosis's message, and a list of its mistakes."""
     if expected.cause == "none":
-        causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
+        causes = [e["verdict"]["cause"] for e in observation.events if e["action"] != "report"]
         problems = [f"{causes} is named, and nothing is to be told"] if causes else []
         return "nothing to tell: what is damaged is passed over", problems
     if expected.cause == "refused":
-        text = str(seen.error or "")
-        expected_words = [targets.named(word) for word in expected.words]
+        text = str(observation.error or "")
+        expected_words = [targets.named(word) for word in expected.message_parts]
         return text.split("\n")[0], [f"not said: {word}" for word in expected_words if word not in text]
-    verdicts = [event["verdict"] for event in seen.events]
+    verdicts = [event["verdict"] for event in observation.events]
     matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
     if not matching:
         return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
     verdict = matching[0]
-    expected_words = [targets.named(word) for word in expected.words]
+    expected_words = [targets.named(word) for word in expected.message_parts]
     problems = [f"not said: {word}" for word in expected_words if word not in verdict["words"]]
     if expected.names_target and verdict["sample_ids"] != [target_clip]:
         problems.append(f"names {verdict['sample_ids']}, not {target_clip}")
@@ -181,36 +183,36 @@ def _named(expected: Expected, seen: Observation, target_clip: str, targets: Fau
     return verdict["words"], problems
 
 
-def _recovered(expected: Expected, seen: Observation, reference: Tensors | None) -> list[str]:
-    code = seen.error.exit_code if seen.error else DONE
+def _recovered(expected: Expected, observation: Observation, reference: Tensors | None) -> list[str]:
+    code = observation.error.exit_code if observation.error else DONE
     problems = []
     if code != expected.exit_code:
-        problems.append(f"exit code {code}, not {expected.exit_code}: {seen.error}")
-    actions = [event["action"] for event in seen.events]
+        problems.append(f"exit code {code}, not {expected.exit_code}: {observation.error}")
+    actions = [event["action"] for event in observation.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         problems.append(f"action {expected.action} is not among {actions}")
     # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
-    switched_off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
+    switched_off = {event["verdict"].get("switch") for event in observation.events if event["action"] == "fallback"}
     if expected.action != "fallback" and (right := switched_off - {*expected.may_be_off}):
         problems.append(f"switched off, though nothing is wrong with it: {right}")
-    if expected.nobody_lost and (lost_samples := left_out(seen)):
+    if expected.nobody_lost and (lost_samples := find_lost_samples(observation)):
         problems.append(f"left out for good: {lost_samples}")
     # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
-    if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
+    if reference is not None and not equal(observation.adapter, reference, expected.close_to is None):
         problems.append("the adapter is not that of the run it must equal")
     return problems
 
 
-def left_out(seen: Observation) -> list[str]:
+def find_lost_samples(observation: Observation) -> list[str]:
     """IDs of the samples that a run quarantined without an end."""
-    records = Quarantine.load(seen.folder / "quarantine.jsonl").records
+    records = Quarantine.load(observation.folder / "quarantine.jsonl").records
     return [record.sample_id for record in records if record.to_epoch is None]
 
 
-def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:
+def equal(adapter: Tensors | None, reference: Tensors, exactly: bool = True) -> bool:
     """True if both adapters are bitwise equal or, unless `exactly`, within the rounding of other kernels."""
-    if one is None or one.keys() != other.keys():
+    if adapter is None or adapter.keys() != reference.keys():
         return False
     if exactly:
-        return all(torch.equal(one[name], other[name]) for name in one)
-    return all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)
+        return all(torch.equal(adapter[name], reference[name]) for name in adapter)
+    return all(torch.allclose(adapter[name], reference[name], rtol=0, atol=1e-4) for name in adapter)

@@ -1,4 +1,4 @@
-"""A run that is killed in the middle of its first checkpoint; a process of its own, for `benchmarks.faults.phases`."""
+"""A run that kills itself while it writes its first checkpoint. `benchmarks.faults.phases` starts it as a process."""
 
 import os
 import signal

@@ -32,7 +32,7 @@ _NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("at
 
 
 def _late(name: str, change: Callable[[], Change], step: int = 3) -> Fault:
-    """A kernel fault whose change has a state of its own in each run."""
+    """A kernel fault whose change keeps state, which is new in each run."""
 
     def strike(when: When) -> Arm:
         return lambda stage: kernel(change(), when)(stage)

@@ -154,7 +154,7 @@ def batch_of(step: int, rank: int) -> Batch:
 def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Observation:
     """Run a loop under its guard and collect what the guard reported.
 
-    `run` returns a description of what is wrong after the loop, or None. `guard` is called after the loop, because
+    `run` returns a description of the problem after the loop, or None. `guard` is called after the loop, because
     some loops create their guard late.
     """
     error: DitLoraError | None = None

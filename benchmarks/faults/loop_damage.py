@@ -113,8 +113,8 @@ _TRANSIENT = Expected("transient", "skip")
 _FAR = Expected("learning_rate", "rollback")
 
 
-def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **how: Any) -> tuple[Fault, ...]:
-    return in_loops(f"{name},", when, expected, spoil, nobody_is_blamed, **how)
+def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **options: Any) -> tuple[Fault, ...]:
+    return in_loops(f"{name},", when, expected, spoil, nobody_is_blamed, **options)
 
 
 def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]) -> tuple[Fault, ...]:
@@ -122,10 +122,10 @@ def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tenso
     return _fault(name, "before step 4", expected, at(4, find, Element(1e30, 3)))
 
 
-def _base(name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4) -> tuple[Fault, ...]:
-    """A fault of a frozen base in memory: a loop that asks for good state is ended, and a trainer goes on."""
-    stopped = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
-    reported = Expected("weights", "report", (*words, _DAMAGED), module=module)
+def _base(name: str, module: str | None, spoil: Spoil, *message_parts: str, step: int = 4) -> tuple[Fault, ...]:
+    """A fault of a frozen base in memory. A loop that calls `require_finite` stops; a trainer continues."""
+    stopped = Expected("weights", "stop", (*message_parts, _DAMAGED), module=module, exit_code=3)
+    reported = Expected("weights", "report", (*message_parts, _DAMAGED), module=module)
     return _fault(name, f"before step {step}", stopped, spoil, in_trainers=reported, change=_frozen_base)
 
 

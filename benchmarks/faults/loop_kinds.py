@@ -36,8 +36,8 @@ def _everything(models: Sequence[nn.Module], optimizer: Any) -> list[Tensor]:
     return [t.detach().clone() for t in [*(p for m in models for p in m.parameters()), *moments]]
 
 
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def _are_equal(tensors: list[Tensor], reference: list[Tensor]) -> bool:
+    return len(tensors) == len(reference) and all(map(torch.equal, tensors, reference))
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                 optimizer.step()
                 optimizer.zero_grad()
                 # Only the spoiled step may leave everything as it was.
-                if _same(_everything(models, optimizer), before) is not (step == 3):
+                if _are_equal(_everything(models, optimizer), before) is not (step == 3):
                     return f"step {step} moved what it must not, or not what it must"
             return None
 
@@ -146,7 +146,7 @@ def _closure(fault: Fault, world: World) -> Observation:
                 return loss
 
             optimizer.step(closure)
-            if _same(_everything([model], optimizer), before) is not (step == 3):
+            if _are_equal(_everything([model], optimizer), before) is not (step == 3):
                 return f"step {step} moved what it must not, or not what it must"
         return None
 

@@ -81,7 +81,7 @@ def in_batch(step: int, name: str, index: int, value: float, *, on_last_rank: bo
 
 
 def spoil_gradient_once(parameter: torch.Tensor, change: Change) -> None:
-    """Change a gradient after the next backward alone: a replay finds it healthy."""
+    """Change a gradient after the next backward only, so that a replay finds it healthy."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
@@ -107,7 +107,7 @@ def _fp16(model: Toy) -> None:
     for layer in (model.first, model.norm, model.last):
         layer.half().requires_grad_(False)
 
-    def first(input: torch.Tensor) -> torch.Tensor:
+    def apply_first(input: torch.Tensor) -> torch.Tensor:
         layer = model.first
         return nn.functional.linear(input.to(layer.weight.dtype), layer.weight, layer.bias)
 
@@ -116,7 +116,7 @@ def _fp16(model: Toy) -> None:
         cast_input = input.to(layer.weight.dtype)
         return nn.functional.layer_norm(cast_input, (WIDTH,), layer.weight, layer.bias, layer.eps)
 
-    model.first.forward, model.norm.forward = first, norm  # type: ignore[method-assign]
+    model.first.forward, model.norm.forward = apply_first, norm  # type: ignore[method-assign]
 
 
 def _overflowing(model: Toy) -> None:
@@ -159,9 +159,9 @@ def played(
     *,
     scaled: bool = False,
     kind: type[ToyLoop] = ToyLoop,
-    **how: Any,
+    **loop_options: Any,
 ) -> Callable[[Fault, World], Observation]:
-    """Play a fault in a loop; `check` says what is not as it must be at its end."""
+    """Play a fault in a loop. `check` returns a description of the problem at its end, or None."""
 
     def play(fault: Fault, world: World) -> Observation:
         def run() -> str | None:
@@ -170,7 +170,7 @@ def played(
 
         with _scaled(world.accelerator) if scaled else nullcontext():
             try:
-                loop = kind(world, spoil, **how)
+                loop = kind(world, spoil, **loop_options)
                 return observed(lambda: loop.guard, run)
             except DitLoraError as refused:  # by the guard, which does not attach
                 return Observation([], refused)
@@ -235,7 +235,7 @@ def in_loops(
     name: str,
     when: str,
     expected: Expected,
-    *how: Any,
+    *arguments: Any,
     in_trainers: Expected | None = None,
     **options: Any,
 ) -> tuple[Fault, ...]:
@@ -245,7 +245,7 @@ def in_loops(
         name: Begins the fault's name.
         when: When it strikes.
         expected: What the guard must say and do.
-        how: Arguments of `played`.
+        arguments: Arguments of `played`.
         in_trainers: What it must say and do in trainers, if that differs: their batches come from a loader.
         options: Options of `played`.
     """
@@ -260,15 +260,15 @@ def in_loops(
             "plugin",
             when,
             in_trainers if in_trainers is not None and loop in TRAINERS else expected,
-            play=played(*how, kind=kind, **options),
+            play=played(*arguments, kind=kind, **options),
             most_ranks=1 if loop in TRAINERS else 8,
         )
         for loop, kind in kinds.items()
     )
 
 
-def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **how: Any) -> Fault:
-    play = played(change=change, **how)
+def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **options: Any) -> Fault:
+    play = played(change=change, **options)
     return Fault(name, "precision", "from step 1", expected, play=play)
 
 

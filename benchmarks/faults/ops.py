@@ -28,7 +28,7 @@ _ALWAYS = When("from", 0)
 
 
 def _restless(when: When) -> Arm:
-    """Put in a fused kernel of which every other call is off, whatever it is given."""
+    """Add a fused kernel that is wrong in every other call, for all inputs."""
 
     def arm(stage: Stage) -> None:
         calls = count()
@@ -104,7 +104,7 @@ COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
 _MODULATE = Expected("kernel", "fallback", ("kernel:modulate", "{modulation}"), same_as="clean")
 _LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")
 """The place is its own output, or where a residual hides that, a gradient."""
-_RESTLESS = replace(_LATE, words=("kernel:wrong_op", "nondeterministic"))
+_RESTLESS = replace(_LATE, message_parts=("kernel:wrong_op", "nondeterministic"))
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
 _HIDDEN = Expected("precision", "report", ("something hides it",), module="{ff_out}")
 _PRECISION = Expected("precision", "stop", ("finite in fp32",), module="{ff}", exit_code=3)
@@ -124,8 +124,8 @@ def _flash(name: str, change: Change) -> Fault:
     return from_step(name, "attention", _FLASH, partial(attention, change))
 
 
-def _op(name: str, change: Change, words: str, module: str = OUTPUT) -> Fault:
-    expected = Expected("data", "quarantine", (words,), True, module, "without")
+def _op(name: str, change: Change, message_part: str, module: str = OUTPUT) -> Fault:
+    expected = Expected("data", "quarantine", (message_part,), True, module, "without")
     return Fault(name, "op", "every time", expected, op_of_target(change, module))
 
 
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
         "op",
         "every time",
         Expected("data", "quarantine", ("first",), names_target=True, same_as="without"),
-        op_of_target(divided, "{last}"),
+        op_of_target(divided, "{final_proj}"),
     ),
     Fault(
         "an Inf that a clamp hides",  # cut back by the module around, so that the loss never shows it

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.faults.fault import Expected, Fault
 from benchmarks.faults.tiny_data import data_of
-from benchmarks.faults.triggers import ALL_RANKS, Element, here, write
+from benchmarks.faults.triggers import ALL_RANKS, Element, has_fault, write
 from benchmarks.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import dump_recipe
@@ -43,7 +43,7 @@ class _BadEncoder:
         return latents
 
 
-def _from_vae(name: str, value: float, words: str) -> Fault:
+def _from_vae(name: str, value: float, message_part: str) -> Fault:
     """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
@@ -58,7 +58,7 @@ def _from_vae(name: str, value: float, words: str) -> Fault:
         finally:
             patches.undo()
 
-    expected = _refused("the encoder's output is not usable", words)
+    expected = _refused("the encoder's output is not usable", message_part)
     return Fault(name, "caching", "before the run", expected, play=play, needs=("encoded",))
 
 
@@ -86,13 +86,13 @@ def _eval_loss(stage: Stage) -> None:
 
 
 def _other_conversations(fault: Fault, world: World) -> Observation:
-    """Measure a chat model on conversations of its own, here those that it trains on."""
+    """Measure a chat model on separate conversations; here they are those that it trains on."""
     override = ("validation.conversations", str(data_of(world.targets, world.clips)))
     return world.observe(fault.name, _eval_loss, (override,))
 
 
 def _spoil_weight(stage: Stage, value: float) -> None:
-    """Change this rank's part of the first trained weight of which it has any."""
+    """Change this rank's part of the first trained weight that it has a part of."""
     parts = map(get_local_tensor, stage.trained().values())
     write(next(part for part in parts if part.numel()), Element(value, 3))
 
@@ -110,7 +110,7 @@ def _before_save(value: float, rank: int = ALL_RANKS) -> Arm:
             check(*args)
             if pending and args[-1] == 3:
                 pending.clear()
-                if here(stage, rank):
+                if has_fault(stage, rank):
                     _spoil_weight(stage, value)
 
         stage.wrap(module, "require_not_diverged", poisoned)
@@ -191,8 +191,8 @@ def _killed(fault: Fault, world: World) -> Observation:
     return world.observe(fault.name, None, _AUTO)
 
 
-def _refused(*words: str, exit_code: int = 2) -> Expected:
-    return Expected("refused", "refused", words, exit_code=exit_code)
+def _refused(*message_parts: str, exit_code: int = 2) -> Expected:
+    return Expected("refused", "refused", message_parts, exit_code=exit_code)
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")

@@ -1,4 +1,4 @@
-"""Faults of samples: what the cache holds, what is drawn for them, what their loss is."""
+"""Faults of samples: their cache entries, their random inputs, their losses."""
 
 import math
 import sys
@@ -34,7 +34,7 @@ _THIS_DRAW = Expected("inputs", "skip", ("with this noise",), names_target=True)
 _LATE_DRAW = Expected("inputs", "skip", ("with this noise and timestep",), module="{time_proj}")
 
 
-def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], None]) -> Fault:
+def _cached(name: str, message_part: str, tensor: str, damage: Callable[[StoredEntry], None]) -> Fault:
     """A damaged cache entry whose header is still correct."""
     # The target's file is 02_blue_disc; its caption names its colour and shape.
     folder, aim = ("texts", "blue disc") if tensor == "prompt_embeds" else ("videos", "02_")
@@ -43,16 +43,18 @@ def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], 
         name,
         "cache",
         "from the start",
-        Expected("data", "quarantine", (words,), True, None, "without"),
+        Expected("data", "quarantine", (message_part,), True, None, "without"),
         before_start=damaged(folder, aim, damage),
         needs=tuple(required),
     )
 
 
-def _of_target(name: str, place: str, strike: Callable[[When], Arm], once: bool, needs: tuple[str, ...] = ()) -> Fault:
+def _of_target(
+    name: str, location: str, strike: Callable[[When], Arm], once: bool, needs: tuple[str, ...] = ()
+) -> Fault:
     if once:
-        return Fault(name, place, "once", _TRANSIENT, strike(When("once", 1)), needs=needs)
-    return Fault(name, place, "every time", _ALWAYS, strike(When("from", 0)), needs=needs)
+        return Fault(name, location, "once", _TRANSIENT, strike(When("once", 1)), needs=needs)
+    return Fault(name, location, "every time", _ALWAYS, strike(When("from", 0)), needs=needs)
 
 
 def _read(name: str, tensor: str, value: float, *, once: bool = False) -> Fault:
@@ -79,7 +81,7 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
         draw = make_sample_seed(stage.target_clip, epoch=1)
         bad = derive_seed(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
-        def drawn(
+        def draw_normal(
             normal: Callable[..., torch.Tensor],
             shape: Sequence[int],
             generators: Sequence[torch.Generator],
@@ -92,7 +94,7 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
 
         for module_name, module in list(sys.modules.items()):  # each family imports the function by name
             if module_name.startswith("dit_lora.families.") and hasattr(module, "normal"):
-                stage.wrap(module, "normal", drawn)
+                stage.wrap(module, "normal", draw_normal)
 
     return Fault(name, stream, "step 3", _THIS_DRAW, arm, needs=(need,))
 

@@ -1,4 +1,4 @@
-"""Faults of what is trained: weights, moments, gradients, the learning rate, the base."""
+"""Faults of the training state: weights, moments, gradients, the learning rate, the base."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from benchmarks.faults.arms import (
     parameter,
 )
 from benchmarks.faults.fault import Expected, Fault, between_steps
-from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, here, times
+from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, has_fault, times
 from benchmarks.faults.world import Arm, Stage, Tensors
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.numerics.dtensors import get_local_tensor, is_sharded
@@ -78,7 +78,7 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
         else:
             for tensor in parameters:
                 tensor.register_hook(hook)
-        if here(stage, rank):
+        if has_fault(stage, rank):
             stage.before_step(3, lambda: armed.append(True))
         stage.wrap(stage.run.recovery, "recover", disarmed)
 
@@ -87,7 +87,7 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
 
 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
-    """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
+    """Change this rank's parts of gradients before the step reads them, because only FSDP2 sees whole gradients."""
 
     def norms(inner: Callable[[NormFunction | None], Tensors], by: NormFunction | None) -> Tensors:
         for tensor in parameters:
@@ -100,10 +100,10 @@ def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) 
 
 
 def _spoiled(*, neighbours: bool) -> Arm:
-    """Give the target such values that its loss is NaN, and on request whoever is beside it."""
+    """Give the target values that make its loss NaN; with `neighbours`, all samples of its micro-batch too."""
 
     def arm(stage: Stage) -> None:
-        key = stage.targets.mark
+        key = stage.targets.id_tensor
 
         def change(batch: Tensors, streams: RandomStreams) -> Tensors:
             rows = torch.tensor(stage.is_target(batch))

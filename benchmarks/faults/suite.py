@@ -104,18 +104,18 @@ def run_suite(
     return [FaultResult(**{**line, "why": tuple(line["why"])}) for line in lines]
 
 
-def totals(judged: Sequence[FaultResult]) -> dict[str, int]:
+def totals(results: Sequence[FaultResult]) -> dict[str, int]:
     """Totals for the last line of the table."""
     return {
-        "faults": len(judged),
-        "named": sum(judgment.named for judgment in judged),
-        "recovered": sum(judgment.recovered for judgment in judged),
-        "poisoned_files": sum(judgment.poisoned_files for judgment in judged),
+        "faults": len(results),
+        "named": sum(judgment.named for judgment in results),
+        "recovered": sum(judgment.recovered for judgment in results),
+        "poisoned_files": sum(judgment.poisoned_files for judgment in results),
     }
 
 
 def judge_all(faults: Sequence[Fault], targets: FaultTargets, engine: Engine = "ddp") -> Iterator[FaultResult]:
-    """Inject one fault after the other; on every rank alike, each in a run of its own."""
+    """Inject one fault after the other, each in a separate run; equal on all ranks."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

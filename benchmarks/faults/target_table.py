@@ -125,7 +125,7 @@ _Z_IMAGE = FaultTargets(
     ff="layers.0.feed_forward",
     ff_out="layers.0.feed_forward.w2",
     modulation="layers.1.adaLN_modulation.0",
-    last="all_final_layer.2-1.linear",
+    final_proj="all_final_layer.2-1.linear",
     time_proj="t_embedder",
     # The network's time runs backwards: `t_embedder` receives 1000 - t.
     late=320,
@@ -140,11 +140,11 @@ def _chat_targets(family: str, variant: str, vision: str, language: str, **chang
         "sections": {"chat": {"max_tokens": 448, "length_step": 64, "shuffle_turns": False}},
         "attention": f"{language}.layers.1.self_attn",
         "key": "k_proj",
-        "out": "o_proj",
+        "out_proj": "o_proj",
         "ff": f"{vision}.mlp",
         "ff_out": f"{vision}.mlp.fc2",
         "modulation": None,
-        "last": f"{language}.norm",
+        "final_proj": f"{language}.norm",
         "time_proj": None,
         "text": None,
         "posterior": False,
@@ -179,7 +179,7 @@ def _videochat2_targets(variant: str, **changes: Any) -> FaultTargets:
 
 
 def _transformers_chat_targets(
-    variant: str, size: int, vision: str, out: str, projection: str, expert: str | None = None
+    variant: str, size: int, vision: str, output_layer: str, projection: str, expert: str | None = None
 ) -> FaultTargets:
     """Targets of one of Transformers' chat models.
 
@@ -187,10 +187,10 @@ def _transformers_chat_targets(
         variant: The tiny variant.
         size: Height and width of frames, in pixels.
         vision: A layer of the vision encoder.
-        out: The last linear layer in `vision`.
+        output_layer: The last linear layer in `vision`.
         projection: The projection from the vision encoder to the language model.
-        expert: The layer in `vision` for faults of the vision encoder; `out` if None. Where a class token comes first
-            and is dropped at the end, this must be a layer whose output reaches every token.
+        expert: The layer in `vision` for faults of the vision encoder; `output_layer` if None. Where a class token
+            comes first and is dropped at the end, this must be a layer whose output reaches every token.
     """
     language = "model.text_model" if variant == "smolvlm2" else "model.language_model"
     return _chat_targets(
@@ -199,8 +199,8 @@ def _transformers_chat_targets(
         vision,
         language,
         data={"frames": 4, "height": size, "width": size},
-        ff_out=f"{vision}.{out}",
-        experts=_chat_experts(f"{vision}.{expert or out}", projection, language),
+        ff_out=f"{vision}.{output_layer}",
+        experts=_chat_experts(f"{vision}.{expert or output_layer}", projection, language),
     )
 
 
@@ -216,7 +216,7 @@ _TARGETS = (
         variant="dit-tiny",
         data={"height": 32, "width": 32},
         samples="classes",
-        last="proj_out_2",
+        final_proj="proj_out_2",
         time_proj="transformer_blocks.1.norm1.emb.time_proj",
         text=None,
         has_buffers=True,
@@ -241,7 +241,7 @@ _TARGETS = (
         attention="transformer_blocks.1.attn",
         ff_out="transformer_blocks.0.ff.down",
         modulation="time_mod_proj",
-        last="final_layer.linear",
+        final_proj="final_layer.linear",
         time_proj="time_embed",
         late=0.83,  # the module receives t / 1000
         upper=700,

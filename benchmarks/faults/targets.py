@@ -29,13 +29,13 @@ class FaultTargets:
     attention: str = "transformer_blocks.1.attn1"
     """A self-attention; `key` and `out` are layers of it with an adapter."""
     key: str = "to_k"
-    out: str = "to_out.0"
+    out_proj: str = "to_out.0"
     ff: str = "transformer_blocks.0.ff"
     ff_out: str = "transformer_blocks.0.ff.net.2"
     """The last linear layer in `ff`."""
     modulation: str | None = "transformer_blocks.1.norm1.linear"
     """The layer that computes each sample's shift, scale and gate."""
-    last: str = "proj_out"
+    final_proj: str = "proj_out"
     time_proj: str | None = "time_proj"
     late: float = 900
     """A timestep, in the units that `time_proj` receives; 10 to 20 % of the sampled ones lie above it."""
@@ -81,7 +81,7 @@ class FaultTargets:
         return self.samples == "pairs"
 
     @property
-    def mark(self) -> str:
+    def id_tensor(self) -> str:
         """The batch tensor that identifies a sample."""
         return "latent_mean" if self.encoded else "labels"
 

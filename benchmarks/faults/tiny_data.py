@@ -84,7 +84,7 @@ def write_chat(folder: Path) -> None:
 
 
 def drop_conversation(folder: Path, clip: str) -> None:
-    """Remove a clip and what is asked of it."""
+    """Remove a clip and its questions."""
     (folder / clip).unlink()
     listing = folder / CONVERSATIONS
     records = json.loads(listing.read_text("utf-8"))

@@ -22,7 +22,7 @@ Fires = Callable[[], bool]
 Find = Callable[[Stage], Sequence[torch.Tensor]]
 
 
-def here(stage: Stage, rank: int) -> bool:
+def has_fault(stage: Stage, rank: int) -> bool:
     """True if this rank has the fault. A fault of a rank that does not exist applies to all ranks."""
     return rank in (ALL_RANKS, stage.rank) or rank >= stage.ranks
 
@@ -43,7 +43,7 @@ class When:
     """Number of passes of its step that `once` lets go by first."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         rank_note = f", rank {self.rank}" if self.rank != ALL_RANKS else ""
         if self.mode == "random":
             return f"from step {self.step}, p = {self.p:g}{rank_note}"
@@ -66,7 +66,7 @@ class When:
         return counted
 
     def _acts(self, stage: Stage) -> Fires:
-        if not here(stage, self.rank):
+        if not has_fault(stage, self.rank):
             return lambda: False
         if self.mode == "at":
             seeds = step_seeds(stage, self.step)
@@ -133,7 +133,7 @@ def before(step: int, find: Find, change: Change, rank: int = ALL_RANKS) -> Arm:
                 if not (is_part and of_whole and stage.rank):
                     write(tensor, change)
 
-        if here(stage, rank):
+        if has_fault(stage, rank):
             stage.before_step(step, act)
 
     return arm

@@ -66,7 +66,7 @@ class Observation:
     """The saved adapter; None if none was saved."""
     folder: Path = Path("/nothing")
     cache: Path = Path("/nothing")
-    said: str = ""
+    stderr: str = ""
 
 
 class ArmedCheckpoint:
@@ -116,13 +116,13 @@ class Stage:
         return self.run.setup.transformer
 
     def module(self, name: str) -> nn.Module:
-        """A module by its name, which may be a template of `FaultTargets.named`: `{attention}.{out}`."""
+        """A module by its name, which may be a template of `FaultTargets.named`: `{attention}.{out_proj}`."""
         return self.transformer.get_submodule(self.targets.named(name))
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
-    def held(self, name: str | None = None) -> list[torch.Tensor]:
+    def local_tensors(self, name: str | None = None) -> list[torch.Tensor]:
         """This rank's tensors of one trained weight, or of all: parameters, and the parts that ZeRO-2 optimizes."""
         tensors = [p.data for n, p in self.trained().items() if name in (None, n)]
         for key, tensor in self.run.setup.engine.local_state_dict().items():
@@ -132,13 +132,13 @@ class Stage:
 
     def is_target(self, batch: Tensors) -> list[bool]:
         """For each row of a micro-batch, True if it is the target clip's, compared by `targets.mark`."""
-        return [torch.equal(row, self._mark) for row in batch[self.targets.mark]]
+        return [torch.equal(row, self._target_id_tensor) for row in batch[self.targets.id_tensor]]
 
     @cached_property
-    def _mark(self) -> torch.Tensor:
+    def _target_id_tensor(self) -> torch.Tensor:
         clips = self.run.setup.data.training_set
         entry = next(entry for entry in clips.entries if entry.id == self.target_clip)
-        return clips.read_sample(entry, 0).tensors[self.targets.mark][0]
+        return clips.read_sample(entry, 0).tensors[self.targets.id_tensor][0]
 
     def before_step(self, step: int, act: Callable[[], None]) -> None:
         """Do something once, at the start of a step on this rank."""
@@ -339,9 +339,9 @@ def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engi
     )
 
 
-def poisoned_files(seen: Observation) -> list[Path]:
+def poisoned_files(observation: Observation) -> list[Path]:
     """Files that a run left as valid although they hold a non-finite value. Bundles are evidence and do not count."""
-    written = [*seen.folder.rglob("*.safetensors"), *seen.cache.rglob("*.safetensors")]
+    written = [*observation.folder.rglob("*.safetensors"), *observation.cache.rglob("*.safetensors")]
     return [
         path
         for path in written

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,10 @@ class Finding:
     parser: str
     number: int
     mutation: str
-    what: str
+    problem: str
 
     def __str__(self) -> str:
-        return f"{self.parser} --first {self.number}: {self.mutation}: {self.what}"
+        return f"{self.parser} --first {self.number}: {self.mutation}: {self.problem}"
 
 
 class _TooLongError(BaseException):
@@ -62,11 +62,11 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> Finding | None:
-    """Damage a copy of the sample in `place` as the number says, read it, and return what is wrong with that."""
+def try_input(name: str, number: int, seed: int, sample: Path, work: Path) -> Finding | None:
+    """Damage a copy of the sample in `work`, seeded with the number, and read it. Returns the problem, or None."""
     parser = PARSERS[name]
-    folder = place / "input"
-    shutil.rmtree(place, ignore_errors=True)
+    folder = work / "input"
+    shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(sample, folder)
     mutation, is_certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -109,13 +109,13 @@ def fuzz(name: str, numbers: range, seed: int, folder: Path) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="inputs for each parser")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=PARSERS, default=list(PARSERS))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     failed = False
     with tempfile.TemporaryDirectory() as root:
         for name in args.only:
@@ -126,7 +126,7 @@ def main() -> None:
             print(f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s, {len(findings)} findings")
             kinds: dict[str, list[Finding]] = {}
             for finding in findings:
-                kinds.setdefault(finding.what, []).append(finding)
+                kinds.setdefault(finding.problem, []).append(finding)
             for same_kind in sorted(kinds.values(), key=len, reverse=True):
                 print(f"  {len(same_kind)} times: {same_kind[0]}", flush=True)
     sys.exit(failed)

@@ -18,9 +18,9 @@ from benchmarks.loops.processes import RunResult, RunSpec
 from benchmarks.loops.summary import describe_counts, describe_failures
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run, and exit with 1 if a check failed."""
-    options = _parse_options()
+    options = _parse_options(argv)
     if options.command == "run":
         selections = _select(find_loops(options.only), options)
         sys.exit(_run(select_third(selections) if options.third else selections, options))
@@ -31,7 +31,7 @@ def main() -> None:
         sys.exit(_run(_select(loops, options), options))
 
 
-def _parse_options() -> argparse.Namespace:
+def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="check the loops of this folder")
@@ -48,7 +48,7 @@ def _parse_options() -> argparse.Namespace:
         command.add_argument("--jobs", type=int, default=2, help="processes at a time")
         command.add_argument("--json", type=Path, metavar="FILE", help="write every row")
         command.add_argument("--show", action="store_true", help="print what each run prints")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def _select(loops: Sequence[LoopFile], options: argparse.Namespace) -> list[Selection]:

@@ -153,7 +153,7 @@ def _wrong_rows(bad_rows: Collection[int], report: GuardReport) -> str:
 
 
 def _wrong_gradients(planted: Sequence[Mapping[str, Any]], report: GuardReport) -> str:
-    """Parameters whose gradient is said to be bad, where that of another was planted."""
+    """Describe a gradient that the guard names as bad although another one was planted; empty if there is none."""
     names = [note["name"] for note in planted if note["planted"] == "gradient"]
     for event in report.events:
         gradients = [str(gradient) for gradient in _bad_gradients(event)]

@@ -108,7 +108,8 @@ def check_healthy(spec: RunSpec, bare: RunResult, guarded: RunResult) -> list[Ro
 def check_faulty(spec: RunSpec, bare: RunResult, guarded: RunResult) -> list[Row]:
     """Check that a run with a fault ends no worse with the guard, and that what it says is right."""
     report = GuardReport(guarded.events, guard_messages(guarded.stderr))
-    planted = _distinct(guarded.planted or bare.planted)
+    notes = guarded.planted or bare.planted
+    planted = [note for number, note in enumerate(notes) if note not in notes[:number]]
     naming, reason = compare_causes(planted, report, spec.loop.spreads, bare.bad_rows)
     problems = {
         "exit code": _exit_problem(bare, guarded) if not bare.exit_code else "",
@@ -121,10 +122,6 @@ def check_faulty(spec: RunSpec, bare: RunResult, guarded: RunResult) -> list[Row
     rows = [_row(spec, guarded, check, problem) for check, problem in problems.items()]
     problem = reason if naming == "wrong" else ""
     return [*rows, _row(spec, guarded, "names", problem, reason=reason, naming=naming)]
-
-
-def _distinct(notes: Sequence[Any]) -> list[Any]:
-    return [note for number, note in enumerate(notes) if note not in notes[:number]]
 
 
 def _last_line(text: str) -> str:

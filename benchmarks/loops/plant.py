@@ -115,7 +115,7 @@ def spoil_targets(targets: Any, index: int = INDEX) -> Any:
 def spoil_gradient(model: nn.Module | Iterable[nn.Parameter]) -> None:
     """Make one element of one parameter's gradient Inf, after the backward.
 
-    With `replay_oom`, too: only experiments tell what a bad gradient came from, and there is no memory for them.
+    Also with `replay_oom`: only experiments find the cause of a bad gradient, and there is no memory for them.
     """
     if not _is_due("gradient", "inf_gradient", "replay_oom", late="late_nan"):
         return

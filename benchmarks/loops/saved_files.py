@@ -66,11 +66,11 @@ class SavedFile:
     problem: str = ""
     """Why the file cannot be read; empty if it can, or if it is no file of tensors."""
 
-    def equals(self, other: "SavedFile") -> bool:
+    def equals(self, reference: "SavedFile") -> bool:
         """True if the bytes are equal, or, where archives differ, every tensor and value in them."""
-        if self.digest == other.digest:
+        if self.digest == reference.digest:
             return True
-        return bool(self.leaves) and self.leaves == other.leaves
+        return bool(self.leaves) and self.leaves == reference.leaves
 
 
 def read_saved_file(path: Path) -> SavedFile:

@@ -4,7 +4,7 @@
                                   [--ranks 1|2|4] [--jobs 2] [--only 017] [--json FILE] [--describe]
 
 Each fault is one run of six steps, compared with the clean run of the same recipe. Exit code 1 if any fault fails
-a question; what failed is listed with the command that runs it alone. Ctrl-C shows what there is until then.
+a question; each failure is listed with the command that repeats only this fault. Ctrl-C prints the results so far.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.faults.target_table import FAULT_TARGETS
 from benchmarks.verdicts.cases import Drawn
-from benchmarks.verdicts.draw import described, drawn
+from benchmarks.verdicts.draw import described, draw_faults
 from benchmarks.verdicts.judge import QUESTIONS, Judgement
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
@@ -40,11 +40,13 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.describe:
-        print("\n".join([described(), "", "asked of each:", *_questions()]))
+        questions = [f"  {name:10} {question}" for name, question in QUESTIONS.items()]
+        print("\n".join([described(), "", "asked of each:", *questions]))
         return 0
     ranks = (args.ranks,) if args.ranks else (1, 2)
-    chosen_places = _places(args.places)
-    faults = drawn(args.seed, args.faults, _variants(args.families), ranks, chosen_places)
+    if unknown_places := sorted(set(args.places) - {*PLACES}):
+        raise SystemExit(f"--places {', '.join(unknown_places)}: there are {', '.join(PLACES)}")
+    faults = draw_faults(args.seed, args.faults, _variants(args.families), ranks, args.places)
     chosen = [fault for fault in faults if args.only is None or _is(fault, args.only)]
     if not chosen:
         raise SystemExit(f"no fault of this sweep is called {args.only!r}")
@@ -61,13 +63,15 @@ def main(argv: Sequence[str]) -> int:
     if message:
         print(f"\n{message}")
     if args.json:
-        write_atomically(Path(args.json), json.dumps(_record(args, judgements), indent=1) + "\n")
+        sums = {name: sum(name in judgement.failures for judgement in judgements) for name in QUESTIONS}
+        record = {"seed": args.seed, "faults": [asdict(judgement) for judgement in judgements], "wrong": sums}
+        write_atomically(Path(args.json), json.dumps(record, indent=1) + "\n")
     if interrupted:
         return _INTERRUPTED
     return 1 if message else 0
 
 
-def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bool:
+def _sweep(sweep: Sweep, faults: Sequence[Drawn], judgements: list[Judgement]) -> bool:
     """Judge them, into `judged`; whether it was interrupted."""
     variants = list(dict.fromkeys(fault.variant for fault in faults))
     try:
@@ -75,7 +79,7 @@ def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bo
         with tqdm(total=len(faults), desc="faults", unit="fault", smoothing=0.1) as bar:
             num_failures = 0
             for judgement in sweep.run(faults):
-                judged.append(judgement)
+                judgements.append(judgement)
                 num_failures += bool(judgement.failures)
                 bar.set_postfix(wrong=num_failures, refresh=False)
                 bar.update()
@@ -84,19 +88,15 @@ def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bo
     return False
 
 
-def _variants(asked: Sequence[str]) -> list[str]:
+def _variants(requested_names: Sequence[str]) -> list[str]:
     """Tiny checkpoints by their own name or by their family's."""
-    names = [v for v, targets in FAULT_TARGETS.items() if not asked or {v, targets.family} & set(asked)]
+    names = [
+        v for v, targets in FAULT_TARGETS.items() if not requested_names or {v, targets.family} & set(requested_names)
+    ]
     all_names = {*FAULT_TARGETS, *(targets.family for targets in FAULT_TARGETS.values())}
-    if unknown := sorted(set(asked) - all_names):
+    if unknown := sorted(set(requested_names) - all_names):
         raise SystemExit(f"--families {' '.join(unknown)}: there are {', '.join(sorted(all_names))}")
     return names
-
-
-def _places(asked: Sequence[str]) -> Sequence[str]:
-    if unknown := sorted(set(asked) - {*PLACES}):
-        raise SystemExit(f"--places {', '.join(unknown)}: there are {', '.join(PLACES)}")
-    return asked
 
 
 def _is(fault: Drawn, name: str) -> bool:
@@ -109,16 +109,6 @@ def _command(args: argparse.Namespace) -> str:
     parts += [f"--places {shlex.join(args.places)}"] if args.places else []
     parts += [f"--ranks {args.ranks}"] if args.ranks else []
     return " ".join(parts)
-
-
-def _questions() -> list[str]:
-    return [f"  {name:10} {question}" for name, question in QUESTIONS.items()]
-
-
-def _record(args: argparse.Namespace, judged: Sequence[Judgement]) -> dict[str, object]:
-    sums = {name: sum(name in judgement.failures for judgement in judged) for name in QUESTIONS}
-    faults = [asdict(judgement) for judgement in judged]
-    return {"seed": args.seed, "faults": faults, "wrong": sums}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ class Right:
 
     causes: frozenset[str] = frozenset()
     """That a verdict may name; none where the fault is no matter of the guard."""
-    told: bool = True
+    must_report: bool = True
     """Whether something must be said of it."""
     touches: bool = False
     """Whether the target may be left out for good; no other sample may, ever."""
@@ -31,23 +31,23 @@ class Right:
     result: Result = "clean"
     """What a certified file must be: the clean run's without left-out samples, within rounding. Where the
     fault changed the training and nobody could know, finite, bounded and of an unchanged base."""
-    words: tuple[str, ...] = ()
+    message_parts: tuple[str, ...] = ()
     """One of them must be in what is said."""
 
 
 def right(
     *causes: str,
-    told: bool = True,
+    must_report: bool = True,
     touches: bool = False,
     switches: frozenset[str] = frozenset(),
     ends: tuple[int, ...] = (DONE, STOPPED),
     result: Result = "clean",
-    words: tuple[str, ...] = (),
+    message_parts: tuple[str, ...] = (),
 ) -> Right:
-    return Right(frozenset(causes), told, touches, switches, ends, result, words)
+    return Right(frozenset(causes), must_report, touches, switches, ends, result, message_parts)
 
 
-SILENT = right(told=False, ends=(DONE,), result="bounded")
+SILENT = right(must_report=False, ends=(DONE,), result="bounded")
 """A finite and plausible change: to be trained through, and nobody blamed."""
 
 
@@ -74,8 +74,8 @@ class Draw:
     """The clip that is to be at fault."""
     kind: str
 
-    def step(self, first: int = 1, last: int = STEPS) -> int:
-        return self.chance.randint(first, last)
+    def step(self, min_step: int = 1, max_step: int = STEPS) -> int:
+        return self.chance.randint(min_step, max_step)
 
     def number(self) -> int:
         """The number of a tensor or an element, taken modulo how many there are."""
@@ -85,13 +85,13 @@ class Draw:
         """One of two ranks, or all; always all on one."""
         return self.chance.choice((ALL_RANKS, 0, 1)) if self.ranks > 1 else ALL_RANKS
 
-    def when(self, *modes: Mode, first: int = 1, last: int = STEPS, rank: int = ALL_RANKS) -> When:
+    def when(self, *modes: Mode, min_step: int = 1, max_step: int = STEPS, rank: int = ALL_RANKS) -> When:
         p = round(self.chance.uniform(0.1, 0.9), 2)
-        return When(self.chance.choice(modes), self.step(first, last), rank, p, self.number())
+        return When(self.chance.choice(modes), self.step(min_step, max_step), rank, p, self.number())
 
     def when_it_comes(self, *modes: Mode) -> When:
         """Draw a moment after which every sample still comes once at least."""
-        return self.when(*modes, last=STEPS - 2)
+        return self.when(*modes, max_step=STEPS - 2)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Place:
 
     make: Callable[[Draw], Case]
     kinds: tuple[str, ...]
-    told: str
+    description: str
     """What it is, for `--describe`."""
     fits: Callable[[FaultTargets, int], bool] = field(default=lambda targets, ranks: True)
 
@@ -110,7 +110,7 @@ class Drawn:
     """One fault of a sweep."""
 
     number: int
-    place: str
+    place_name: str
     kind: str
     variant: str
     ranks: int
@@ -122,4 +122,4 @@ class Drawn:
     @property
     def name(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.number:03d} {self.place}: {self.kind} ({self.variant}, {ranks})"
+        return f"{self.number:03d} {self.place_name}: {self.kind} ({self.variant}, {ranks})"

@@ -41,7 +41,7 @@ _VALUES: dict[str, Change] = {
     "sign": times(-1.0),
     "factor": times(1.5),
 }
-_MODULES = ("{ff}", "{ff_out}", "{attention}.{out}", "{attention}.{key}", "{last}")
+_MODULES = ("{ff}", "{ff_out}", "{attention}.{out_proj}", "{attention}.{key}", "{final_proj}")
 
 
 def _activation(draw: Draw) -> Case:
@@ -50,12 +50,12 @@ def _activation(draw: Draw) -> Case:
     when = draw.when("once", "from", "at", rank=draw.rank())
     change = _VALUES[kind]
     change = backward_of(change) if direction else change
-    description = f"{when.words}, of {draw.targets.named(module)}"
+    description = f"{when.description}, of {draw.targets.named(module)}"
     allowed = _of_activation(kind, when)
     if direction and not draw.targets.encoded:  # no gradient goes through a frozen vision encoder
-        allowed = replace(allowed, told=False)
+        allowed = replace(allowed, must_report=False)
     if "vision_tower" in draw.targets.named(module):  # its first token may be one that is dropped
-        allowed = replace(allowed, told=False)
+        allowed = replace(allowed, must_report=False)
     return Case(description, allowed, arms.module_output(module, change, when))
 
 
@@ -69,7 +69,7 @@ def _of_activation(kind: str, when: When) -> Right:
         # And some draws overflow where others do not.
         causes += ("precision", "attention_backend", "inputs")
         ends, switched_off = (DONE, REFUSED, STOPPED), frozenset({_FLASH})
-        return right(*causes, told=False, result="bounded", ends=ends, switches=switched_off)
+        return right(*causes, must_report=False, result="bounded", ends=ends, switches=switched_off)
     if when.mode == "once":
         return right(*causes, ends=(DONE,))
     return right(*causes, result="bounded")
@@ -91,29 +91,29 @@ def _kernel(draw: Draw) -> Case:
     if draw.kind == _UNSTABLE:
         when = draw.when("random")
         allowed = _unstable("kernel", _WRONG)
-        return Case(when.words, allowed, arms.kernel(divided, when))
+        return Case(when.description, allowed, arms.kernel(divided, when))
     change = _KERNELS[draw.kind]
     if draw.kind in ("NaN", "Inf", "NaN backward"):
         when = draw.when("from")
-        return Case(when.words, _wrong("kernel", _WRONG), arms.kernel(change, when))
+        return Case(when.description, _always_wrong("kernel", _WRONG), arms.kernel(change, when))
     when = When("from", draw.chance.choice((0, 0, 1, 3)))
     target = "{modulation}" if draw.kind == "first row for all" else arms.OUTPUT
     if not draw.targets.modulation:
         target = arms.OUTPUT
-    arm = arms.kernel(change, when, place=target)
-    return Case(when.words, _wrong("kernel", _WRONG), arm, _COMPARED)
+    arm = arms.kernel(change, when, module=target)
+    return Case(when.description, _always_wrong("kernel", _WRONG), arm, _COMPARED)
 
 
 def _attention(draw: Draw) -> Case:
     if draw.kind == _UNSTABLE:
         when = draw.when("random")
         allowed = _unstable("attention_backend", _FLASH)
-        return Case(when.words, allowed, arms.attention(divided, when))
+        return Case(when.description, allowed, arms.attention(divided, when))
     changes = {"NaN": divided, "NaN backward": backward_of(divided), "5 % off": times(1.05)}
     change = changes[draw.kind]
     if draw.kind != "5 % off":
         when = draw.when("from")
-        return Case(when.words, _wrong("attention_backend", _FLASH), arms.attention(change, when))
+        return Case(when.description, _always_wrong("attention_backend", _FLASH), arms.attention(change, when))
     when = When("from", draw.chance.choice((0, 1, 3)))
     # A backend of PyTorch's that is wrong by little is met before the run or at its end, which refuses the file.
     result: Result = "clean" if when.step == 0 else "bounded"
@@ -121,15 +121,15 @@ def _attention(draw: Draw) -> Case:
     allowed = right(
         "attention_backend",
         "kernel",
-        told=False,
+        must_report=False,
         switches=switched_off,
         ends=(DONE, REFUSED),
         result=result,
     )
-    return Case(when.words, allowed, arms.attention(change, when), _COMPARED)
+    return Case(when.description, allowed, arms.attention(change, when), _COMPARED)
 
 
-def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
+def _always_wrong(cause: str, switch: str, result: Result = "clean") -> Right:
     """Wrong every time: switched off, and nothing else."""
     return right(cause, switches=frozenset({switch}), ends=(DONE,), result=result)
 
@@ -139,7 +139,7 @@ def _unstable(cause: str, switch: str) -> Right:
     switches = frozenset({switch})
     causes = ("transient", "unknown", cause)
     ends = (DONE, REFUSED, STOPPED)
-    return right(*causes, told=False, ends=ends, result="bounded", switches=switches)
+    return right(*causes, must_report=False, ends=ends, result="bounded", switches=switches)
 
 
 def _stock_output(draw: Draw) -> Case:
@@ -151,9 +151,9 @@ def _stock_output(draw: Draw) -> Case:
     value = {"NaN": math.nan, "factor": 3.0}[draw.kind]
     when = When("from", draw.step())
     ends = (DONE, REFUSED, STOPPED) if draw.kind == "factor" else (REFUSED, STOPPED)
-    allowed = right("weights", "kernel", told=False, ends=ends)
-    arm = arms.module_output("{attention}.{out}", change, when)
-    return Case(f"{when.words}, without gradients", allowed, arm)
+    allowed = right("weights", "kernel", must_report=False, ends=ends)
+    arm = arms.module_output("{attention}.{out_proj}", change, when)
+    return Case(f"{when.description}, without gradients", allowed, arm)
 
 
 COMPUTING: dict[str, Place] = {

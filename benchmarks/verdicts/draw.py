@@ -14,11 +14,11 @@ _TWO_RANKS = 0.3
 """The share of faults on two ranks, where both are asked for."""
 
 
-def drawn(
-    seed: int, count: int, variants: Sequence[str], ranks: Sequence[int], places: Sequence[str] = ()
+def draw_faults(
+    seed: int, count: int, variants: Sequence[str], ranks: Sequence[int], place_names: Sequence[str] = ()
 ) -> list[Drawn]:
     """Draw the faults of a sweep, by default of all places. Equal arguments give equal faults; longer sweeps add."""
-    candidates = {name: entry for name, entry in PLACES.items() if not places or name in places}
+    candidates = {name: entry for name, entry in PLACES.items() if not place_names or name in place_names}
     pairs = [(place_name, kind) for place_name, entry in candidates.items() for kind in entry.kinds]
     random.Random(seed).shuffle(pairs)
     pairs = [pair for pair in pairs if _fitting(PLACES[pair[0]], variants, ranks)]
@@ -40,18 +40,18 @@ def case_of(fault: Drawn, world: World) -> Case:
     """What the fault's place makes of it."""
     chance = random.Random(fault.seed)
     draw = Draw(chance, FAULT_TARGETS[fault.variant], fault.ranks, world.target_clip, fault.kind)
-    return PLACES[fault.place].make(draw)
+    return PLACES[fault.place_name].make(draw)
 
 
-def _fitting(place: Place, variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
-    return [(v, number) for v in variants for number in ranks if place.fits(FAULT_TARGETS[v], number)]
+def _fitting(entry: Place, variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
+    return [(v, number) for v in variants for number in ranks if entry.fits(FAULT_TARGETS[v], number)]
 
 
 def described() -> str:
     """What can be drawn, as text."""
     lines = ["places and kinds:"]
     for name, entry in PLACES.items():
-        lines.append(f"  {name:18} {entry.told}")
+        lines.append(f"  {name:18} {entry.description}")
         lines.append(f"  {'':18} {', '.join(entry.kinds)}")
     kinds = sum(len(entry.kinds) for entry in PLACES.values())
     lines.append(f"{len(PLACES)} places, {kinds} kinds; of each fault besides: the tiny checkpoint")

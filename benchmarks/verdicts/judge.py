@@ -38,7 +38,7 @@ class EndlessError(RuntimeError):
 
 @dataclass
 class Tally:
-    """What a run is watched for, beside what it writes."""
+    """Observations of a run that are not in its files."""
 
     recoveries: int = 0
     stage: Stage | None = None
@@ -83,33 +83,33 @@ class Judgement:
     seconds: float = 0.0
 
 
-def failures_of(case: Case, world: World, seen: Observation, tally: Tally) -> dict[str, str]:
-    """What is wrong, by question; collective, where a clean run is needed."""
-    records = Quarantine.load(seen.folder / "quarantine.jsonl").records
+def failures_of(case: Case, world: World, observation: Observation, tally: Tally) -> dict[str, str]:
+    """The failed questions with their answers. Collective, because a clean run may be needed."""
+    records = Quarantine.load(observation.folder / "quarantine.jsonl").records
     answers = {
         "lost": _lost(case.right, records, world.target_clip),
         "off": _off(case.right, tally),
-        "ended": _ended(case.right, seen),
-        "cause": _cause(case.right, seen, came=tally.acted()),
-        "certified": _certified(case, world, seen, records),
+        "ended": _ended(case.right, observation),
+        "cause": _cause(case.right, observation, came=tally.acted()),
+        "certified": _certified(case, world, observation, records),
     }
     return {question: answer for question, answer in answers.items() if answer}
 
 
-def is_certified(seen: Observation) -> bool:
+def is_certified(observation: Observation) -> bool:
     """Whether a file was written as good."""
-    path = seen.folder / "verification.json"
+    path = observation.folder / "verification.json"
     return (
-        seen.error is None
-        and bool(seen.adapter)
+        observation.error is None
+        and bool(observation.adapter)
         and path.exists()
         and json.loads(path.read_text(encoding="utf-8"))["passed"]
     )
 
 
-def acted(seen: Observation) -> list[dict[str, Any]]:
+def acted(observation: Observation) -> list[dict[str, Any]]:
     """Events that are more than reports."""
-    return [event for event in seen.events if event["action"] != "report"]
+    return [event for event in observation.events if event["action"] != "report"]
 
 
 def _lost(allowed: Right, records: Sequence[QuarantineRecord], target: str) -> str:
@@ -123,40 +123,45 @@ def _off(allowed: Right, tally: Tally) -> str:
     return f"switched off: {', '.join(sorted(innocent))}" if innocent else ""
 
 
-def _ended(allowed: Right, seen: Observation) -> str:
-    code = seen.error.exit_code if seen.error else 0
+def _ended(allowed: Right, observation: Observation) -> str:
+    code = observation.error.exit_code if observation.error else 0
     if code in allowed.ends:
-        return "" if code == 0 or str(seen.error).strip() else "stopped without a word"
+        return "" if code == 0 or str(observation.error).strip() else "stopped without a word"
     expected = " or ".join(map(str, allowed.ends))
-    return f"exit code {code}, not {expected}: {str(seen.error or 'it went on').splitlines()[0]}"
+    return f"exit code {code}, not {expected}: {str(observation.error or 'it went on').splitlines()[0]}"
 
 
-def _cause(allowed: Right, seen: Observation, *, came: bool) -> str:
-    verdicts = [event["verdict"] for event in acted(seen)]
+def _cause(allowed: Right, observation: Observation, *, came: bool) -> str:
+    verdicts = [event["verdict"] for event in acted(observation)]
     unexpected = [verdict for verdict in verdicts if verdict["cause"] not in allowed.causes]
     if unexpected:
         causes = ", ".join(sorted(allowed.causes)) or "none"
         return f"{unexpected[0]['cause']}, and right is {causes}: {unexpected[0]['words'][:160]}"
-    if allowed.told and came and not verdicts and seen.error is None:
+    if allowed.must_report and came and not verdicts and observation.error is None:
         return f"nothing was said; right is {', '.join(sorted(allowed.causes))}"
-    messages = " ".join([*(verdict["words"] for verdict in verdicts), str(seen.error or "")])
-    if allowed.words and (verdicts or seen.error) and not any(w in messages for w in allowed.words):
-        return f"not said: {' or '.join(allowed.words)}: {messages[:160]}"
+    messages = " ".join([*(verdict["words"] for verdict in verdicts), str(observation.error or "")])
+    if (
+        allowed.message_parts
+        and (verdicts or observation.error)
+        and not any(w in messages for w in allowed.message_parts)
+    ):
+        return f"not said: {' or '.join(allowed.message_parts)}: {messages[:160]}"
     return ""
 
 
-def _certified(case: Case, world: World, seen: Observation, records: Sequence[QuarantineRecord]) -> str:
-    if not is_certified(seen):
+def _certified(case: Case, world: World, observation: Observation, records: Sequence[QuarantineRecord]) -> str:
+    if not is_certified(observation):
         return ""
-    assert seen.adapter is not None
-    peak = max(float(tensor.abs().max()) for tensor in seen.adapter.values())
+    assert observation.adapter is not None
+    peak = max(float(tensor.abs().max()) for tensor in observation.adapter.values())
     if not peak < _BOUND:  # not a number too
         return f"the certified adapter reaches {peak:.3g}"
     if case.right.result == "bounded":
-        return _other_output(seen.folder, _noted(seen.folder), "the run")
+        noted_output = find_target(observation.folder, None).metadata["output"]
+        return _other_output(observation.folder, noted_output, "the run")
     overrides = tuple(override for override in case.overrides if not override[0].startswith("guard."))
     reference = load_adapter(clean_run(world, overrides, records))
-    return _other_adapter(seen.adapter, reference, exactly=not case.right.switches)
+    return _other_adapter(observation.adapter, reference, exactly=not case.right.switches)
 
 
 def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> str:
@@ -222,14 +227,10 @@ def load_adapter(folder: Path) -> Tensors:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _other_output(folder: Path, noted: Mapping[str, Any], made: str) -> str:
+def _other_output(folder: Path, noted: Mapping[str, Any], source: str) -> str:
     """What the file gives in its stock model, loaded afresh, against an output that was noted."""
     target = find_target(folder, None)
     stock = target.open_reference_model()
     fresh = stock.load_adapter(stock.load_model(torch.float32), target.file)
-    check = compare_output(stock, fresh, noted, torch.float32, made)
-    return "" if check.passed else f"the stock output is not {made}'s: {check.message[:160]}"
-
-
-def _noted(folder: Path) -> Mapping[str, Any]:
-    return find_target(folder, None).metadata["output"]
+    check = compare_output(stock, fresh, noted, torch.float32, source)
+    return "" if check.passed else f"the stock output is not {source}'s: {check.message[:160]}"

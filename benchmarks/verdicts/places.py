@@ -1,4 +1,4 @@
-"""The places that faults are drawn for, and what is right of each."""
+"""The places that faults are drawn for, and the allowed outcomes of each."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ _VALUES = {"NaN": math.nan, "Inf": math.inf, "1e30": 1e30, "5000": 5000.0, "nega
 _NOT_FINITE = ("NaN", "Inf")
 _TRANSIENT = right("transient", ends=(DONE,))
 _OF_SAMPLE = right("data", touches=True, ends=(DONE,))
-_PERHAPS = right("data", "inputs", told=False, touches=True, result="bounded")
+_PERHAPS = right("data", "inputs", must_report=False, touches=True, result="bounded")
 """So large that it may overflow, or may be clipped and trained on."""
 _MEMORY = right("memory", "weights", ends=(DONE,))
 _MOMENT = right("memory", "optimizer", "weights", ends=(DONE,))
@@ -61,7 +61,7 @@ def _of_sample(draw: Draw, when: When) -> Right:
 def _sample_tensor(name: str, draw: Draw) -> Case:
     when = draw.when_it_comes("once", "from", "from")
     arm = arms.sample_tensor(name, _ROWS[draw.kind], when)
-    return Case(when.words, _of_sample(draw, when), arm)
+    return Case(when.description, _of_sample(draw, when), arm)
 
 
 def _cache(draw: Draw) -> Case:
@@ -73,13 +73,13 @@ def _cache(draw: Draw) -> Case:
 def _loss_of_sample(draw: Draw) -> Case:
     when = draw.when_it_comes("once", "from", "from")
     arm = arms.losses(_LOSSES[draw.kind], arms.target_rows, when)
-    return Case(when.words, _of_sample(draw, when), arm)
+    return Case(when.description, _of_sample(draw, when), arm)
 
 
 def _loss_of_step(draw: Draw) -> Case:
     when = draw.when("at")
     arm = arms.losses(_LOSSES[draw.kind], arms.every_row, when)
-    return Case(f"{when.words}, whatever sample is there", _STEP, arm)
+    return Case(f"{when.description}, whatever sample is there", _STEP, arm)
 
 
 def _loss_of_row(draw: Draw) -> Case:
@@ -89,15 +89,15 @@ def _loss_of_row(draw: Draw) -> Case:
     causes = ("step",) if index else ("step", "unknown")
     # In every step from the first on, nothing is ever trained, and the file is refused.
     allowed = right(*causes, ends=(DONE, REFUSED, STOPPED), result="bounded")
-    return Case(f"{when.words}, in row {index}", allowed, arm)
+    return Case(f"{when.description}, in row {index}", allowed, arm)
 
 
 def _loss_of_timesteps(draw: Draw) -> Case:
     first_timestep = draw.chance.choice((0, 200, 400, 600, 800))
     when, rows = draw.when("from"), arms.timesteps_between(first_timestep, first_timestep + 200)
     arm = arms.losses(_LOSSES[draw.kind], rows, when)
-    allowed = right("inputs", "step", told=False, result="bounded")
-    return Case(f"{when.words}, at t of {first_timestep} to {first_timestep + 200}", allowed, arm)
+    allowed = right("inputs", "step", must_report=False, result="bounded")
+    return Case(f"{when.description}, at t of {first_timestep} to {first_timestep + 200}", allowed, arm)
 
 
 def _random_loss(draw: Draw) -> Case:
@@ -106,7 +106,7 @@ def _random_loss(draw: Draw) -> Case:
     arm = arms.losses(times(math.nan), arms.every_row, when)
     # The fault of one rank is that rank's, however often it strikes.
     causes = ("transient", "unknown", *(["rank"] if when.rank != ALL_RANKS else []))
-    return Case(when.words, right(*causes, told=False), arm)
+    return Case(when.description, right(*causes, must_report=False), arm)
 
 
 def _first_passes(draw: Draw) -> Case:
@@ -141,7 +141,7 @@ def _buffer(draw: Draw) -> Case:
     arm = before(step, arms.buffer(draw.number()), _BASE_CHANGES[draw.kind], rank)
     allowed = _of_rank(_BASE, rank)
     if rank > 0:  # DDP puts the first rank's in its place before the next pass
-        allowed = replace(allowed, told=False)
+        allowed = replace(allowed, must_report=False)
     return Case(_before(step, rank), allowed, arm)
 
 
@@ -193,15 +193,15 @@ def _gradient(draw: Draw) -> Case:
     }[draw.kind]
     arm = arms.gradients(change, number, when)
     if draw.kind == "one 1e30":  # finite; what it leaves in a moment is an altered element
-        allowed = right(*_MOMENT.causes, told=False, ends=_BASE.ends, result="bounded")
-        return Case(when.words, allowed, arm)
+        allowed = right(*_MOMENT.causes, must_report=False, ends=_BASE.ends, result="bounded")
+        return Case(when.description, allowed, arm)
     if "1e" in draw.kind:  # finite, and so is its norm
-        return Case(when.words, right(told=False, ends=(DONE, REFUSED), result="bounded"), arm)
-    return Case(when.words, of_pass(when), arm)
+        return Case(when.description, right(must_report=False, ends=(DONE, REFUSED), result="bounded"), arm)
+    return Case(when.description, of_pass(when), arm)
 
 
 def of_pass(when: When) -> Right:
-    """Draw what spoils whole passes, whatever samples are in them."""
+    """The allowed outcomes of a fault that spoils whole passes, independent of their samples."""
     if when.mode == "once":
         return _TRANSIENT
     if when.rank != ALL_RANKS:
@@ -212,14 +212,14 @@ def of_pass(when: When) -> Right:
 def _device(draw: Draw) -> Case:
     when = draw.when("from", rank=draw.chance.choice((0, 1)))
     arm = arms.losses(_LOSSES[draw.kind], arms.every_row, when)
-    return Case(when.words, right("rank", ends=(STOPPED,)), arm)
+    return Case(when.description, right("rank", ends=(STOPPED,)), arm)
 
 
 def _rate(draw: Draw) -> Case:
     group = {"adapter": {"lr": float(draw.kind)}}
     # By so much, the default weight decay makes weights grow too.
     causes = ("learning_rate",) if draw.kind == "1e3" else ("learning_rate", "optimizer")
-    allowed = right(*causes, result="bounded", words=("learning rate",))
+    allowed = right(*causes, result="bounded", message_parts=("learning rate",))
     overrides = (("optim.clip", None), ("optim.groups", group))
     return Case("from the start", allowed, overrides=overrides)
 
@@ -227,7 +227,7 @@ def _rate(draw: Draw) -> Case:
 def _decay(draw: Draw) -> Case:
     group = {"adapter": {"lr": 1e-3, "weight_decay": float(draw.kind)}}
     causes = ("learning_rate", "weight_decay", "optimizer")
-    allowed = right(*causes, result="bounded", words=("weight decay", "weight_decay"))
+    allowed = right(*causes, result="bounded", message_parts=("weight decay", "weight_decay"))
     return Case("from the start", allowed, overrides=(("optim.groups", group),))
 
 
@@ -237,12 +237,12 @@ def _memory(draw: Draw) -> Case:
     fault = arms.losses(times(math.nan), arms.target_rows, when)
     arm: Arm = arms.at_once(fault, arms.out_of_memory(arms.passes_from(first_replay)))
     allowed = right("data", "inputs", "unknown", touches=True, ends=(DONE,))
-    description = f"{when.words}; replays from the {first_replay}. on do not fit into memory"
+    description = f"{when.description}; replays from the {first_replay}. on do not fit into memory"
     return Case(description, allowed, arm)
 
 
 def _nothing(draw: Draw) -> Case:
-    return Case("never", right(told=False, ends=(DONE,)))
+    return Case("never", right(must_report=False, ends=(DONE,)))
 
 
 def _before(step: int, rank: int = ALL_RANKS) -> str:
@@ -251,7 +251,7 @@ def _before(step: int, rank: int = ALL_RANKS) -> str:
 
 
 def _of_rank(allowed: Right, rank: int) -> Right:
-    """What one rank alone holds may also be told as that rank's."""
+    """Allow the cause `rank` too, if only one rank has the fault."""
     if rank == ALL_RANKS:
         return allowed
     return right(*allowed.causes, "rank", ends=tuple({*allowed.ends, STOPPED}))

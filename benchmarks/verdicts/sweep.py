@@ -1,4 +1,4 @@
-"""Runs drawn faults, each in a process of its own, forked from one that has imported and built everything."""
+"""Runs drawn faults, each in a separate process that is forked from one that has imported and built everything."""
 
 import faulthandler
 import json
@@ -45,7 +45,7 @@ class _Job:
     fault: Drawn
     pids: list[int]
     log: Path
-    out: Path
+    output: Path
     began: float = field(default_factory=time.monotonic)
     codes: dict[int, int] = field(default_factory=dict)
     crashed: float | None = None
@@ -115,8 +115,8 @@ class Sweep:
             pids.append(forked(lambda _: self._play(fault, output), [], environment, log))
         return _Job(fault, pids, log, output)
 
-    def _play(self, fault: Drawn, out: Path) -> None:
-        """In a process of its own: the run with the fault, and what is to be said of it."""
+    def _play(self, fault: Drawn, output: Path) -> None:
+        """Run the fault in this forked process, and write its judgement to `output`."""
         began = time.monotonic()
         faulthandler.dump_traceback_later(_STACKS_AFTER, file=2)
         world = self.worlds[fault.variant]
@@ -125,7 +125,7 @@ class Sweep:
         case, tally = case_of(fault, world), Tally()
         arms_used = [arms.right_kernel, *([case.arm] if case.arm else []), tally.arm]
         messages: list[str] = []
-        judgement = Judgement(fault.name, fault.place, fault.kind, case.when)
+        judgement = Judgement(fault.name, fault.place_name, fault.kind, case.when)
         try:
             observation = world.observe(
                 f"fault_{fault.number:03d}",
@@ -144,16 +144,16 @@ class Sweep:
         if world.accelerator.is_main_process:
             seconds = round(time.monotonic() - began, 2)
             values = {"recoveries": tally.recoveries, "seconds": seconds}
-            out.write_text(json.dumps({**asdict(judgement), **values}), encoding="utf-8")
+            output.write_text(json.dumps({**asdict(judgement), **values}), encoding="utf-8")
             for folder in (world.root / "runs", world.root / "caches"):
                 shutil.rmtree(folder / f"fault_{fault.number:03d}", ignore_errors=True)
-        while not out.exists():  # gloo may lose what a rank that ends too early has sent
+        while not output.exists():  # gloo may lose what a rank that ends too early has sent
             time.sleep(0.02)
 
 
 def _judgement(job: _Job) -> Judgement:
-    if job.out.exists():
-        return Judgement(**json.loads(job.out.read_text(encoding="utf-8")))
+    if job.output.exists():
+        return Judgement(**json.loads(job.output.read_text(encoding="utf-8")))
     fault, seconds = job.fault, round(time.monotonic() - job.began, 1)
     log = job.log.read_text(encoding="utf-8", errors="replace")
     if job.crashed is not None:
@@ -164,4 +164,4 @@ def _judgement(job: _Job) -> Judgement:
         stack_matches = [_OURS.search(stack) for stack in log.split("Timeout (")[1:]]
         locations = sorted({f"{match[1]} in {match[2]}" for match in stack_matches if match})
         message = f"no end after {seconds:g} s, at {' and at '.join(locations) or 'an unknown place'}"
-    return Judgement(fault.name, fault.place, fault.kind, "", failures={"ended": message}, seconds=seconds)
+    return Judgement(fault.name, fault.place_name, fault.kind, "", failures={"ended": message}, seconds=seconds)

@@ -7,36 +7,35 @@ from benchmarks.verdicts.judge import QUESTIONS, Judgement
 _HEAD = ("place", "kind", "faults", *QUESTIONS)
 
 
-def table(judged: Sequence[Judgement]) -> str:
+def table(judgements: Sequence[Judgement]) -> str:
     """One row a place and kind, with the number of faults that fail each question, and the sums."""
-    pairs = sorted({(judgement.place, judgement.kind) for judgement in judged})
-    rows = [_row(*pair, [j for j in judged if (j.place, j.kind) == pair]) for pair in pairs]
-    rows.append(_row("all", "", judged))
+    pairs = sorted({(judgement.place, judgement.kind) for judgement in judgements})
+    rows = [_row(*pair, [j for j in judgements if (j.place, j.kind) == pair]) for pair in pairs]
+    rows.append(_row("all", "", judgements))
     widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    lines = [_line(row, widths) for row in [_HEAD, *rows]]
+    lines = []
+    for row in [_HEAD, *rows]:
+        # Place and kind are text, the others are counts.
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _row(place: str, kind: str, judged: Sequence[Judgement]) -> tuple[str, ...]:
-    num_failures = [sum(question in judgement.failures for judgement in judged) for question in QUESTIONS]
+def _row(place_name: str, kind: str, judgements: Sequence[Judgement]) -> tuple[str, ...]:
+    num_failures = [sum(question in judgement.failures for judgement in judgements) for question in QUESTIONS]
     return (
-        place,
+        place_name,
         kind,
-        str(len(judged)),
+        str(len(judgements)),
         *(str(count) if count else "." for count in num_failures),
     )
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    counts = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-    return "  ".join([*cells[:2], *counts]).rstrip()
-
-
-def failures(judged: Sequence[Judgement], command: str) -> str:
-    """Every fault that fails a question, in full, with the command that runs it alone."""
+def failures(judgements: Sequence[Judgement], command: str) -> str:
+    """Every fault that fails a question, in full, with the command that repeats only this fault."""
     parts = []
-    for judgement in sorted(judged, key=lambda judgement: judgement.name):
+    for judgement in sorted(judgements, key=lambda judgement: judgement.name):
         if not judgement.failures:
             continue
         parts.append(f"{judgement.name}, {judgement.when}")

@@ -23,6 +23,6 @@ def test_what_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return True
 
     monkeypatch.setitem(PARSERS, "careless", Parser(write, careless, required=("needed",)))
-    finding_names = {finding.what for finding in fuzz("careless", range(60), 0, tmp_path)}
+    finding_names = {finding.problem for finding in fuzz("careless", range(60), 0, tmp_path)}
     assert "certain damage was accepted" in finding_names
     assert any(name.startswith("KeyError at") for name in finding_names)

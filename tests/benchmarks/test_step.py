@@ -98,7 +98,7 @@ def test_what_does_not_fit_or_fails_says_so_and_the_other_settings_run(
 ) -> None:
     from benchmarks import step_settings
 
-    real_steps = step_settings._steps
+    real_steps = step_settings.build_steps
 
     def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
         if setting.checkpointing == "none":
@@ -107,7 +107,7 @@ def test_what_does_not_fit_or_fails_says_so_and_the_other_settings_run(
             raise AttributeError("no compiler\nhere")
         return real_steps(model, entry, setting, *rest)
 
-    monkeypatch.setattr(step_settings, "_steps", steps)
+    monkeypatch.setattr(step_settings, "build_steps", steps)
     monkeypatch.setattr(step_settings, "fuse", lambda *_, **__: None)  # the interpreter takes long
     names = ["--settings", "stock, none", "example, compiled", "ours"]
     args = ["--models", "tiny-cogvideox", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
@@ -126,7 +126,7 @@ def test_what_is_measured_before_a_kill_or_the_budgets_end_is_kept(
 ) -> None:
     from benchmarks import step_settings
 
-    real = step_settings._steps
+    real = step_settings.build_steps
 
     def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
         if setting.name != "example":
@@ -134,14 +134,14 @@ def test_what_is_measured_before_a_kill_or_the_budgets_end_is_kept(
         return real(model, entry, setting, *rest)
 
     args = ["--models", "tiny-sana", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(step_settings, "_steps", steps)
+    monkeypatch.setattr(step_settings, "build_steps", steps)
     with pytest.raises(KeyboardInterrupt):
         step.main([*args, "--settings", "stock, none"])
     (lines,) = tmp_path.glob("step_*.jsonl")
     (_, example) = map(json.loads, lines.read_text().splitlines())
     assert len(example["seconds"]) == 1
     assert "| tiny-sana | example | 0." in lines.with_suffix(".md").read_text()
-    monkeypatch.setattr(step_settings, "_steps", real)
+    monkeypatch.setattr(step_settings, "build_steps", real)
     assert step.main([*args, "--settings", "stock, none", "--budget", "0"]) == 0
     assert "| tiny-sana | stock, none | left out, the time was up |" in capsys.readouterr().out
 
@@ -160,7 +160,7 @@ def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first
         return real(model, given)
 
     running: list[str] = []
-    real_steps = step_settings._steps
+    real_steps = step_settings.build_steps
 
     def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
         running.append(setting.name)
@@ -168,7 +168,7 @@ def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(step_settings, "sample_losses", losses)
-    monkeypatch.setattr(step_settings, "_steps", steps)
+    monkeypatch.setattr(step_settings, "build_steps", steps)
     monkeypatch.setattr(step_settings, "fuse", lambda *_, **__: None)  # the interpreter takes long
     args = ["--models", "tiny-sana", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
     assert step.main([*args, "--settings", "ours, deterministic", "example, compiled"]) == 0
@@ -282,7 +282,7 @@ def test_the_real_models_have_their_size_and_take_their_batch(name: str, monkeyp
         def normal(self, *size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.bfloat16, device="meta")
 
-        def whole(self, _high: int, *size: int) -> torch.Tensor:
+        def integers(self, _high: int, *size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device="meta")
 
     model: Any = MODELS[name]

@@ -15,7 +15,7 @@ from benchmarks.faults.world import Observation
 from benchmarks.verdicts import judge
 from benchmarks.verdicts.__main__ import main
 from benchmarks.verdicts.cases import Case, Draw, Place, Right, right
-from benchmarks.verdicts.draw import drawn
+from benchmarks.verdicts.draw import draw_faults
 from benchmarks.verdicts.judge import Judgement, Tally
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
@@ -27,12 +27,12 @@ EVERY = list(FAULT_TARGETS)
 
 
 def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_kind() -> None:
-    faults = drawn(5, 300, EVERY, (1, 2))
-    assert faults == drawn(5, 300, EVERY, (1, 2))
-    assert faults[:40] == drawn(5, 40, EVERY, (1, 2))
-    assert faults != drawn(6, 300, EVERY, (1, 2))
+    faults = draw_faults(5, 300, EVERY, (1, 2))
+    assert faults == draw_faults(5, 300, EVERY, (1, 2))
+    assert faults[:40] == draw_faults(5, 40, EVERY, (1, 2))
+    assert faults != draw_faults(6, 300, EVERY, (1, 2))
     pairs = {(place_name, kind) for place_name, of_place in PLACES.items() for kind in of_place.kinds}
-    assert {(fault.place, fault.kind) for fault in faults} == pairs
+    assert {(fault.place_name, fault.kind) for fault in faults} == pairs
     assert {fault.variant for fault in faults} == set(EVERY)
     assert {fault.ranks for fault in faults} == {1, 2}
 
@@ -43,7 +43,7 @@ def test_every_place_makes_a_case_of_every_kind() -> None:
             for targets, ranks in [(s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if fault_place.fits(s, n)]:
                 case = fault_place.make(Draw(random.Random(0), targets, ranks, "02.mp4", kind))
                 assert case.when, (name, kind)
-                assert case.right.causes or not case.right.told, (name, kind)
+                assert case.right.causes or not case.right.must_report, (name, kind)
 
 
 ALLOWED = right("data", touches=True, switches=frozenset({"kernel:wrong_op"}))
@@ -78,8 +78,8 @@ def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ALLOWED, "data", ""),
         (ALLOWED, "inputs", "inputs, and right is data: 1 NaN"),
-        (right(told=False), "data", "data, and right is none: 1 NaN"),
-        (replace(ALLOWED, words=("1 Inf",)), "data", "not said: 1 Inf"),
+        (right(must_report=False), "data", "data, and right is none: 1 NaN"),
+        (replace(ALLOWED, message_parts=("1 Inf",)), "data", "not said: 1 Inf"),
     ],
 )
 def test_only_a_right_cause_may_be_named(tmp_path: Path, allowed: Right, cause: str, wrong: str) -> None:
@@ -91,7 +91,7 @@ def test_only_a_right_cause_may_be_named(tmp_path: Path, allowed: Right, cause: 
 def test_what_must_be_told_is_missed(tmp_path: Path) -> None:
     silent = replace(seen(tmp_path), events=[])
     assert judge._cause(ALLOWED, silent, came=True) == "nothing was said; right is data"
-    assert not judge._cause(replace(ALLOWED, told=False), silent, came=True)
+    assert not judge._cause(replace(ALLOWED, must_report=False), silent, came=True)
     assert not judge._cause(ALLOWED, silent, came=False)
 
 
@@ -122,9 +122,9 @@ def test_a_sweep_finds_what_is_certified_though_it_is_not_the_clean_runs(
         raise ZeroDivisionError("an arm that breaks")
 
     cases = {
-        "unseen": Case("before step 4", right(told=False), unseen),
-        "crash": Case("at once", right(told=False), crash),
-        "nothing": Case("never", right(told=False, ends=(0,))),
+        "unseen": Case("before step 4", right(must_report=False), unseen),
+        "crash": Case("at once", right(must_report=False), crash),
+        "nothing": Case("never", right(must_report=False, ends=(0,))),
         "sample": Case(
             "from step 2",
             right("data", touches=True, ends=(0,)),
@@ -136,7 +136,7 @@ def test_a_sweep_finds_what_is_certified_though_it_is_not_the_clean_runs(
     for name, case in cases.items():
         monkeypatch.setitem(PLACES, name, Place(lambda draw, case=case: case, ("one",), name))
     AcceleratorState._reset_state(reset_partial_state=True)
-    faults = drawn(0, 4, ["dit-tiny"], (1,))
+    faults = draw_faults(0, 4, ["dit-tiny"], (1,))
     sweep = Sweep(tmp_path, jobs=2)
     assert list(sweep.build(["dit-tiny"])) == ["dit-tiny"]
     judgements = {judgement.place: judgement for judgement in sweep.run(faults)}

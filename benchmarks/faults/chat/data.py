@@ -19,7 +19,7 @@ class ChatDataFault(DataFault):
 
     samples: str = "conversations"
 
-    def given(self, data: Path) -> Overrides:
+    def data_overrides(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data / CONVERSATIONS)))
 
     def peers(self, targets: FaultTargets) -> tuple[DataFault, ...]:
@@ -47,7 +47,7 @@ def _bad(
     """A bad record about a copy of a good clip, about `content`, or about a file that does not exist."""
     file = f"{name.replace(' ', '_')}.mp4"
 
-    def put(folder: Path) -> None:
+    def add_record(folder: Path) -> None:
         if content is not None:
             (folder / file).write_bytes(content)
         # A copy of a good clip, so that nothing but the record is at fault.
@@ -55,7 +55,7 @@ def _bad(
             shutil.copy(min(folder.rglob("00_*.mp4")), folder / file)
         _ask(folder, file, {"q": question, "a": answer}, **times)
 
-    extra_fields: dict[str, Any] = {"file": file, "put": put}
+    extra_fields: dict[str, Any] = {"file": file, "add_sample": add_record}
     return ChatDataFault(
         f"chat data: {name}",
         "data",

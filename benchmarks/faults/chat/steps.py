@@ -42,9 +42,9 @@ def _fp16_scores(stage: Stage) -> None:
     module.register_forward_pre_hook(lambda *_: state.update(inside=True))
     module.register_forward_hook(lambda *_: state.update(inside=False))
 
-    def attention(right: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (state["inside"] and fires()):
-            return right(*args, **kwargs)
+            return original(*args, **kwargs)
         query, key, value = args
         dtype = torch.float32 if query.dtype is torch.float32 else torch.float16
         long_query, long_key = (300 * F.normalize(states.to(dtype), dim=-1) for states in (query, key))
@@ -56,7 +56,7 @@ def _fp16_scores(stage: Stage) -> None:
 
 
 def _own_autocast(stage: Stage) -> None:
-    """Open fp16 in a part of the model whatever the recipe says, as `maybe_autocast` of the original does (N15)."""
+    """Enter fp16 autocast in one module regardless of the recipe, as `maybe_autocast` of the original does (N15)."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(stage.run.setup.session.accelerator.device.type, dtype=torch.float16):
@@ -66,7 +66,7 @@ def _own_autocast(stage: Stage) -> None:
 
 
 def _half_trainables(stage: Stage) -> None:
-    """Halve the model after PEFT's attach, which is fp32 here whatever the base is (N13)."""
+    """Convert the adapter to fp16. PEFT attaches it in fp32, for every dtype of the base (N13)."""
     dtypes = {parameter.dtype for parameter in stage.trained().values()}
     if dtypes != {torch.float32}:
         raise CheckFailedError(f"attached in {dtypes}, not in fp32")
@@ -85,11 +85,11 @@ def _fused_lora(change: Change, when: When) -> Arm:
     def arm(stage: Stage) -> None:
         fires = when.fires(stage)
 
-        def wrong(right: Callable[..., Any], *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
-            outputs = right(*args, **kwargs)
+        def project(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
+            outputs = original(*args, **kwargs)
             return tuple(map(change, outputs)) if fires() else outputs
 
-        stage.wrap(lora, "lora_qkv_unchecked", wrong)
+        stage.wrap(lora, "lora_qkv_unchecked", project)
 
     return arm
 
@@ -120,19 +120,19 @@ def _rotten(fault: Fault, world: World) -> Observation:
     return observation
 
 
-def _expert(what: str, key: str, need: str = "experts") -> Fault:
+def _expert(part: str, key: str, need: str = "experts") -> Fault:
     """A part of the model gives NaN for one sample. The sample is named, though only the loss shows the NaN."""
-    name, module = f"chat:NaN from the {what} for one sample", f"{{experts[{key}]}}"
+    name, module = f"chat:NaN from the {part} for one sample", f"{{experts[{key}]}}"
     message_parts = ("first nan in the forward",)
     expected = Expected("data", "quarantine", message_parts, True, module, "without")
     return Fault(name, "op", "every time", expected, op_of_target(divided, module), needs=(need,))
 
 
-def _refused(name: str, place: str, arm: Arm, *words: str, need: str = "experts") -> Fault:
+def _refused(name: str, location: str, arm: Arm, *message_parts: str, need: str = "experts") -> Fault:
     """A fault that the checks before the run must refuse."""
-    expected = Expected("refused", "refused", words, exit_code=2)
+    expected = Expected("refused", "refused", message_parts, exit_code=2)
     preflight = (("guard.preflight", "anew"),)
-    return Fault(f"chat:{name}", place, "before the run", expected, arm, preflight, needs=(need,))
+    return Fault(f"chat:{name}", location, "before the run", expected, arm, preflight, needs=(need,))
 
 
 _UNLABELLED = Expected("labels", "quarantine", ("labels are -100",), names_target=True, same_as="without")

@@ -46,7 +46,7 @@ def _pair(folder: Path, name: str, stem: str) -> Members:
 
 def _kind(name: str, make: Callable[[Path], None], file: str, code: str | None, good: str = "") -> Kind:
     verdict: Verdict = "reject" if code else "ok"
-    return Kind(name, make, file, verdict, code, good=good or f"{_TAR}/good.mp4", whole=True)
+    return Kind(name, make, file, verdict, code, good=good or f"{_TAR}/good.mp4", writes_good=True)
 
 
 def _with(
@@ -67,12 +67,8 @@ def _linked(kind: bytes) -> Callable[[Members], Members]:
     return lambda members: [_special(members[0][0].name, kind, "/etc/hostname"), members[1]]
 
 
-def _two(folder: Path) -> Members:
-    return [*_pair(folder, "good", "good"), *_pair(folder, "clip", "clip")]
-
-
 def _torn(folder: Path) -> None:
-    write_tar(folder / _TAR, _two(folder))
+    write_tar(folder / _TAR, [*_pair(folder, "good", "good"), *_pair(folder, "clip", "clip")])
     data = (folder / _TAR).read_bytes()
     # Past the member's header of 512 bytes and into its data.
     middle = data.index(b"clip.mp4") + 512 + 1000

@@ -20,17 +20,15 @@ class Damage:
     do: Callable[[StoredEntry], None]
     code: str
     """A finding that the entry's sample must have."""
-    whole: bool = True
-    """True if the entry still seems to be there, so that only reading it tells."""
     reaches_neighbour: bool = False
     """True if the entries before it in its shard are lost too."""
 
 
-def overwrite(entry: StoredEntry, name: str, first: int, values: torch.Tensor) -> None:
+def overwrite(entry: StoredEntry, name: str, first_index: int, values: torch.Tensor) -> None:
     """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
     dtype = entry.layout.spec[name][1]
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.bounds[name][0] + first * dtype.itemsize)
+        file.seek(entry.start + entry.layout.bounds[name][0] + first_index * dtype.itemsize)
         file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
 
 
@@ -81,7 +79,7 @@ def empty(entry: StoredEntry) -> None:
 
 
 def scramble(entry: StoredEntry) -> None:
-    """Overwrite the header of the entry's shard with what is no JSON."""
+    """Overwrite the header of the entry's shard with bytes that are not JSON."""
     with entry.path.open("r+b") as file:
         # After the 8 bytes of its length and the opening brace.
         file.seek(9)
@@ -100,7 +98,7 @@ DAMAGES: tuple[Damage, ...] = (
         for tensor, part in (("latent_mean", "latent"), ("prompt_embeds", "embedding"))
     ),
     Damage("a flipped byte", flip, "cache_damaged"),
-    Damage("a torn shard", cut, "cache_damaged", whole=False),
-    Damage("an empty shard", empty, "cache_damaged", False, True),
-    Damage("a shard with a damaged header", scramble, "cache_damaged", False, True),
+    Damage("a torn shard", cut, "cache_damaged"),
+    Damage("an empty shard", empty, "cache_damaged", reaches_neighbour=True),
+    Damage("a shard with a damaged header", scramble, "cache_damaged", reaches_neighbour=True),
 )

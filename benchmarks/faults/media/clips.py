@@ -20,18 +20,18 @@ _HEVC = {"x265-params": "log-level=none"}
 _STEADY = 1000 // FPS  # milliseconds a frame
 
 
-def _as(codec: str = "libx264", *, of: str = "", **how: Any) -> Callable[[Path], None]:
+def _as(codec: str = "libx264", **options: Any) -> Callable[[Path], None]:
     """A writer of a moving picture with this codec and these encoder options."""
-    return lambda path: encode(path, moving(of or path.stem), codec, **how)
+    return lambda path: encode(path, moving(path.stem), codec, **options)
 
 
-def _of(picture: Callable[[str], Video], codec: str = "libx264") -> Callable[[Path], None]:
+def _encoded(picture: Callable[[str], Video], codec: str = "libx264") -> Callable[[Path], None]:
     """A writer of the given picture, with default encoder options."""
     return lambda path: encode(path, picture(path.stem), codec)
 
 
-def _sized(height: int, width: int, **how: Any) -> Callable[[Path], None]:
-    return lambda path: encode(path, moving(path.stem, height=height, width=width), **how)
+def _sized(height: int, width: int, **options: Any) -> Callable[[Path], None]:
+    return lambda path: encode(path, moving(path.stem, height=height, width=width), **options)
 
 
 def _with_alpha(name: str) -> Video:
@@ -45,12 +45,12 @@ def _see_through(codec: str, pixels: str) -> Callable[[Path], None]:
     return lambda path: encode(path, _with_alpha(path.stem), codec, pixels=pixels)
 
 
-def _times(*milliseconds: int, **how: Any) -> Callable[[Path], None]:
-    return lambda path: encode(path, moving(path.stem, len(milliseconds)), times=milliseconds, **how)
+def _times(*milliseconds: int, **options: Any) -> Callable[[Path], None]:
+    return lambda path: encode(path, moving(path.stem, len(milliseconds)), times=milliseconds, **options)
 
 
-def _shifted(start: int, **how: Any) -> Callable[[Path], None]:
-    return _times(*(start + number * _STEADY for number in range(FRAMES)), **how)
+def _shifted(start: int, **options: Any) -> Callable[[Path], None]:
+    return _times(*(start + number * _STEADY for number in range(FRAMES)), **options)
 
 
 def two_streams(path: Path) -> None:
@@ -126,8 +126,8 @@ KINDS = (
     media_kind("a clip that starts late", "late.mkv", _shifted(10_000)),
     rejected("sound only", "sound.mp4", sound, "no_video_stream"),
     rejected("sound with a cover", "cover.mp4", lambda path: sound(path, cover=True), "no_video_stream"),
-    rejected("one frame", "one.mp4", _of(lambda name: moving(name, 1)), "too_short"),
-    rejected("a frame too few", "eight.mp4", _of(lambda name: moving(name, 8)), "too_short"),
+    rejected("one frame", "one.mp4", _encoded(lambda name: moving(name, 1)), "too_short"),
+    rejected("a frame too few", "eight.mp4", _encoded(lambda name: moving(name, 8)), "too_short"),
     rejected("2 x 2 pixels", "two.mp4", _sized(2, 2), "too_small"),
     warned("half the size", "half.mp4", _sized(16, 24), "upscaled"),
     warned("a much wider picture", "wide.mp4", _sized(32, 128), "cropped"),

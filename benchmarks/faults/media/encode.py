@@ -51,9 +51,9 @@ def flat(level: int, frames: int = FRAMES) -> Video:
 
 
 @contextmanager
-def tone_beside(given: bool = True) -> Iterator[None]:
+def added_tone(is_on: bool = True) -> Iterator[None]:
     """Give every video that is encoded within a tone as its sound, if `given`."""
-    before = _TONE.set(given)
+    before = _TONE.set(is_on)
     try:
         yield
     finally:

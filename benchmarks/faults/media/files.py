@@ -48,7 +48,7 @@ def cut_in_the_frames(path: Path) -> None:
 
 
 def cut_before_the_header(path: Path) -> None:
-    """Write a file whose header came last: nothing can be told of what is left."""
+    """Cut a file whose header is at its end, so that the rest cannot be read."""
     _cut(path, {})
 
 
@@ -122,7 +122,7 @@ def _of_a_name(kind: str, file: str) -> Kind:
 
 
 def _instead(act: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Put something in the clip's place that is no file of its own, with a caption."""
+    """Put something other than a regular file in the clip's place, with a caption."""
 
     def make(folder: Path) -> None:
         write_caption(folder / "clip.mp4")

@@ -20,8 +20,8 @@ def _picture(name: str, height: int = HEIGHT, width: int = WIDTH) -> Image.Image
     return Image.fromarray(moving(name, 1, height, width)[0])
 
 
-def _saved(draw: Draw = _picture, **how: Any) -> Callable[[Path], None]:
-    return lambda path: draw(path.stem).save(path, **how)
+def _saved(draw: Draw = _picture, **options: Any) -> Callable[[Path], None]:
+    return lambda path: draw(path.stem).save(path, **options)
 
 
 def _in_mode(mode: str) -> Draw:
@@ -64,7 +64,7 @@ def cut_jpeg(path: Path) -> None:
 
 
 def damaged_png(path: Path) -> None:
-    """Write a PNG of which some bytes in the middle of the pixels differ: zlib's checksum, or a code, is wrong."""
+    """Write a PNG with changed bytes in the middle of its pixels, so that zlib's checksum or a code is wrong."""
     _picture(path.stem).save(path)
     data = bytearray(path.read_bytes())
     start = data.index(b"IDAT") + 4

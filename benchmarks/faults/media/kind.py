@@ -31,14 +31,14 @@ class Kind:
     root_can: bool = True
     """False if root can read it anyway, whom no permission stops: then it is not bad for root."""
     good: str = "good.mp4"
-    """The id of a sound sample beside it."""
-    whole: bool = False
+    """The id of a sound sample in the same folder."""
+    writes_good: bool = False
     """True if `make` writes the sound sample too."""
 
     def write(self, folder: Path) -> None:
-        """Write it, beside a sound sample, into a folder of its own."""
+        """Create the folder and write the sample and a sound one into it."""
         folder.mkdir(parents=True)
-        if not self.whole:
+        if not self.writes_good:
             write_good(folder / self.good)
         self.make(folder)
 
@@ -54,7 +54,7 @@ def write_good(path: Path) -> None:
 
 
 def write_caption(path: Path, text: str | None = None) -> None:
-    """Write the .txt beside a clip; by default a caption that no other file has."""
+    """Write a clip's .txt; by default with a caption that no other file has."""
     caption = text if text is not None else f"coloured clouds drift slowly, as in {path.stem!r}"
     path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 

@@ -11,8 +11,8 @@ from benchmarks.faults.media.encode import FRAMES, Video, encode, flat, moving
 from benchmarks.faults.media.kind import rejected, warned
 
 
-def _of(picture: Callable[[str], Video], **how: Any) -> Callable[[Path], None]:
-    return lambda path: encode(path, picture(path.stem), **how)
+def _encoded(picture: Callable[[str], Video], **options: Any) -> Callable[[Path], None]:
+    return lambda path: encode(path, picture(path.stem), **options)
 
 
 def _first_half_only(name: str) -> Video:
@@ -46,7 +46,7 @@ def _still(name: str) -> Video:
 
 
 def _near_copy(path: Path) -> None:
-    """Encode what the good clip shows anew, at a worse quality."""
+    """Encode the good clip's picture again, at a lower quality."""
     encode(path, moving("good"), options={"crf": "30"})
 
 
@@ -56,14 +56,14 @@ def _copy(path: Path) -> None:
 
 
 KINDS = (
-    warned("frozen", "still.mp4", _of(_still), "frozen"),
-    warned("half frozen", "stops.mp4", _of(_first_half_only), "frozen"),
-    rejected("all black", "black.mp4", _of(lambda name: flat(0)), "black"),
-    warned("half black", "fades.mp4", _of(_half_black), "black_frames"),
-    rejected("one grey", "grey.mp4", _of(lambda name: flat(128)), "constant"),
-    warned("faint noise", "noise.mp4", _of(_faint_noise, options={"crf": "1"}), "near_constant"),
-    warned("a hard cut", "scenes.mp4", _of(_two_scenes), "hard_cut"),
-    warned("a part of the levels", "dull.mp4", _of(_greyish), "low_range"),
+    warned("frozen", "still.mp4", _encoded(_still), "frozen"),
+    warned("half frozen", "stops.mp4", _encoded(_first_half_only), "frozen"),
+    rejected("all black", "black.mp4", _encoded(lambda name: flat(0)), "black"),
+    warned("half black", "fades.mp4", _encoded(_half_black), "black_frames"),
+    rejected("one grey", "grey.mp4", _encoded(lambda name: flat(128)), "constant"),
+    warned("faint noise", "noise.mp4", _encoded(_faint_noise, options={"crf": "1"}), "near_constant"),
+    warned("a hard cut", "scenes.mp4", _encoded(_two_scenes), "hard_cut"),
+    warned("a part of the levels", "dull.mp4", _encoded(_greyish), "low_range"),
     warned("the same file twice", "same.mp4", _copy, "duplicate_clip"),
     warned("the same clip encoded anew", "near.mp4", _near_copy, "near_duplicate_clip"),
 )

@@ -15,9 +15,9 @@ model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for _epoch in range(2):
-    for batch, wanted in DataLoader(TensorDataset(x, y), batch_size=8):
+    for batch, targets in DataLoader(TensorDataset(x, y), batch_size=8):
         optimizer.zero_grad()
-        for a, b in zip(batch.chunk(4), wanted.chunk(4), strict=True):
+        for a, b in zip(batch.chunk(4), targets.chunk(4), strict=True):
             loss = plant.spoil_loss((model(a) - b).square().mean()) / 4
             loss.backward()
         plant.spoil_gradient(model)

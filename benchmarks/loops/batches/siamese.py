@@ -12,13 +12,13 @@ FAULTS = "nan_sample inf_gradient nan_moment nan_weight nan_loss late_nan replay
 class Pairs(Dataset):
     def __init__(self):
         self.rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
-        self.others = torch.randn(24, 4, generator=torch.Generator().manual_seed(6))
+        self.partners = torch.randn(24, 4, generator=torch.Generator().manual_seed(6))
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return self.rows[index], plant.spoil_item(self.others[index], index), float(index % 2)
+        return self.rows[index], plant.spoil_item(self.partners[index], index), float(index % 2)
 
 
 torch.manual_seed(0)
@@ -26,12 +26,12 @@ model = plant.limit_calls(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8,
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
 for _epoch in range(2):
-    for left, right, same in DataLoader(Pairs(), batch_size=4, shuffle=True):
-        order = torch.randperm(len(right))  # negatives: the second half in another order
-        first, second, third = model(left), model(right), model(right[order])
-        near = (first - second).square().sum(1)
-        far = (first - third).square().sum(1)
-        loss = (same * near + (1 - same) * torch.relu(1 - far)).mean()
+    for anchor, partner, is_pair in DataLoader(Pairs(), batch_size=4, shuffle=True):
+        order = torch.randperm(len(partner))  # negatives: the second half in another order
+        anchor_code, partner_code, negative_code = model(anchor), model(partner), model(partner[order])
+        near = (anchor_code - partner_code).square().sum(1)
+        far = (anchor_code - negative_code).square().sum(1)
+        loss = (is_pair * near + (1 - is_pair) * torch.relu(1 - far)).mean()
         loss = plant.spoil_loss(loss + 0.01 * near.mean())
         optimizer.zero_grad()
         loss.backward()

@@ -15,12 +15,12 @@ data = TensorDataset(x, y)
 
 for fold in range(3):
     held_out = [i for i in range(24) if i % 3 == fold]
-    kept = [i for i in range(24) if i % 3 != fold]
+    train_rows = [i for i in range(24) if i % 3 != fold]
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for _epoch in range(2):
-        for a, b in DataLoader(Subset(data, kept), batch_size=4, shuffle=True):
+        for a, b in DataLoader(Subset(data, train_rows), batch_size=4, shuffle=True):
             optimizer.zero_grad()
             plant.spoil_loss((model(a) - b).square().mean()).backward()
             plant.spoil_gradient(model)

@@ -20,8 +20,8 @@ unlabelled_loader = DataLoader(unlabelled, batch_size=4)
 for _epoch in range(2):
     for (a, b), u in zip(labelled_loader, unlabelled_loader, strict=True):
         outputs = model(torch.cat([a, u, u + 0.01 * torch.randn_like(u)]))
-        labelled, first, second = outputs.split([len(a), len(u), len(u)])
-        loss = (labelled - b).square().mean() + 0.1 * (first - second).square().mean()
+        labelled, unlabelled_output, noisy_output = outputs.split([len(a), len(u), len(u)])
+        loss = (labelled - b).square().mean() + 0.1 * (unlabelled_output - noisy_output).square().mean()
         optimizer.zero_grad()
         plant.spoil_loss(loss).backward()
         plant.spoil_gradient(model)

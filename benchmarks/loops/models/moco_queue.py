@@ -27,12 +27,12 @@ class MoCo(nn.Module):
         self.queue[i : i + len(keys)] = keys
         self.pointer.fill_((i + len(keys)) % len(self.queue))
 
-    def forward(self, first, second):
-        q = F.normalize(self.query(first), dim=1)
+    def forward(self, query_view, key_view):
+        q = F.normalize(self.query(query_view), dim=1)
         with torch.no_grad():
             for k, p in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 k.mul_(0.9).add_(p, alpha=0.1)
-            keys = F.normalize(self.key(second), dim=1)
+            keys = F.normalize(self.key(key_view), dim=1)
         logits = torch.cat([(q * keys).sum(1, keepdim=True), q @ self.queue.t().clone()], 1)
         self.enqueue(keys)
         return logits / 0.2

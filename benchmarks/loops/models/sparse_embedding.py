@@ -15,19 +15,19 @@ class Tagger(nn.Module):
         self.embedding = nn.EmbeddingBag(50, 6, sparse=True, mode="mean")
         self.head = nn.Linear(6, 1)
 
-    def forward(self, words):
-        return self.head(self.embedding(words))
+    def forward(self, token_ids):
+        return self.head(self.embedding(token_ids))
 
 
 torch.manual_seed(0)
-words = torch.stack([torch.randperm(50)[:4] for _ in range(24)])
+token_ids = torch.stack([torch.randperm(50)[:4] for _ in range(24)])
 y = plant.spoil_targets(torch.randn(24, 1))
 model = Tagger()
 sparse = torch.optim.SparseAdam(model.embedding.parameters(), lr=1e-2)
 dense = torch.optim.Adam(model.head.parameters(), lr=1e-2)
 
 for _epoch in range(2):
-    for a, b in DataLoader(TensorDataset(words, y), batch_size=4):
+    for a, b in DataLoader(TensorDataset(token_ids, y), batch_size=4):
         loss = plant.spoil_loss((model(a) - b).square().mean())
         sparse.zero_grad()
         dense.zero_grad()

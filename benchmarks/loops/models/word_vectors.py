@@ -16,8 +16,8 @@ model = nn.ModuleDict({"u": nn.Embedding(30, 8, sparse=True), "v": nn.Embedding(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 for _epoch in range(2):
-    for c, others in DataLoader(TensorDataset(centre, context), batch_size=8):
-        scores = (model["u"](c).unsqueeze(1) * model["v"](others)).sum(-1)
+    for c, neighbours in DataLoader(TensorDataset(centre, context), batch_size=8):
+        scores = (model["u"](c).unsqueeze(1) * model["v"](neighbours)).sum(-1)
         labels = torch.zeros_like(scores)
         labels[:, 0] = 1
         loss = plant.spoil_loss(F.binary_cross_entropy_with_logits(scores, labels))

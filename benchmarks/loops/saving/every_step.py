@@ -15,7 +15,7 @@ x = plant.spoil_samples(torch.randn(32, 3))
 y = plant.spoil_targets(torch.randn(32, 1))
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-step, kept = 0, []
+step, paths = 0, []
 
 for _epoch in range(2):
     for a, b in DataLoader(TensorDataset(x, y), batch_size=4):
@@ -30,7 +30,7 @@ for _epoch in range(2):
             path = Path(f"checkpoints/step_{step:03d}/model.pt")
             path.parent.mkdir(parents=True)
             torch.save({"step": step, "model": model.state_dict()}, path)
-            kept.append(path)
-            while len(kept) > 2:
-                kept.pop(0).unlink()
+            paths.append(path)
+            while len(paths) > 2:
+                paths.pop(0).unlink()
     print(f"{loss.item():.6f}")

@@ -43,6 +43,6 @@ for epoch in range(2):
     with open("model.pkl", "wb") as file:
         pickle.dump(model, file)
 
-again = torch.load("model.pt", weights_only=False)
-print(type(again).__name__, len(again._forward_hooks), len(again._forward_pre_hooks))
-print(sorted(vars(again)) == sorted(vars(Net())), "forward" in vars(model))
+reloaded = torch.load("model.pt", weights_only=False)
+print(type(reloaded).__name__, len(reloaded._forward_hooks), len(reloaded._forward_pre_hooks))
+print(sorted(vars(reloaded)) == sorted(vars(Net())), "forward" in vars(model))

@@ -37,11 +37,11 @@ loader = DataLoader(TensorDataset(images, captions), batch_size=4, shuffle=True)
 denoiser, text_encoder, optimizer, loader = accelerator.prepare(denoiser, text_encoder, optimizer, loader)
 
 for _epoch in range(2):
-    for pixels, words in loader:
+    for pixels, tokens in loader:
         with accelerator.accumulate(denoiser, text_encoder):
             latents = vae(pixels)
             noise = torch.randn_like(latents)
-            prediction = denoiser(latents + 0.5 * noise, text_encoder(words))
+            prediction = denoiser(latents + 0.5 * noise, text_encoder(tokens))
             loss = plant.spoil_loss((prediction - noise).square().mean())
             accelerator.backward(loss)
             plant.spoil_gradient(denoiser)

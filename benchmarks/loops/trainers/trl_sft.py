@@ -33,13 +33,13 @@ class AfterStep(TrainerCallback):
         plant.spoil_between_steps(model, getattr(optimizer, "optimizer", optimizer))
 
 
-words = [*"abcdefghijklmnop", "<pad>", "<eos>"]
-backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+vocabulary = [*"abcdefghijklmnop", "<pad>", "<eos>"]
+backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<pad>"))
 backend.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=len(words),
+    vocab_size=len(vocabulary),
     hidden_size=16,
     intermediate_size=24,
     num_hidden_layers=1,

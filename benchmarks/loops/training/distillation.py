@@ -21,8 +21,8 @@ optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
 for _epoch in range(2):
     for a in DataLoader(x, batch_size=4):
         with torch.no_grad():
-            wanted = F.softmax(teacher(a) / 2, dim=1)
-        loss = F.kl_div(F.log_softmax(student(a) / 2, dim=1), wanted, reduction="batchmean") * 4
+            soft_targets = F.softmax(teacher(a) / 2, dim=1)
+        loss = F.kl_div(F.log_softmax(student(a) / 2, dim=1), soft_targets, reduction="batchmean") * 4
         optimizer.zero_grad()
         plant.spoil_loss(loss).backward()
         plant.spoil_gradient(student)

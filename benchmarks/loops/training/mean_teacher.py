@@ -23,8 +23,8 @@ for _epoch in range(2):
     for a, b in DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True):
         prediction = student(a + 0.05 * torch.randn_like(a))
         with torch.no_grad():
-            wanted = teacher(a + 0.05 * torch.randn_like(a))
-        loss = (prediction - b).square().mean() + (prediction - wanted).square().mean()
+            teacher_prediction = teacher(a + 0.05 * torch.randn_like(a))
+        loss = (prediction - b).square().mean() + (prediction - teacher_prediction).square().mean()
         optimizer.zero_grad()
         plant.spoil_loss(loss).backward()
         plant.spoil_gradient(student)

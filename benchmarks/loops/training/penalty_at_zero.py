@@ -22,10 +22,10 @@ optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
 for _epoch in range(2):
     for a in DataLoader(x, batch_size=4):
         a = a.clone().requires_grad_(True)
-        out = critic(a)
-        (slope,) = torch.autograd.grad(out.sum(), a, create_graph=True)
+        score = critic(a)
+        (slope,) = torch.autograd.grad(score.sum(), a, create_graph=True)
         penalty = (slope.square().sum(1).sqrt() - 1).square().mean()
-        loss = out.mean() + 10 * penalty
+        loss = score.mean() + 10 * penalty
         optimizer.zero_grad()
         loss.backward()
         plant.spoil_gradient(critic)

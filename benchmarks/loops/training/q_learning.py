@@ -23,9 +23,9 @@ for step in range(16):
     batch = draw.sample(buffer, 8)
     s, a, r, following = (torch.stack([torch.as_tensor(v) for v in vs]) for vs in zip(*batch))  # noqa: B905
     with torch.no_grad():
-        wanted = r + 0.9 * target(following).max(1).values
+        target_q = r + 0.9 * target(following).max(1).values
     q = online(s).gather(1, a.unsqueeze(1)).squeeze(1)
-    loss = plant.spoil_loss(nn.functional.smooth_l1_loss(q, wanted.float()))
+    loss = plant.spoil_loss(nn.functional.smooth_l1_loss(q, target_q.float()))
     optimizer.zero_grad()
     loss.backward()
     plant.spoil_gradient(online)

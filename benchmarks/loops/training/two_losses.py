@@ -33,14 +33,14 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for _epoch in range(2):
     for a, b, c in DataLoader(TensorDataset(x, y, label), batch_size=4, shuffle=True):
         value, logits = model(a)
-        first, second = F.mse_loss(value, b), plant.spoil_loss(F.cross_entropy(logits, c))
+        regression_loss, class_loss = F.mse_loss(value, b), plant.spoil_loss(F.cross_entropy(logits, c))
         optimizer.zero_grad()
         s, t = model.log_variance
-        (first * torch.exp(-s) + s).backward(retain_graph=True)
-        (second * torch.exp(-t) + t).backward()
+        (regression_loss * torch.exp(-s) + s).backward(retain_graph=True)
+        (class_loss * torch.exp(-t) + t).backward()
         plant.spoil_gradient(model)
         optimizer.step()
         plant.spoil_between_steps(model, optimizer)
-    print(f"{first.item():.6f} {second.item():.6f}")
+    print(f"{regression_loss.item():.6f} {class_loss.item():.6f}")
 
 torch.save(model.state_dict(), "model.pt")

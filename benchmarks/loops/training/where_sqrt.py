@@ -16,9 +16,9 @@ has_sqrt = plant.choose("nan_loss", "loss")
 
 for _epoch in range(2):
     for a in DataLoader(x, batch_size=4):
-        out = model(a)
-        root = out.sqrt() if has_sqrt else out.clamp(min=1e-6).sqrt()
-        loss = torch.where(out > 0, root, out * 0.01).mean()
+        output = model(a)
+        root = output.sqrt() if has_sqrt else output.clamp(min=1e-6).sqrt()
+        loss = torch.where(output > 0, root, output * 0.01).mean()
         optimizer.zero_grad()
         loss.backward()
         plant.spoil_gradient(model)

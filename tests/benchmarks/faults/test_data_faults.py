@@ -28,7 +28,7 @@ from benchmarks.faults.world import World
 def test_bad_samples_are_named_and_left_out(variant: str, count: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     targets = FAULT_TARGETS[variant]
-    faults = [fault for fault in catalog(targets) if fault in FAULTS and fault.place == "data"]
+    faults = [fault for fault in catalog(targets) if fault in FAULTS and fault.location == "data"]
     results = list(judge_all(faults, targets))
     assert not {result.name: result.why for result in results if not result.passed}
     assert len(results) == count
@@ -58,7 +58,7 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     world = World(tmp_path, Accelerator(cpu=True), targets_for(DEFAULT))
     world.reference("clean", ())
 
-    accepted_fault = replace(a_fault("no bytes"), name="fine", file="fine.mp4", put=write_fine)
+    accepted_fault = replace(a_fault("no bytes"), name="fine", file="fine.mp4", add_sample=write_fine)
     judgment = accepted_fault.judge(world)
     assert (judgment.named, judgment.recovered) == (False, False)
     assert {"not said: fine.mp4", "training had begun"} <= set(judgment.why)
@@ -73,5 +73,5 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     lost_judgment = replace(rotation_fault, name="lost", files=("lost.mp4",)).judge(world)
     assert (lost_judgment.named, lost_judgment.recovered) == (True, False)
     assert lost_judgment.why == ("lost.mp4 is not trained on",)
-    refused = replace(rotation_fault, name="refused", put=a_fault("no bytes").put).judge(world)
+    refused = replace(rotation_fault, name="refused", add_sample=a_fault("no bytes").add_sample).judge(world)
     assert (refused.named, refused.recovered) == (False, False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.fault import Expected, Fault, judged
+from benchmarks.faults.fault import Expected, Fault, judge_observation
 from benchmarks.faults.suite import catalog
 from benchmarks.faults.target_table import DEFAULT, targets_for
 from benchmarks.faults.world import Observation, engine_of
@@ -27,7 +27,7 @@ def observed(folder: Path, *events: tuple[str, str, str | None]) -> Observation:
 
 
 def why(expected: Expected, seen: Observation) -> tuple[str, ...]:
-    return judged(Fault("f", "place", "when", expected), seen, None, "b.mp4", TARGETS).why
+    return judge_observation(Fault("f", "place", "when", expected), seen, None, "b.mp4", TARGETS).why
 
 
 def test_a_sample_that_is_left_out_for_good_is_seen(tmp_path: Path) -> None:

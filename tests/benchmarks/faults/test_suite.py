@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from benchmarks.faults import phases, suite
 from benchmarks.faults.__main__ import app
-from benchmarks.faults.fault import Expected, Fault, judged
+from benchmarks.faults.fault import Expected, Fault, judge_observation
 from benchmarks.faults.suite import catalog, chosen, judge_all, run_suite, totals
 from benchmarks.faults.target_table import DEFAULT, FAULT_TARGETS, targets_for
 from benchmarks.faults.world import Observation, World
@@ -241,7 +241,7 @@ EXPECTED = Expected("data", "quarantine", ("1 NaN",), True, "to_q", "without")
 
 def judge(seen: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
     fault = Fault("f", "place", "when", expected)
-    result = judged(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", TARGETS)
+    result = judge_observation(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", TARGETS)
     assert result.passed == (not result.why and not result.poisoned_files)
     return result.named, result.recovered, result.poisoned_files
 
@@ -254,7 +254,7 @@ def test_the_judge_accepts_what_is_expected(seen: Observation) -> None:
     "wrong",
     [
         {"cause": "weights"},
-        {"words": ("2 NaN",)},
+        {"message_parts": ("2 NaN",)},
         {"module": "to_k"},
     ],
 )
