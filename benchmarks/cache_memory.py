@@ -50,7 +50,7 @@ def measure(count: int) -> float:
             free = (8 + len(str(index).encode())).to_bytes(4, "big") + b"free" + str(index).encode()
             (clips / f"{index:06d}.mp4").write_bytes(data + free)
             (clips / f"{index:06d}.txt").write_text(f"clip {index % 6}")
-        get_family("cogvideox").build_tiny("cogvideox-2b", Path(folder) / "model", 0)
+        get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", Path(folder) / "model", 0)
         command = [sys.executable, "-m", "benchmarks.cache_memory", "--one", folder]
         process = subprocess.run(command, capture_output=True, text=True, check=True)
         return float(process.stdout)

@@ -285,7 +285,7 @@ def report(label: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
 
 
 def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, per_class: int = 6) -> None:
-    """One row per class: real digits, samples from scratch, samples with the LoRA; grey where a class has no sample."""
+    """One row per class: real digits, samples from scratch and with the LoRA; grey where a class has no sample."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []
     for label, name in enumerate(NAMES):

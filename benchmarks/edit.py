@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     model, pairs = args.work / "model", args.work / "pairs"
     pictures = write_edit_pairs(pairs, pairs=args.pairs, height=SIZE, width=SIZE)
-    get_family("flux2").build_tiny("flux2-klein", model, 0)
+    get_family("flux2").build_tiny_checkpoint("flux2-klein", model, 0)
     fit_statistics(model, pictures)
     arms: dict[str, Callable[[list[Row]], list[Row]]] = {
         "pairs as they are": lambda rows: rows,

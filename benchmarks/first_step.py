@@ -6,8 +6,8 @@
 A CogVideoX of random weights with steps of about two seconds on one core, six clips. `bare` is
 `benchmarks.bare_start`. Our runs read a cache in which captions and clips are encoded, one per tree. `first` finds
 only the encoded clips there, `again` is a second start that also finds the results of the first one's checks, and
-`unchecked` has preflight, held-out loss, statistics and samples off. The column `beside` is the work between the
-first and the second step: held-out loss and samples of the base. The last comparison of kernels counts as after the
+`unchecked` has preflight, eval loss, statistics and samples off. The column `beside` is the work between the
+first and the second step: eval loss and samples of the base. The last comparison of kernels counts as after the
 last step. `--before` is another checkout, whose `recipes/lora.py` runs too. The runs of a round follow each other, and
 medians are taken over rounds. Process CPU time is given with wall time, and is the only useful one on a busy machine.
 """
@@ -47,7 +47,7 @@ class Times:
     step: float
     """Of its process for a step after the first, of those in between the mean."""
     overlap: float
-    """CPU seconds for the base's held-out loss and samples, where they follow the first step."""
+    """CPU seconds for the base's eval loss and samples, where they follow the first step."""
     after: tuple[float, float]
     """After its last step, to its end."""
 
@@ -161,7 +161,7 @@ def timed(arguments: Sequence[str], tree: Path, run_dir: Path) -> Times:
 
 
 def _overlap_seconds(run_dir: Path) -> float:
-    """CPU seconds of held-out losses and samples between a run's first step and its last line of metrics."""
+    """CPU seconds of eval losses and samples between a run's first step and its last line of metrics."""
     try:
         phases = json.loads((run_dir / "phases.json").read_text())["phases"]
     except OSError:
@@ -196,7 +196,7 @@ def make_model(folder: Path, layers: int) -> Path:
 
         from dit_lora.families import get_family
 
-        get_family("cogvideox").build_tiny("cogvideox-5b", folder, 0)
+        get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", folder, 0)
         torch.manual_seed(0)
         config = CogVideoXTransformer3DModel.load_config(folder / "transformer")
         kind: Any = CogVideoXTransformer3DModel

@@ -65,7 +65,7 @@ class Runs:
         self.work, self.device, self.steps = work, device, steps
 
     def prepare(self) -> None:
-        get_family("cogvideox").build_tiny("cogvideox-5b", self.work / "model", 0)
+        get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", self.work / "model", 0)
         write_shapes(self.work / "clips", clips=6, frames=9, height=64, width=96, fps=8)
 
     def poisoned(self) -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kill_nine [--rounds 100] [--steps 240] [--out DIR] [--seed 0]
 
-A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
+A tiny CogVideoX trains on a CPU, saves every third step and measures eval losses. `kill -9` comes while it
 starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name. A
 fifth of the rounds have two ranks, and one or both are killed. In some rounds the newest checkpoint is cut
 short besides, as a lost disk cache would leave it. Runs are forked from this process, which has imported everything.
@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
     with open_folder(options.out) as folder:
         task_of("cogvideox")  # imported here, once
-        get_family("cogvideox").build_tiny("cogvideox-2b", folder / "model", 0)
+        get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", folder / "model", 0)
         write_shapes(folder / "clips", clips=5, frames=9, height=64, width=96, fps=8)
         recipe = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")
         args = [

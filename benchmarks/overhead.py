@@ -206,7 +206,7 @@ def without_gate() -> Iterator[None]:
         "make_replayable": lambda losses, model, batch, position: None,
     }
     in_engine: dict[str, Callable[..., Any]] = {
-        "take_gated_step": lambda optimizer, bad: optimizer.step(),
+        "take_step_unless_bad": lambda optimizer, bad: optimizer.step(),
         "has_nonfinite_weights": lambda optimizer: healthy,
     }
     with ExitStack() as stack:
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--rounds must be at least {WATCHED_ROUNDS}; received {arguments.rounds}")
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        FAMILY.build_tiny("cogvideox-2b", Path(folder) / "model", 0)
+        FAMILY.build_tiny_checkpoint("cogvideox-2b", Path(folder) / "model", 0)
         checkpoint = FAMILY.open(ModelConfig(family="cogvideox", path=f"{folder}/model"))
         times = measure(checkpoint, Path(folder), arguments.rounds, arguments.batch)
     bare, guarded = statistics.median(times.bare), statistics.median(times.guarded)

@@ -46,7 +46,7 @@ def run(work: Path, samples: int) -> None:
     model = work / "model"
     if not model.exists():
         model.mkdir(parents=True)
-        get_family("dit").build_tiny("dit-tiny", model, 0)
+        get_family("dit").build_tiny_checkpoint("dit-tiny", model, 0)
     print("| samples | sources and classes | keys and cache | order and first batch | in all |")
     print("|---:|---:|---:|---:|---:|")
     for count in (100, samples):  # the first pays for imports

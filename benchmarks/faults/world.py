@@ -180,7 +180,7 @@ class World:
         """Runs that several faults are judged by."""
         hide_progress_bars()
         if accelerator.is_main_process:
-            self.family.build_tiny(targets.variant, self.model, 0)
+            self.family.build_tiny_checkpoint(targets.variant, self.model, 0)
             write_samples(targets, self.clips)
             shutil.copytree(self.clips, self.without)
             drop_sample(targets, self.without, self.target_clip)

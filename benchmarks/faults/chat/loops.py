@@ -155,7 +155,7 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
     folder = world.root / "zero_queries"
     path, name = folder / "model.safetensors", str(world.targets.queries)
     if world.accelerator.is_main_process:
-        world.family.build_tiny(world.targets.variant, folder, 0)
+        world.family.build_tiny_checkpoint(world.targets.variant, folder, 0)
         weights = load_file(path)
         weights[name] = torch.zeros_like(weights[name])
         save_file(weights, path, metadata={"format": "pt"})
