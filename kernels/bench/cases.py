@@ -90,7 +90,10 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
 
     def ours(given: Operands) -> Outputs:
         fields = ("x", "shift", "scale", "y", "gate")
-        streams = [AdaNormInputs(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
+        streams = [
+            AdaNormInputs(*(given.get(f"{key}{i}") for key in fields))  # type: ignore[arg-type]
+            for i in range(count)
+        ]
         norm = "rms" if kind == "rms" else "layer"
         out, residuals = joint_ada_norm(streams, given.get("weight"), given.get("bias"), norm=norm, eps=shape.norm_eps)
         return (out, *residuals)

@@ -283,7 +283,9 @@ def test_a_quarantine_list_that_leaves_no_sample(refused: Callable[..., str], ev
     assert "leaves out all 5 samples" in refused(f"guard.quarantine={everyone_out}")
 
 
-def test_from_the_shell_it_is_a_message_and_exit_code_2(launch, smoke: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_from_the_shell_it_is_a_message_and_exit_code_2(  # type: ignore[no-untyped-def]
+    launch, smoke: list[str], tmp_path: Path
+) -> None:
     result = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
     assert result.returncode == 2
     assert "error: data.path: no folder nowhere" in result.stderr

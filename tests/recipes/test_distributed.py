@@ -22,7 +22,9 @@ def trajectory(run: Path) -> torch.Tensor:
     return torch.tensor([(m["loss"], m["grad_norm"], m["samples"]) for m in metrics(run)])
 
 
-def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke, tmp_path, shape_clips: Path) -> None:  # type: ignore[no-untyped-def]
+def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-untyped-def]
+    launch, lora_main, smoke, tmp_path, shape_clips: Path
+) -> None:
     """Same losses and gradient norms, over buckets, caption dropout and eval loss; half encode each.
 
     By torchrun itself: its ranks have hash seeds of their own.

@@ -73,6 +73,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
 
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
     trained, other_expert = pair
-    with use_both_experts(SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer"), trained, None):  # type: ignore[arg-type]
+    pipeline, checkpoint = SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer")
+    with use_both_experts(pipeline, checkpoint, trained, None):  # type: ignore[arg-type]
         trained()
     assert other_expert.place == CPU
