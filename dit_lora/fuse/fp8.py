@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dit_lora.fuse.patches import Fusion, get_class_name, get_fusion
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.numerics.tolerances import FP8_TOLERANCE
-from dit_lora_kernels.fp8 import Fp8Weight, is_supported, quantize_weight
+from dit_lora_kernels.fp8 import Fp8Weight, can_multiply_in_fp8, quantize_weight
 
 OP = "fp8"
 REQUIRED_OP = "lora_linear"
@@ -39,7 +39,7 @@ def find_fp8_problem(layer: Any) -> str | None:
         return f"its base is a {type(base).__name__}, quantised already"
     if base.weight.requires_grad:
         return "its base is trained"
-    if not is_supported(base.weight):
+    if not can_multiply_in_fp8(base.weight):
         shape = " x ".join(map(str, base.weight.shape))
         return f"its base weight is {base.weight.dtype}, {shape}; bfloat16 and multiples of 16 are taken"
     return None
@@ -69,7 +69,7 @@ def get_fp8_weight(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight
 
 def _get_or_quantize(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
     """The fp8 copy of a layer's weight, made if it is missing or out of date; None if the weight cannot be in fp8."""
-    if not is_supported(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
+    if not can_multiply_in_fp8(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
         return None
     # The address changes with a new tensor, the version with a write in place.
     key = (weight.data_ptr(), weight._version, weight.device, weight.shape)

@@ -62,7 +62,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # One value of 1 / rms per row.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
@@ -93,7 +93,9 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), torch.empty_like(weight) if of_weight else weight.new_empty(0)
 
 
@@ -122,7 +124,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @_swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
+def _fake_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
@@ -137,7 +139,7 @@ def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 
 
 @_swiglu_backward.register_fake
-def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
@@ -164,7 +166,7 @@ def _rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) 
 
 
 @_rotation.register_fake
-def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+def _fake_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     q, k = (t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (query, key))
     return q, k
 

@@ -62,7 +62,7 @@ def _qk_norm_rope(
     """Launch one direction for one of q, k (B,S,H,D), of which the last `rows` tokens are rotated."""
     b, s, h, d = size
     across, norm = kind == "across", "rms" if kind == "across" else kind
-    options = qk_norm_rope_kernels.Options(norm, 1e-6, across, rotation, s - rows)
+    options = qk_norm_rope_kernels.NormRopeOptions(norm, 1e-6, across, rotation, s - rows)
     width = h * d if across else d
     x, cos, sin = _empty(*size), *(_empty(rows, h * d if per_head else d, dtype=FP32) for _ in "cs")
     weight = None if norm == "none" else _empty(width)

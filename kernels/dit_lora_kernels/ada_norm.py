@@ -32,7 +32,7 @@ from dit_lora_kernels.ada_norm_kernels import (
     prepare_backward,
     prepare_forward,
     programs,
-    total,
+    sum_chunks,
 )
 from dit_lora_kernels.support import (
     PlainLayout,
@@ -166,7 +166,9 @@ def ada_norm_forward(
 
 
 @ada_norm_forward.register_fake
-def _(flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float) -> list[Tensor]:
+def _fake_ada_norm_forward(
+    flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
+) -> list[Tensor]:
     return _allocate_forward(_group_fields(flat), layer)
 
 
@@ -199,7 +201,9 @@ def ada_norm_backward(
 
 
 @ada_norm_backward.register_fake
-def _(flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]) -> list[Tensor]:
+def _fake_ada_norm_backward(
+    flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
+) -> list[Tensor]:
     operands = BackwardOperands._make(flat)
     rows = _allocate_backward(operands, dx, dy)
     (B, _, D), stats = operands.residual.shape, operands.stats
@@ -286,7 +290,7 @@ class _StreamPlan:
         plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *allocated)
         dx, dy, *sums = allocated
         if plan.chunks > 1:
-            sums = [None if p is None else total(p, plan.chunks) for p in sums]
+            sums = [None if p is None else sum_chunks(p, plan.chunks) for p in sums]
         sums_by_field = (dx if plan.y_is_x else dy, *sums)
         return _order_by_field(dx, sums_by_field, (weight, bias), plan.dtypes, want)
 

@@ -317,7 +317,7 @@ def launch_backward(
         of_weight = None if factor is None else get_layout(factor)
         launch = prepare_backward(_get_layouts(read), of_weight, get_layout(stats), groups, count, dtypes)
         launch(*read[:3], stats, *read[3:], factor, *outputs)
-    return [None if p is None else total(p, chunks) for p in partials]
+    return [None if p is None else sum_chunks(p, chunks) for p in partials]
 
 
 def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
@@ -327,7 +327,7 @@ def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
     return count, cdiv(length, count)
 
 
-def total(partials: Tensor, chunks: int) -> Tensor:
+def sum_chunks(partials: Tensor, chunks: int) -> Tensor:
     """Sum each group's rows (..., chunks, D)."""
     # With torch, in a fixed order that does not depend on the programs' order.
     return partials.squeeze(-2) if chunks == 1 else partials.sum(-2)

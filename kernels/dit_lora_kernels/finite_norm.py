@@ -168,7 +168,7 @@ def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Ten
 
 
 @finite_norms_op.register_fake
-def _(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
+def _fake_finite_norms(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
     return tensors[0].new_empty(count, dtype=torch.float64)
 
 

@@ -44,7 +44,7 @@ class Fp8Weight(NamedTuple):
     backward: Fp8Matrix
 
 
-def is_supported(weight: Tensor) -> bool:
+def can_multiply_in_fp8(weight: Tensor) -> bool:
     """True if products with this weight (O, I) can use fp8: it is bf16, and its sizes are multiples of 16."""
     return weight.dtype is torch.bfloat16 and all(size % _MULTIPLE == 0 for size in weight.shape)
 

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.qk_norm_rope_kernels import BackwardOperands, Gradients, Options, launch_backward, launch_forward
+from dit_lora_kernels.qk_norm_rope_kernels import (
+    BackwardOperands,
+    Gradients,
+    NormRopeOptions,
+    launch_backward,
+    launch_forward,
+)
 from dit_lora_kernels.support import accumulation_dtype, launches, op
 
 # 1. reference
@@ -49,7 +55,9 @@ def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
     return table.repeat_interleave(2, dim=-1)
 
 
-def _apply_rotation(y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1) -> Tensor:
+def _apply_rotation(
+    y: Tensor, cos: Tensor | None, sin: Tensor | None, options: NormRopeOptions, sign: int = 1
+) -> Tensor:
     """Apply R to the tokens of y (B,S,H,D) that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
@@ -64,7 +72,7 @@ def _apply_rotation(y: Tensor, cos: Tensor | None, sin: Tensor | None, options: 
     return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
 
 
-def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, options: NormRopeOptions) -> tuple[Tensor, Tensor]:
     """Compute x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
@@ -94,14 +102,16 @@ def qk_norm_rope_reference(
     first: int = 0,
 ) -> Tensor:
     """Reference of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
-    options = Options(norm, eps, across_heads, rotation, first)
+    options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     y = x.to(accumulation_dtype(x.dtype))
     if norm != "none":
         y = _normalize(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
     return _apply_rotation(y, cos, sin, options).to(x.dtype)
 
 
-def _compute_reference_gradients(operands: BackwardOperands, options: Options, needs: Sequence[bool]) -> Gradients:
+def _compute_reference_gradients(
+    operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]
+) -> Gradients:
     """`launch_backward` in plain torch: fp32 inside (fp64 for fp64)."""
     grad, source, rstd, weight, bias, cos, sin = operands
     wide = accumulation_dtype(grad.dtype)
@@ -146,7 +156,7 @@ def _forward_op(
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
     """The forward op: the output, and rstd if the backward starts from the output (else an empty tensor)."""
-    options = Options(norm, eps, across_heads, rotation, first)
+    options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     rstd = torch.empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device)
     if launches(x):
         output = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
@@ -157,7 +167,7 @@ def _forward_op(
     return output.contiguous(), rstd
 
 
-def _get_rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
+def _get_rstd_shape(x: Tensor, options: NormRopeOptions, from_output: bool) -> tuple[int, ...]:
     """Shape of rstd: (B,S,H), (B,S,1) across heads, or (0,) if it is not saved."""
     if not from_output:
         return (0,)
@@ -165,9 +175,9 @@ def _get_rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int
 
 
 @_forward_op.register_fake
-def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *_parameters, norm, eps, across_heads, rotation, first, from_output = args
-    options = Options(norm, eps, across_heads, rotation, first)
+    options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     rstd = x.new_empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), rstd
 
@@ -189,7 +199,7 @@ def _backward_op(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward op: gradients of x, weight and bias; an empty tensor for one that is not needed."""
-    options = Options(norm, eps, across_heads, rotation, first)
+    options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
     compute = launch_backward if launches(grad) else _compute_reference_gradients
     gradients = compute(operands, options, needs)
@@ -199,7 +209,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
+def _fake_backward(
     grad: Tensor, _source: Tensor | None, _rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs = args[-1]
@@ -255,7 +265,7 @@ def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
 
 
 def _check_operands(
-    x: Tensor, parameters: dict[str, Tensor | None], cos: Tensor | None, sin: Tensor | None, options: Options
+    x: Tensor, parameters: dict[str, Tensor | None], cos: Tensor | None, sin: Tensor | None, options: NormRopeOptions
 ) -> None:
     """Raise a ValueError that names the operand or setting that the kernels do not support."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
@@ -319,7 +329,7 @@ def qk_norm_rope(
     Raises:
         ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.
     """
-    options = Options(norm, eps, across_heads, rotation, first)
+    options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     _check_operands(x, {"weight": weight, "bias": bias}, cos, sin, options)
     if norm == "none" and cos is None:
         return x.contiguous()

@@ -25,7 +25,7 @@ from dit_lora_kernels.support import (
 MAX_PARTIALS = 512
 
 
-class Options(NamedTuple):
+class NormRopeOptions(NamedTuple):
     """Settings that are fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
 
     norm: str
@@ -296,7 +296,7 @@ def _backward_kernel(
         _store_partial(dbias_ptr, db1, db2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
 
 
-def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
+def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: NormRopeOptions) -> dict[str, Any]:
     """The kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
@@ -332,7 +332,7 @@ def launch_forward(
     bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    options: Options,
+    options: NormRopeOptions,
     rstd: Tensor | None,
 ) -> Tensor:
     """Compute the output (B,S,H,D), contiguous; fills `rstd` (B,S,H or 1) if given. The caller checks shapes."""
@@ -349,7 +349,7 @@ def launch_forward(
     return output
 
 
-def launch_backward(operands: BackwardOperands, options: Options, needs: Sequence[bool]) -> Gradients:
+def launch_backward(operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]) -> Gradients:
     """Compute the gradients of x, weight and bias that `needs` selects; partial sums are added in fp32."""
     grad, source, rstd, weight, bias, cos, sin = operands
     batch, tokens, heads, width = grad.shape

@@ -584,7 +584,7 @@ def relu_linear_attention_forward(
 
 
 @relu_linear_attention_forward.register_fake
-def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_relu_linear_attention_forward(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, _, h, d = q.shape
     state = q.new_empty((b, h, d, d), dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), state, state.new_empty((b, h, d))
@@ -625,7 +625,7 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed_gradients: Seque
 
 
 @relu_linear_attention_backward.register_fake
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
+def _fake_relu_linear_attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
     grads = _allocate_gradients(q, k, v, args[-1])
     return [gradient for gradient in grads if gradient is not None]
 

@@ -355,7 +355,7 @@ def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 @silu_dwconv_glu_forward.register_fake
-def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
+def _fake_silu_dwconv_glu_forward(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
     return h.new_empty((*h.shape[:3], h.shape[3] // 2))
 
 
@@ -391,7 +391,9 @@ def silu_dwconv_glu_backward(
 
 
 @silu_dwconv_glu_backward.register_fake
-def _(_dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[Tensor]:
+def _fake_silu_dwconv_glu_backward(
+    _dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]
+) -> list[Tensor]:
     operands = zip((h, weight, bias), needs, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, want in operands if want and tensor is not None]
 

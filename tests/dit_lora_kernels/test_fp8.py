@@ -151,10 +151,10 @@ def test_the_typical_error_is_the_one_that_is_stated() -> None:
 
 
 def test_what_fits() -> None:
-    assert fp8.is_supported(torch.zeros(32, 48, dtype=BF16))
-    assert not fp8.is_supported(torch.zeros(32, 40, dtype=BF16))
-    assert not fp8.is_supported(torch.zeros(24, 32, dtype=BF16))
-    assert not fp8.is_supported(torch.zeros(32, 32))
+    assert fp8.can_multiply_in_fp8(torch.zeros(32, 48, dtype=BF16))
+    assert not fp8.can_multiply_in_fp8(torch.zeros(32, 40, dtype=BF16))
+    assert not fp8.can_multiply_in_fp8(torch.zeros(24, 32, dtype=BF16))
+    assert not fp8.can_multiply_in_fp8(torch.zeros(32, 32))
 
 
 def test_it_is_refused_where_products_are_not_in_bf16() -> None:
