@@ -1,18 +1,34 @@
 """Adaptive norm with the gated residual before it: ``out = norm(x') * (1 + scale) + shift``, ``x' = x + gate * y``.
 
-The norm is LayerNorm or RMSNorm over D, then ``* weight + bias`` if given; each of y, gate, scale and shift may be
-missing. Streams (text and video) may write into one joint buffer, in the order given.
+The norm is LayerNorm or RMSNorm over the D channels, then ``* weight + bias`` if they are passed. y, gate, scale and
+shift are optional. Several streams may write into one joint buffer, in the order in which they are passed.
 
-Shapes: B batch, T tokens of a stream, S tokens of all streams, D channels, G groups of consecutive tokens that share a
-row of the tables: token t uses row ``t // (T // G)`` (G = 1: one row per sample; G = T: one row per token).
+Shapes: B batch, T tokens of a stream, S tokens of all streams, D channels, G groups of a sample's tokens.
+
+Terms of this module and of ada_norm_kernels.py:
+
+- Stream: one sequence of tokens, such as the text or the video in a joint attention. Its fields are the five tensors
+  of `AdaNormInputs`: x, shift, scale, y and gate.
+- x': the updated residual stream ``x + gate * y``, called `residual` in the code. Without a y it is x itself.
+- Row: the D channels of one token. x_hat is the normalised row, before weight and bias (`hat` in the code).
+- Tables: shift, scale and gate. Each has one row of D numbers for every group.
+- Group: consecutive tokens of one sample that share a row of the tables. Token t uses row ``t // (T // G)``: with
+  G = 1 there is one row per sample, with G = T one row per token.
+- Statistics (`stats`): rstd = ``1 / sqrt(variance + eps)`` of each row and, for LayerNorm, its mean. RMSNorm takes the
+  mean square for the variance.
+- grad is the gradient of out, dx' that of x', and ``dy = gate * dx'`` that of y.
+- The three sums: over the tokens of each group, the sum of grad (for shift and bias), of ``grad * x_hat`` (for scale
+  and weight) and of ``dx' * y`` (for gate). The code calls them ones, hats and dgate.
+- Layout: a tensor's dtype, shape, strides and device. Plan: the output shapes and prepared kernel launches for
+  operands of one layout. It is computed once and cached.
 
 Source: adaLN-Zero, https://arxiv.org/abs/2212.09748 section 3.2; LayerNorm https://arxiv.org/abs/1607.06450; RMSNorm
 https://arxiv.org/abs/1910.07467.
 
-Traffic, with u = B*S*D elements and without tables (they stay in L2 while G is far below T): forward reads x and
-writes out, 2u; with y it reads x, y and writes x', out, 4u. Backward reads the gradients of out and x' and x', and
-writes dx, 4u; with gate*y also dy, 5u; and reads y if the gate is trained, 6u. Saved for the backward: x' (which the
-caller keeps as the residual stream) and 4 or 8 bytes per row.
+Memory traffic, with u = B*S*D elements. Tables are not counted, because they stay in the L2 cache while G is far below
+T. The forward reads x and writes out, 2u; with y it reads x and y and writes x' and out, 4u. The backward reads x',
+its gradient and that of out, and writes dx, 4u; with gate*y it also writes dy, 5u; if the gate is trained it also
+reads y, 6u. The backward needs x', which the caller keeps anyway as the residual stream, and 4 or 8 bytes per row.
 """
 
 import functools
@@ -52,7 +68,7 @@ from dit_lora_kernels.support import (
 
 
 def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Repeat a table (B,D) or (B,G,D) for every token of its group: (B,T,D) in `dtype`."""
+    """Repeat each row of a table (B, D) or (B, G, D) for every token of its group; returns (B, T, D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
 
@@ -60,10 +76,13 @@ def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def ada_norm_reference(
     stream: AdaNormInputs, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of the op: `output_shape` and x' (B,T,D), and for the rows of x' rstd or (rstd, mean), (1 or 2,B,T).
+    """Compute one stream's adaptive norm in plain torch, as the reference for the kernel.
 
-    Plain torch, in fp32 (fp64 for fp64); out and x' are rounded once, to x's dtype. The norm is that of the rounded
-    x', which the backward and the rest of the model see.
+    Returns the output ``norm(x') * (1 + scale) + shift`` and the updated stream ``x' = x + gate * y``, both (B, T, D),
+    and the statistics of the rows of x': rstd (1, B, T), or rstd and mean (2, B, T) for LayerNorm (`layer`).
+
+    It computes in fp32 (fp64 for fp64 inputs), and rounds the output and x' once each, to x's dtype. The norm is that
+    of the rounded x', because the backward and the rest of the model see only the rounded values.
     """
     x, shift, scale, y, gate = stream
     wide, tokens, residual = accumulation_dtype(x.dtype), x.shape[1], x
@@ -90,7 +109,12 @@ def ada_norm_reference(
 
 
 def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
+    """Compute one stream's gradients in plain torch, in fp32 (fp64 for fp64 inputs), as the reference for the kernel.
+
+    Returns dx', the gradient of ``x' = x + gate * y``, including that of its use elsewhere; ``gate * dx'``, the
+    gradient of y; and a list of three sums over the tokens of each group, each (B, G, D): of grad, of ``grad * x_hat``
+    and of ``dx' * y``. Here grad is the gradient of the output, and x_hat the normalised row.
+    """
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     wide, (B, T, D) = stats.dtype, residual.shape
     grad, rstd = grad.to(wide), stats[0][..., None]
@@ -117,14 +141,16 @@ def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor
 
 
 def _group_fields(flat: Sequence[Any]) -> list[AdaNormInputs]:
-    """Regroup the flat list of fields into streams; an op's schema allows no lists of tuples."""
+    """Split a flat list (x, shift, scale, y and gate of each stream in order) into one `AdaNormInputs` per stream."""
     size = len(AdaNormInputs._fields)
     return [AdaNormInputs._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 def _allocate_forward(streams: Sequence[AdaNormInputs], layer: bool) -> list[Tensor]:
-    """Allocate the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of each stream with
-    a y.
+    """Allocate the outputs of the forward op: the joint output, the statistics of its rows, and the updated streams.
+
+    Returns the joint output (B, S, D); the statistics (1 or 2, B, S), which are rstd and for LayerNorm also the mean;
+    and, for each stream that has a y, a buffer (B, T, D) for ``x' = x + gate * y``.
     """
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
@@ -135,7 +161,10 @@ def _allocate_forward(streams: Sequence[AdaNormInputs], layer: bool) -> list[Ten
 
 
 def _split_by_stream(joint: Tensor, stats: Tensor, lengths: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Split (B,S,D) and (1 or 2,B,S) into each stream's tokens."""
+    """Split a joint tensor (B, S, D) and its row statistics (1 or 2, B, S) into views of each stream's tokens.
+
+    `lengths` has each stream's number of tokens.
+    """
     if len(lengths) == 1:  # the usual case: a view of the whole would only take time
         return (joint,), (stats,)
     return joint.split_with_sizes(lengths, 1), stats.split_with_sizes(lengths, 2)
@@ -145,8 +174,12 @@ def _split_by_stream(joint: Tensor, stats: Tensor, lengths: list[int]) -> tuple[
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """The forward op: `output_shape`, `stats_shape`, and x' of every stream with a y; `flat` holds all streams' fields
-    in turn.
+    """Compute the adaptive norm of all streams; this is the forward op.
+
+    `flat` holds x, shift, scale, y and gate of the first stream, then those of the next, None for a missing tensor.
+    `layer` selects LayerNorm over RMSNorm. Returns the joint output (B, S, D); the row statistics (1 or 2, B, S),
+    which are rstd and for LayerNorm also the mean; and the updated ``x' = x + gate * y`` (B, T, D) of every stream
+    that has a y.
     """
     streams = _group_fields(flat)
     results = _allocate_forward(streams, layer)
@@ -173,7 +206,11 @@ def _fake_ada_norm_forward(
 
 
 def _allocate_backward(operands: BackwardOperands, dx: bool, dy: torch.dtype | None) -> list[Tensor | None]:
-    """Allocate dx' and ``gate * dx'`` (B,T,D), None for a gradient that is not needed."""
+    """Allocate buffers (B, T, D) for the gradients of one stream's ``x' = x + gate * y`` and y.
+
+    `dx` says whether dx', the gradient of x', is needed. `dy` is the dtype of ``gate * dx'``, the gradient of y, or
+    None if it is not needed. None is returned in place of a buffer that is not needed.
+    """
     shape, device = operands.residual.shape, operands.residual.device
     dtypes = (operands.residual.dtype if dx else None, dy)
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
@@ -183,10 +220,17 @@ def _allocate_backward(operands: BackwardOperands, dx: bool, dy: torch.dtype | N
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """The backward op: those of dx', ``gate * dx'`` (in the dtype `dy`) and the sums of `launch_backward` that are
-    needed.
+    """Compute the gradients of one stream; this is the backward op.
 
-    `flat` holds the fields of BackwardOperands.
+    Args:
+        flat: The tensors of `BackwardOperands`, in the order of its fields.
+        groups: G, the number of groups per sample; the tokens of a group share a row of each table.
+        dx: Whether dx', the gradient of ``x' = x + gate * y``, is needed.
+        dy: The dtype of ``gate * dx'``, the gradient of y; None if it is not needed.
+        sums: Which of the three sums over each group's tokens are needed; `launch_backward` lists them.
+
+    Returns:
+        dx' and ``gate * dx'``, both (B, T, D), and the sums (B, G, D), in this order, without those not needed.
     """
     operands = BackwardOperands._make(flat)
     rows = _allocate_backward(operands, dx, dy)
@@ -214,13 +258,26 @@ def _fake_ada_norm_backward(
 def _find_needed_gradients(
     ungated: bool, biased: bool, dtypes: AdaNormInputs, want: AdaNormInputs, affine: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
-    """Whether dx' is also the gradient of y, and which of dx', ``gate * dx'`` and the three sums are needed."""
-    # Without a gate, and in one dtype, one tensor serves as both.
+    """Find which results of the backward op are needed for the gradients that autograd asks for.
+
+    Args:
+        ungated: True if the stream has no gate.
+        biased: True if the norm has a bias.
+        dtypes: The dtypes of x, shift, scale, y and gate.
+        want: Whether each of these five needs a gradient.
+        affine: Whether weight and bias need a gradient.
+
+    Returns:
+        Whether dx', the gradient of ``x' = x + gate * y``, is also the gradient of y. Then whether each of five
+        results is needed: dx', ``gate * dx'``, and the sums over each group's tokens of grad (the gradient of the
+        output), of ``grad * x_hat`` (x_hat is the normalised row) and of ``dx' * y``.
+    """
+    # Without a gate, and in one dtype, one tensor serves as both gradients.
     y_is_x = ungated and dtypes.y is dtypes.x
     return y_is_x, [
         bool(want.x or (want.y and y_is_x)),
         bool(want.y and not y_is_x),
-        # d scale is of what it multiplies, hat * weight + bias, and so needs the sum of grad for the bias.
+        # The scale multiplies x_hat * weight + bias, so with a bias its gradient also needs the sum of grad.
         bool(want.shift or affine[1] or (want.scale and biased)),
         bool(want.scale or affine[0]),
         bool(want.gate),
@@ -235,17 +292,19 @@ def _compute_gradients(
     want: AdaNormInputs,
     affine: Sequence[bool],
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The gradients of a stream's fields, in order, and its contributions to those of weight and bias, (D,).
+    """Compute the gradients of one stream's x, shift, scale, y and gate, and its share of those of weight and bias.
 
-    `dtypes` and `want` hold each field's dtype and whether it needs a gradient; `affine`, whether weight and bias do.
+    `dtypes` and `want` hold the dtype of each of the five tensors and whether it needs a gradient. `affine` says
+    whether weight and bias need one. Returns five gradients, None for one that is not needed, and the two shares (D,),
+    which the caller adds up over the streams.
     """
     y_is_x, needed_outputs = _find_needed_gradients(operands.gate is None, bias is not None, dtypes, want, affine)
     dy_dtype: Any = dtypes.y if needed_outputs[1] else None
     computed = iter(ada_norm_backward(list(operands), groups, needed_outputs[0], dy_dtype, needed_outputs[2:]))
     parts: list[Any] = [next(computed) if needed else None for needed in needed_outputs]
     dx, dy, ones, hats, dgate = parts
-    # weight and bias are applied before the scale, so their gradients take each group's factor before groups are
-    # summed.
+    # weight and bias are applied before the scale, so each group's sum is multiplied by its 1 + scale before the
+    # groups are summed.
     factor = 1 if operands.scale is None else 1 + operands.scale.to(operands.stats.dtype)
     shares = ((factor * hats).sum((0, 1)) if affine[0] else None, (factor * ones).sum((0, 1)) if affine[1] else None)
     sums = (dx if y_is_x else dy, ones, hats, dgate)
@@ -255,7 +314,13 @@ def _compute_gradients(
 def _order_by_field(
     dx: Any, gradient_parts: Sequence[Any], affine: Sequence[Tensor | None], dtypes: Sequence[Any], want: Sequence[Any]
 ) -> list[Tensor | None]:
-    """The gradients of a stream's fields, in order, from dx', the gradient of y, and the three sums."""
+    """List the gradients of one stream's x, shift, scale, y and gate, in this order, each in its tensor's dtype.
+
+    `dx` is the gradient of x. `gradient_parts` are the gradient of y and three sums over each group's tokens: of grad
+    (the gradient of the output), of ``grad * x_hat`` (x_hat is the normalised row) and of ``dx' * y`` (dx' is the
+    gradient of ``x' = x + gate * y``). `affine` is weight and bias, which the gradient of scale depends on. A gradient
+    that `want` does not ask for is None.
+    """
     dy, ones, hats, dgate = gradient_parts
     weight, bias = affine
     if want[2]:  # of scale
@@ -267,20 +332,28 @@ def _order_by_field(
 
 @dataclass(eq=False)
 class _StreamPlan:
-    """The prepared work on one stream, for operands of one layout that need no copies."""
+    """The cached preparation of one stream: its forward launch, and the layouts that its backward is prepared from.
+
+    It serves operands of one layout (dtype, shape, strides and device) that need no copies.
+    """
 
     launch: Prepared
     fields: Layouts
-    """The layouts of its fields, as in `AdaNormInputs`."""
+    """The layouts of x, shift, scale, y and gate; None for a missing tensor."""
     affine: Layouts
     stats: TensorLayout
     groups: int
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]) -> list[Tensor | None]:
-        """Compute the gradients of the stream's fields.
+        """Compute the gradients of the stream's x, shift, scale, y and gate.
 
-        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are those of its part of
-        `output_shape`, and of x'.
+        Args:
+            tensors: weight, bias, the stream's row statistics, the updated ``x' = x + gate * y``, y, gate and scale.
+            grads: The gradients of the stream's part of the output, and of x' (None if x' was not used elsewhere).
+            want: Whether each of the five needs a gradient.
+
+        Returns:
+            Five gradients, None for one that is not needed.
         """
         weight, bias, stats, residual, y, gate, scale = tensors
         grad, grad_residual = make_rows_contiguous(grads[0]), make_rows_contiguous(grads[1])
@@ -296,8 +369,12 @@ class _StreamPlan:
 
 
 class _BackwardPlan(NamedTuple):
-    """A stream's backward for gradients of one layout: outputs to allocate, with dtypes, and the launch that fills
-    them.
+    """The cached preparation of one stream's backward, for gradients of one layout: its kernel launch and its outputs.
+
+    `outputs` has the shape and dtype of each tensor to allocate, or None for one that is not needed: dx' (the gradient
+    of ``x' = x + gate * y``), ``gate * dx'``, and three sums over each group's tokens. `chunks` is the number of
+    programs that share a group: if there are several, each stores its own row of a sum, and the rows are added up
+    later. `y_is_x` is True if dx' is also the gradient of y. `dtypes` are those of x, shift, scale, y and gate.
     """
 
     launch: Prepared
@@ -311,7 +388,12 @@ class _BackwardPlan(NamedTuple):
 def _build_backward_plan(
     stream: _StreamPlan, wants: tuple[bool, ...], grad: PlainLayout, grad_residual: PlainLayout | None
 ) -> _BackwardPlan:
-    """The plan for the needed gradients of the fields, given the layouts of the gradients of `output_shape` and x'."""
+    """Prepare one stream's backward for gradients of one layout; the result is cached.
+
+    `wants` says whether x, shift, scale, y and gate need a gradient. `grad` is the layout of the gradient of the
+    output. `grad_residual` is that of the gradient of the updated ``x' = x + gate * y``; it is None if x' was not used
+    elsewhere.
+    """
     of_grads = [None if v is None else TensorLayout._make(v) for v in (grad, grad_residual)]
     x, shift, scale, y, gate = stream.fields
     assert x is not None
@@ -340,7 +422,11 @@ def _build_backward_plan(
 
 
 class _Plan(NamedTuple):
-    """The prepared work of a call, for operands of one layout that are valid and need no copies."""
+    """The cached preparation of a whole call: the shapes of its joint outputs, and the plan of each stream.
+
+    It serves operands of one layout (dtype, shape, strides and device) that are valid and need no copies. `wide` is
+    the dtype of the row statistics, and `lengths` holds each stream's number of tokens.
+    """
 
     output_shape: tuple[int, ...]
     stats_shape: tuple[int, ...]
@@ -351,8 +437,11 @@ class _Plan(NamedTuple):
     def run(
         self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Compute `output_shape` and each stream's x', and the tensors that `_AdaNorm` saves; `needs`: fields that
-        need a gradient.
+        """Launch the forward kernel of every stream.
+
+        `flat` holds x, shift, scale, y and gate of the first stream, then those of the next, None for a missing
+        tensor. `needs` says which of them need a gradient. Returns a list of the joint output and of each stream's
+        updated ``x + gate * y``, and a list of the tensors to save for the backward.
         """
         first_operand = flat[0]
         output = first_operand.new_empty(self.output_shape)
@@ -370,12 +459,14 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(8192)
 def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) -> _Plan | None:
-    """The plan for weight, bias and the fields of every stream in turn.
+    """Build the plan of a call from the layouts of its operands; the result is cached.
 
-    None if an operand is invalid, needs a copy or is on another device, or if tables differ in their number of rows.
+    `layouts` are those of weight, bias, and x, shift, scale, y and gate of the first stream, then of the next. Returns
+    None if an operand is invalid, empty, needs a copy or is on another device, or if a stream's tables (shift, scale
+    and gate) differ in their number of rows.
     """
     operands = tuple([None if v is None else TensorLayout._make(v) for v in layouts])
-    # Without memory, to check shapes and strides as those of the operands themselves.
+    # Tensors without memory, whose shapes and strides the functions for real operands can check.
     tensors = [
         None if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device="meta") for v in operands
     ]
@@ -412,10 +503,11 @@ def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) 
 
 
 class _AdaNorm(torch.autograd.Function):
-    """Both ops in one autograd node that also returns x, so that the gradient of its other use arrives in the kernel.
+    """Autograd function of the forward and the backward op, which also returns each stream's ``x' = x + gate * y``.
 
-    `register_autograd` cannot do that: an op of torch.library must not return its input. With a plan for the operands
-    the kernels are launched directly, without an op.
+    The model continues with the x' returned here. The gradient of that use therefore arrives in this backward, whose
+    kernel adds it. `register_autograd` cannot do that: without a y, x' is the input x, and an op of torch.library must
+    not return its input. If a plan for the operands is passed, the kernels are launched directly, without an op.
     """
 
     @staticmethod
@@ -428,7 +520,7 @@ class _AdaNorm(torch.autograd.Function):
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
+        ctx.set_materialize_grads(False)  # None, and not zeros that must be read, for an output that is not used
         ctx.plan = plan
         # x' is saved, not the normalised row: the caller keeps x' anyway, as the residual stream.
         if plan is not None:
@@ -482,12 +574,16 @@ class _AdaNorm(torch.autograd.Function):
 
 
 def _describe(tensor: Tensor) -> str:
-    """A tensor's shape, dtype and device, for an error message."""
+    """Format a tensor's shape, dtype and device for an error message."""
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def check_streams(streams: Sequence[AdaNormInputs], norm: str, affine: dict[str, Tensor | None]) -> None:
-    """Raise a ValueError that names the invalid operand: the norm, a stream's rows, weight or bias."""
+    """Raise a ValueError that names the invalid operand, if there is one.
+
+    The function checks `norm`, that x, y and gate of every stream fit together, and the shapes of weight and bias,
+    which `affine` holds by name. `expand_tables` checks the tables.
+    """
     if norm not in ("layer", "rms"):
         raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
     if not streams:
@@ -510,9 +606,11 @@ def check_streams(streams: Sequence[AdaNormInputs], norm: str, affine: dict[str,
 
 
 def expand_tables(stream: AdaNormInputs, position: int) -> AdaNormInputs:
-    """The stream with every table as (B,G,D), with one G.
+    """Expand the stream's tables (shift, scale and gate) to (B, G, D), with the same G in each.
 
-    Raises ValueError for a table of another shape, or a G that does not divide T.
+    A table (B, D) or (B, 1, D) has one row for all tokens, which is repeated as a view. `position` is the stream's
+    number in error messages. Raises ValueError for a table of another shape, or a G that does not divide the number of
+    tokens T.
     """
     B, T, D = stream.x.shape
     fields = {"shift": stream.shift, "scale": stream.scale, "gate": stream.gate}
@@ -538,12 +636,27 @@ def joint_ada_norm(
     norm: Literal["layer", "rms"],
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, into one buffer (B, sum of T, D).
+    """Compute ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, all into one buffer.
 
-    The other results are each stream's ``x + gate * y`` (the memory of x if it has no y), both in x's dtype. Continue
-    with the x returned here: then the gradient of its other use is added in this op's backward, without a separate
-    pass. weight and bias are (D,); each operand may have its own float dtype and strides. Raises ValueError for shapes
-    that do not fit. Source: diffusers CogVideoXLayerNormZero and AdaLayerNormZero, and blocks of Sana, Wan and LTX.
+    Continue the model with the updated x that is returned here. The gradient of its other use is then added in this
+    op's backward, without a separate pass. Every operand may have its own floating dtype and its own strides.
+
+    Source: diffusers CogVideoXLayerNormZero and AdaLayerNormZero, and the blocks of Sana, Wan and LTX.
+
+    Args:
+        streams: The sequences of tokens, each with x and optional y, gate, scale and shift (see `AdaNormInputs`). They
+            have one B, D, dtype of x and device.
+        weight: (D,), multiplies the normalised rows; None for a norm without it.
+        bias: (D,), is added to them; None for a norm without it.
+        norm: LayerNorm or RMSNorm, over the last dimension.
+        eps: Is added to the variance (or the mean square) before the root.
+
+    Returns:
+        The output (B, sum of T, D), with the streams' tokens in order, and a tuple of each stream's ``x + gate * y``
+        (B, T, D), which is x itself for a stream without a y. All are in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or a gate is passed without a y.
     """
     flat = [field for stream in streams for field in stream]
     layer = norm == "layer"
@@ -558,7 +671,11 @@ def joint_ada_norm(
 
 
 def _find_plan(norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]) -> _Plan | None:
-    """The plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
+    """Look up or build the plan (output shapes and prepared launches) of this call; None if the ops must be called.
+
+    They must be called if something traces the call, which would not see a plain kernel launch; if weight or bias
+    needs a gradient; or if `_build_plan` finds no plan. `flat` holds x, shift, scale, y and gate of every stream.
+    """
     if not flat or not launches(flat[0]):
         return None
     if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):

@@ -1,6 +1,13 @@
-"""Kernels of `ada_norm`, and their launches: each is prepared once for rows and tables of one layout.
+"""Triton kernels of `ada_norm` and their launches, each prepared once for operands of one layout.
 
-Shapes as in ada_norm.py: B samples, T tokens of a stream, S tokens of all streams, D channels, G groups of L tokens.
+Layout means dtype, shape, strides and device. Shapes are those of ada_norm.py: B samples, T tokens of a stream, S
+tokens of all streams, D channels, G groups per sample, L tokens per group. A group is a run of consecutive tokens that
+share one row of each table; the tables are shift, scale and gate.
+
+x' is the updated stream ``x + gate * y`` (`residual`), grad the gradient of the output, dx' that of x', ``dy = gate *
+dx'`` that of y, and x_hat the normalised row (`hat`). The backward also sums over the tokens of each group: grad
+(`ones`), ``grad * x_hat`` (`hats`) and ``dx' * y`` (`dgate`). Several programs may share a group: each takes a chunk
+of its tokens and stores one row of partial sums.
 """
 
 import functools
@@ -32,7 +39,12 @@ Layouts = tuple[TensorLayout | None, ...]
 
 
 class AdaNormInputs(NamedTuple):
-    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D), where G divides T."""
+    """The tensors of one stream of tokens: x, y, and the tables shift, scale and gate.
+
+    x and y are (B, T, D), a table is (B, G, D) or (B, D). The op computes ``norm(x + gate * y) * (1 + scale) +
+    shift``. A table has one row of D channels for each of G groups of consecutive tokens, where G divides T; (B, D) is
+    one row for all tokens of a sample.
+    """
 
     x: Tensor
     shift: Tensor | None = None
@@ -41,13 +53,18 @@ class AdaNormInputs(NamedTuple):
     gate: Tensor | None = None
 
     def groups(self) -> int:
-        """G, the number of table rows per sample."""
+        """Number of rows that each table has per sample, G; 1 if there is no table."""
         tables = (self.shift, self.scale, self.gate)
         return next((table.shape[1] for table in tables if table is not None), 1)
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that one stream's backward reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
+    """The tensors that the backward of one stream reads.
+
+    `grad` is the gradient of the output; `residual` is the updated stream ``x + gate * y``; and `grad_residual` is the
+    gradient of its use elsewhere, or None. These and y are (B, T, D). gate and scale are (B, G, D), weight is (D,).
+    `stats` (1 or 2, B, T) holds rstd and for LayerNorm also the mean of each row of `residual`.
+    """
 
     grad: Tensor
     grad_residual: Tensor | None
@@ -90,8 +107,8 @@ def _forward_kernel(
         tl.store(residual_ptr + row * D + columns, stored, mask=inside)
         x = stored.to(ACC)
 
-    # `output` and the statistics have S tokens a sample; their pointers are at this stream's first token. LayerNorm's
-    # means lie MEAN elements behind rstd.
+    # The joint output and the statistics have S tokens per sample; their pointers are at this stream's first token.
+    # LayerNorm's means are stored MEAN elements after rstd.
     if LAYER:
         mean = tl.sum(x, axis=0) / D
         tl.store(rstd_ptr + MEAN + b * S + t, mean)
@@ -119,7 +136,7 @@ def _factor(
     scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
     ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
+    """Compute ``(1 + scale) * weight`` (BLOCK_D,) for group g of sample b; a missing tensor counts as no factor."""
     factor = tl.full((BLOCK_D,), 1.0, ACC)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
@@ -131,9 +148,10 @@ def _factor(
 
 # Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
 # registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
-# With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
-# the last mean for LayerNorm alone, and then the gradient of the other use of x' is added.
-# `ones` sums grad (of shift and bias), `hats` sums grad * hat (of scale and weight), `dgate` sums dx' * y.
+# With x_hat (`hat`) the normalised row, factor = (1 + scale) * weight and dhat = grad * factor:
+# dx' = rstd * (dhat - x_hat * mean(dhat * x_hat) - mean(dhat)), the last mean only for LayerNorm. Then the gradient of
+# the other use of x' is added. Three sums are stored: `ones` of grad, for the gradients of shift and bias; `hats` of
+# grad * x_hat, for those of scale and weight; and `dgate` of dx' * y, for that of gate.
 # A row past the group's end loads zeros, so that it adds nothing to the sums, and stores nothing.
 
 
@@ -205,20 +223,22 @@ def _backward_kernel(
 
 
 def _list_strides(layouts: Layouts) -> list[int]:
-    """The strides between samples and between rows of each layout; zeros for a missing one, which nothing reads."""
+    """List two strides per layout, between samples and between rows; zeros for a missing tensor, which is not read."""
     strides: list[int] = []
     for layout in layouts:
-        # A table (B,D) is its samples' only row.
+        # A table (B, D) has one row per sample, so its stride between rows is 0.
         strides += (0, 0) if layout is None else [*layout.stride[:-1], 0][:2]
     return strides
 
 
 @functools.lru_cache(8192)
 def prepare_forward(rows: Layouts, affine: Layouts, stats: TensorLayout, groups: int, eps: float) -> Prepared:
-    """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
+    """Prepare the forward launch of one stream; the result is cached.
 
-    Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `output` (B,S,D) and of `stats` (1
-    or 2,B,S).
+    `rows` are the layouts of x, y, gate, shift and scale, `affine` those of weight and bias, and `stats` that of the
+    stream's row statistics. Call the result with these seven tensors (without the statistics), a buffer (B, T, D) for
+    ``x + gate * y`` or None, and the stream's tokens of the joint output (B, S, D) and of the statistics (1 or 2, B,
+    S).
     """
     x = rows[0]
     assert x is not None
@@ -235,7 +255,10 @@ def prepare_forward(rows: Layouts, affine: Layouts, stats: TensorLayout, groups:
 
 
 def compute_rows_per_program(rows: int, length: int) -> int:
-    """How many of `rows`, in groups of `length`, one program sums: as many as still keep the GPU busy."""
+    """Compute how many tokens of a group one program of the backward sums, if there are `rows` tokens in all.
+
+    The number is a power of two, at most `length`, the tokens of a group. It is as large as keeps the GPU busy.
+    """
     # A power of two, because each number compiles another kernel.
     max_count = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
     return 1 << (max_count.bit_length() - 1)
@@ -250,10 +273,16 @@ def prepare_backward(
     count: int,
     output_dtypes: tuple[torch.dtype | None, ...],
 ) -> Prepared:
-    """Prepare the backward launch for `rows` (grad, grad_residual, x', y, gate, scale), with `count` rows per program.
+    """Prepare the backward launch of one stream; the result is cached.
 
-    Call it with grad, grad_residual, x', `stats`, y, gate, scale, weight and its outputs, of the dtypes
-    `output_dtypes`: dx, dy (B,T,D), and three sums (of `_backward_kernel`), one row of D for each program of a group.
+    `rows` are the layouts of grad (the gradient of the output), grad_residual (that of x' from its use elsewhere),
+    ``x' = x + gate * y``, y, gate and scale. `stats` is the layout of the row statistics. `count` is the number of
+    rows, of one group of tokens, that a program takes.
+
+    Call the result with grad, grad_residual, x', the statistics, y, gate, scale, weight and five outputs, of the
+    dtypes `output_dtypes`, None for one that is not needed: the gradients of x' and of y (B, T, D), and the sums over
+    tokens of grad, of grad times the normalised row, and of the gradient of x' times y. Each sum has one row of D per
+    program.
     """
     residual = rows[2]
     assert residual is not None
@@ -284,8 +313,10 @@ def launch_forward(
     stats: Tensor,
     eps: float,
 ) -> None:
-    """Fill `residual` (B,T,D), and `output` (B,T,D) and `stats` (1 or 2,B,T), which are slices of a joint buffer's
-    tokens.
+    """Compute the forward of one stream: fill `output` and `stats`, and `residual` if the stream has a y.
+
+    `output` (B, T, D) and `stats` (1 or 2, B, T) are the stream's slices of joint buffers. `stats` takes rstd of each
+    row, and its mean for LayerNorm, which is chosen by the 2. `residual` (B, T, D) takes ``x + gate * y``.
     """
     if stream.x.numel() == 0:
         return
@@ -300,10 +331,11 @@ def launch_forward(
 def launch_backward(
     operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, needed_sums: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Fill `rows` (dx and dy) and return the sums over each group's tokens that `needed_sums` selects, (B,G,D) or
-    None.
+    """Compute the gradients of one stream: fill `rows`, and return the needed sums over each group's tokens.
 
-    The sums are of grad, of grad times the normalised row, and of dx' times y.
+    `rows` are buffers (B, T, D) for dx', the gradient of ``x' = x + gate * y``, and for ``gate * dx'``, the gradient
+    of y; None for one that is not needed. The three sums are of the output's gradient, of the output's gradient times
+    the normalised row, and of dx' times y. `needed_sums` selects from them; a sum is (B, G, D), or None if not needed.
     """
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     B, T, D = residual.shape
@@ -321,13 +353,17 @@ def launch_backward(
 
 
 def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
-    """Rows per program, and programs per group of `length`; the last one may have fewer rows."""
+    """Choose how many rows (tokens) a program of the backward takes, and how many programs a group of tokens needs.
+
+    `rows` is the number of rows in all, `length` that of a group. Without `sums`, a program takes one row. The last
+    program of a group may have fewer rows than the others.
+    """
     # Without sums rows share nothing, and one program per row keeps the GPU fullest.
     count = compute_rows_per_program(rows, length) if sums else 1
     return count, cdiv(length, count)
 
 
 def sum_chunks(partials: Tensor, chunks: int) -> Tensor:
-    """Sum each group's rows (..., chunks, D)."""
+    """Add up the partial sums of each group's programs, (..., chunks, D), to (..., D)."""
     # With torch, in a fixed order that does not depend on the programs' order.
     return partials.squeeze(-2) if chunks == 1 else partials.sum(-2)

@@ -1,14 +1,21 @@
-"""L2 norms of groups of tensors in one pass, finite exactly if every element is: for a guard over gradients.
+"""L2 norms of groups of tensors in one pass, each finite exactly if its elements are; for a check of gradients.
 
     norm[g] = sqrt(sum of x^2 over the elements x of the tensors of group g)
 
-Squares in fp32 overflow from 1.8e19 and vanish below 1e-23, and norms in bf16 have 8 bits.
-Here a program takes CHUNK elements of one tensor to fp32 and scales them by a power of two, which rounds nothing,
-chosen by the largest: 2^-72 from 2^56 up, 2^88 below 2^-40, else 1. Their sum of squares then stays in range. It
-stores the chunk's norm in fp64, which holds every norm of fp32 elements; the norm of a group's chunks is taken there
-too, in a fixed order. A NaN or Inf goes through every step. fp64 tensors are computed in fp64.
+The caller assigns each tensor to a group, such as the gradients of one module. A finite norm here means a norm that is
+NaN or Inf only if an element is. Plain norms are not: squares in fp32 overflow from 1.8e19 and vanish below 1e-23, and
+norms in bf16 have 8 bits.
 
-Traffic: every element is read once; a chunk, 24 bytes of table read and 8 written. The host waits for nothing.
+A chunk is up to CHUNK consecutive elements of one tensor, which one program reads. The program converts them to fp32
+and multiplies them by a power of two, which rounds nothing: by 2^-72 if the chunk's largest magnitude is 2^56 or more,
+by 2^88 if it is below 2^-40, else by 1. The sum of their squares then stays in range. The program stores the chunk's
+norm in fp64, which holds every norm of fp32 elements. The norms of a group's chunks are combined in fp64 too, in a
+fixed order. A NaN or Inf passes through every step. fp64 tensors are computed in fp64, with the same three factors.
+
+A chunk table tells the programs of a launch what to read: it has one row per chunk, with the address of its first
+element, its number of elements, and where to store its norm.
+
+Memory traffic: every element is read once. A chunk reads 24 bytes of table and writes 8. The host waits for nothing.
 Source: scaling as in J. L. Blue 1978, https://doi.org/10.1145/355769.355771; chunks as in torch._foreach_norm.
 """
 
@@ -22,7 +29,7 @@ from torch import Tensor
 
 from dit_lora_kernels.support import accumulation_triton_dtype, cdiv, launch, launches, op, tl, triton
 
-# Elements that a program takes: 32 a thread of its 4 warps.
+# Elements that a program takes: 32 for each thread of its 4 warps.
 CHUNK = 4096
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -30,7 +37,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def finite_norms_reference(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Reference of the op: plain torch, fp64 inside and out, (count,); needs at least one tensor."""
+    """Compute the L2 norm of each group's elements in plain torch and fp64, (count,), as the reference for the kernel.
+
+    `groups[i]` is the group of `tensors[i]`, from 0 to count - 1. It needs at least one tensor.
+    """
     squares = torch.zeros(count, dtype=torch.float64, device=tensors[0].device)
     for tensor, group in zip(tensors, groups, strict=True):
         squares[group] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
@@ -45,7 +55,11 @@ def _chunk_norm_kernel(
     table_ptr, norms_ptr,
     CHUNK: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's norm in fp64; a table row (3,) holds its address, its elements and the index of its norm."""
+    """Store the L2 norm of one chunk, a run of up to CHUNK elements of one tensor, in fp64.
+
+    A row (3,) of the table holds the address of the chunk's first element, its number of elements, and the index in
+    `norms_ptr` at which its norm is stored.
+    """
     # Addresses come from a table, so that one launch covers tensors of any number and size: gradients are many and
     # small.
     row = table_ptr + tl.program_id(0).to(tl.int64) * 3
@@ -70,18 +84,20 @@ def _chunk_norm_kernel(
 
 
 FlatTensor = tuple[int, int, torch.dtype]
-"""Address, number of elements and dtype of a contiguous tensor."""
+"""The address, the number of elements and the dtype of a contiguous tensor."""
 
 
 def _build_chunk_table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
-    """Build a (chunks,3) int64 table on the host: each chunk's address, elements and index of its norm.
+    """Build the table (chunks, 3) that the kernel reads, in int64 on the host.
 
-    `rows` has each tensor's address, elements and its first chunk's index; those of its other chunks follow.
+    A chunk is a run of up to CHUNK elements of one tensor. Its row holds its address, its number of elements, and the
+    index at which its norm is stored. `rows` has the address and number of elements of each tensor, and the index for
+    its first chunk; its other chunks take the next indices.
     """
     address, size, norm_index = torch.tensor(rows, dtype=torch.int64).unbind(1)
     chunks = (size + CHUNK - 1) // CHUNK
-    # Vectorised, because a model's gradients are thousands of chunks. `tensor_of_chunk` is each chunk's tensor,
-    # `index` its number within it.
+    # Vectorised, because a model's gradients are thousands of chunks. `tensor_of_chunk` is the number of each chunk's
+    # tensor, `index` the chunk's number within it.
     tensor_of_chunk = torch.repeat_interleave(chunks)
     index = torch.arange(len(tensor_of_chunk)) - (chunks.cumsum(0) - chunks)[tensor_of_chunk]
     remaining = size[tensor_of_chunk] - index * CHUNK
@@ -90,8 +106,11 @@ def _build_chunk_table(rows: Sequence[tuple[int, int, int]], element_size: int) 
 
 
 class _ChunkTables(NamedTuple):
-    """Tables that launches read: the largest number of chunks in a group, and the chunks of each dtype and
-    alignment.
+    """The chunk tables of one call: `chunks` has one table for each launch, with its dtype and whether it is aligned.
+
+    A chunk is a run of elements of one tensor, and a table has a row for each. Aligned chunks allow 16-byte loads.
+    `longest` is the number of chunks of the group that has most, and so the width of the buffer of norms (groups,
+    longest).
     """
 
     longest: int
@@ -101,8 +120,11 @@ class _ChunkTables(NamedTuple):
 def _build_tables(
     device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]
 ) -> _ChunkTables:
-    """Build the tables on the device, for contiguous tensors at these addresses; see `_launch`."""
-    # One row per group, padded with zeros; a chunk's index does not depend on its launch.
+    """Build the chunk tables of contiguous tensors and copy them to the device; see `_ChunkTables`.
+
+    `flat` has each tensor's address, number of elements and dtype, and `groups` its group, from 0 to count - 1.
+    """
+    # The buffer of norms has one row per group, padded with zeros. A norm's index in it does not depend on the launch.
     used = [0] * count
     starts = []
     for (_, elements, _), group in zip(flat, groups, strict=True):
@@ -131,7 +153,10 @@ def _get_cached_tables(_stream: int, *args: Any) -> _ChunkTables:
 
 
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """Compute the groups' norms (count,) in fp64 on the current device, with one launch per dtype and alignment."""
+    """Compute the L2 norm of each group's elements, (count,) in fp64, with one kernel launch per dtype and alignment.
+
+    `groups[i]` is the group of `tensors[i]`. The tensors are on the current device.
+    """
     device = tensors[0].device
     # Held until everything is launched: the memory of a freed copy could be reused before.
     flat = [tensor.contiguous() for tensor in tensors]
@@ -159,7 +184,10 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
 
 @op("finite_norms")
 def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
-    """The op `finite_norms` (count,), fp64; operands are checked, at least one."""
+    """Compute the L2 norm of each group's elements, (count,) in fp64; this is the op that `finite_norms` calls.
+
+    The op does not check its operands: `finite_norms` has done so. It needs at least one tensor.
+    """
     if launches(tensors[0]):
         # The launcher asks for the current stream: it must be that of the tensors' GPU.
         with torch.cuda.device_of(tensors[0]):
@@ -173,14 +201,24 @@ def _fake_finite_norms(tensors: list[Tensor], groups: list[int], count: int) -> 
 
 
 def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """L2 norm of each group's elements, fp64 (count,) on the tensors' device; not differentiable.
+    """Compute the L2 norm of each group's elements, so that it is finite exactly if every element is.
 
-    `groups[i]`, from 0 to count - 1, is the group of `tensors[i]`. Tensors may have any shapes and strides, in fp16,
-    bf16, fp32 or fp64, on one device; non-contiguous ones are copied. A norm is NaN or Inf exactly if an element is,
-    and zero exactly if every element is (except for fp64 elements beyond fp32's range). Empty tensors and groups give
-    0; without any tensor, zeros on the CPU.
+    The result is not differentiable.
 
-    Raises ValueError if groups do not match the tensors or the devices differ, TypeError for another dtype.
+    Args:
+        tensors: Tensors of any shapes and strides, in fp16, bf16, fp32 or fp64, on one device. Non-contiguous ones are
+            copied.
+        groups: The group of each tensor, from 0 to count - 1.
+        count: The number of groups.
+
+    Returns:
+        Norms (count,) in fp64, on the tensors' device; without any tensor, zeros on the CPU. A norm is NaN or Inf
+        exactly if an element is, and zero exactly if every element is; fp64 elements beyond fp32's range are an
+        exception. Empty tensors and groups have the norm 0.
+
+    Raises:
+        ValueError: `groups` does not match the tensors, or the devices differ.
+        TypeError: a tensor has another dtype.
     """
     if len(groups) != len(tensors):
         raise ValueError(f"groups must name a group for each of {len(tensors)} tensors; received {len(groups)}.")

@@ -1,17 +1,21 @@
-"""Products with frozen weights in fp8: both operands in e4m3, one fp32 scale a row of each, sums in fp32.
+"""Matrix products with frozen weights in fp8: both operands in e4m3, one fp32 scale for each row, sums in fp32.
 
     y = x W^T:  code(x)[n, i] = x[n, i] / s[n],  s[n] = max_i |x[n, i]| / 448;  W by its rows likewise
     y[n, o] = s[n] s[o] sum_i code(x)[n, i] code(W)[o, i]
 
-A weight is rounded once, by rows for x W^T and by columns for dy W. Gradients are e4m3 too. A code of e4m3 is within
-2^-4 of its value, or within 2^-10 of its row's scale if that is more; one of e5m2 is within 2^-3, and its range helps
-only below 1/28672 of a row's largest value. So |error of y| is at most ERROR sum_i |x W|, and
-FLOOR (s[n] sum_i |W| + s[o] sum_i |x|).
+Shapes: x (N, I) has N rows of I inputs, W (O, I) has O outputs. A code is an element divided by its row's scale and
+rounded to e4m3, the fp8 format with 4 exponent and 3 mantissa bits, whose largest value is 448.
+
+The forward computes x W^T, and the backward dy W for the gradient dy of y. The weight is therefore quantised twice: by
+rows for x W^T and by columns for dy W, each time from the original. Gradients are quantised to e4m3 too. A code of
+e4m3 is within 2^-4 of its value, or within 2^-10 of its row's scale if that is more. A code of e5m2 is within 2^-3,
+and its larger range helps only for elements below 1/28672 of a row's largest. So |error of y| is at most the sum of
+ERROR sum_i |x W| and FLOOR (s[n] sum_i |W| + s[o] sum_i |x|).
 
 A row of x that is not finite gives a row of y that is not: an Inf makes its scale Inf and its code NaN (Inf / Inf),
 before a cast could saturate it. Casts saturate in torch 2.13 on a CPU, and on a GPU.
 
-Shape suffixes: N rows, I in, O out. Source: torch._scaled_mm with a scale a row; as torchao's rowwise recipe.
+Source: torch._scaled_mm with a scale for each row, as in torchao's rowwise recipe.
 """
 
 from typing import NamedTuple
@@ -21,24 +25,28 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 ERROR = 2 * 2.0**-4 + 2.0**-8 + 2.0**-8
-"""Error bound of a product, as a share of the sum of its terms' magnitudes: rounding of each operand, both, and y."""
+"""Error bound of a product, relative to the sum of its terms' magnitudes: rounding of either operand, both, and y."""
 FLOOR = 2.0**-10 * (1 + 2.0**-4) + 2.0**-16
-"""Additional error bound for values far below their row's largest, in scales of the rows (docs/kernels.md)."""
+"""Additional error bound for elements far below the largest of their row, in units of its scale (docs/kernels.md)."""
 _LARGEST = torch.finfo(E4M3).max
-_SMALLEST = torch.finfo(torch.float32).tiny  # scale of a row of zeros, which it leaves zeros
+_SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a row of zeros, whose codes are then zeros
 _MAX_RELATIVE_ERROR = 0.08  # of a product's norm: twice what rounding random values makes
-_MULTIPLE = 16  # of O and I, which torch._scaled_mm asks for
+_MULTIPLE = 16  # torch._scaled_mm requires that O and I are multiples of it
 
 
 class Fp8Matrix(NamedTuple):
-    """Codes (R, K) in e4m3, contiguous, and fp32 scales (R, 1)."""
+    """A matrix quantised by rows: contiguous codes (R, K) in e4m3, and fp32 scales (R, 1) that multiply them."""
 
     codes: Tensor
     scale: Tensor
 
 
 class Fp8Weight(NamedTuple):
-    """A frozen weight in fp8 twice: by rows (O, I), for x W^T; and its transpose by rows (I, O), for dy W."""
+    """A frozen weight in fp8, quantised for both of its matrix products.
+
+    `forward` is the weight (O, I), with a scale for each of its rows, for x W^T. `backward` is its transpose (I, O),
+    with a scale for each row of that, for the gradient dy W.
+    """
 
     forward: Fp8Matrix
     backward: Fp8Matrix
@@ -50,23 +58,23 @@ def can_multiply_in_fp8(weight: Tensor) -> bool:
 
 
 def quantize_rows(x: Tensor) -> Fp8Matrix:
-    """Quantise (R, K) into codes and scales; a row that is not finite keeps a non-finite code or scale."""
-    # The norm hands on a NaN, as does `clamp`.
+    """Quantise a matrix (R, K) to e4m3 with a scale per row; a non-finite row gets a non-finite code or scale."""
+    # The norm of a row with a NaN is NaN, and `clamp` keeps it.
     largest = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     scale = (largest / _LARGEST).clamp(min=_SMALLEST)
     return Fp8Matrix((x / scale).to(E4M3).contiguous(), scale)
 
 
 def quantize_weight(weight: Tensor) -> Fp8Weight:
-    """Quantise a weight (O, I) for both products; needs two bytes per element in all."""
+    """Quantise a weight (O, I) for the forward x W^T and, transposed, for the backward dy W; 2 bytes per element."""
     weight = weight.detach()
     return Fp8Weight(quantize_rows(weight), quantize_rows(weight.t().contiguous()))
 
 
 def multiply(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """Rows (N, K) times the transpose of weight (M, K), plus bias (M,), as bf16 (N, M).
+    """Multiply quantised rows (N, K) by the transpose of a quantised weight (M, K), and add bias (M,); bf16 (N, M).
 
-    Without a GPU the same codes are multiplied in fp32.
+    On a GPU this is an fp8 product with fp32 sums. On a CPU the same codes are multiplied in fp32.
     """
     if rows.codes.is_cuda:
         # Without fast accumulation: it keeps 14 bits of a sum, and the bounds above are of fp32 sums.
@@ -85,7 +93,10 @@ def multiply(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> 
 
 
 def find_unavailable_reason() -> str | None:
-    """Reason why this machine has no fp8 products; None if it has. Runs one small product on the current GPU."""
+    """Find out why this machine cannot compute fp8 products; None if it can.
+
+    Runs one small product on the current GPU, and compares it with the exact result.
+    """
     if not torch.cuda.is_available():
         return "fp8 products need a GPU of compute capability 8.9 or more, and there is no GPU"
     major, minor = torch.cuda.get_device_capability()

@@ -2,15 +2,25 @@
 
     y = x W^T + bias + s dropout(x) A^T B^T        frozen: W, bias; trained: A, B
 
-Shape suffixes: N rows (batch x tokens), I in, O out, R rank, of all projections of one input together.
+Shapes: N rows (batch x tokens), I in, O out, R rank. Terms:
+
+- Projection: one linear layer with its adapter. The layers for q, k and v are three projections of one input.
+- Base: the frozen weight W (O, I) and bias (O,), or a base that another library quantised.
+- A (R, I) and B (O, R) are the LoRA factors, and s is the scaling (alpha / rank, `scaling`).
+- Compute dtype: that of all products but fp8 ones: autocast's, or the base's. Lowered factors are A and s*B in it.
+- Inner products: x A^T (N, R), which B then multiplies. They are saved for dB.
+- dy, dx, dA and dB are gradients. The two products of the base are x W^T in the forward and dy W in the backward.
+- `narrow` holds the base in fp8 (see fp8.py), where a projection has one.
 
 Source: LoRA, https://arxiv.org/abs/2106.09685, section 4.1; PEFT's `tuners/lora/layer.py` computes the same.
 
-Products are cuBLAS GEMMs, there is no kernel here: `addmm` adds each into its sum, s is folded into B.
+All products are cuBLAS GEMMs; this module has no Triton kernel. `addmm` adds each product into its sum, and s is
+folded into B.
 
-Traffic in addition to the base products, e = element size: forward reads x (N*I*e) once for all projections and reads
-and writes each y (2*N*O*e). Backward reads x once, reads each dy twice and reads and writes dx once for all adapters.
-Saved: x once, products x A^T without s (N*R*e), and with dropout a mask of N*I bytes for each projection.
+Memory traffic in addition to that of the base products, with e bytes per element: the forward reads x (N*I*e) once for
+all projections and reads and writes each y (2*N*O*e). The backward reads x once, reads each dy twice, and reads and
+writes dx once for all adapters. Saved: x once, the inner products without s (N*R*e), and with dropout a mask of N*I
+bytes for each projection.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +41,10 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """A (R, I) and B (O, R) in any floating dtypes, which their gradients share.
+    """A LoRA adapter: factors A (R, I) and B (O, R), and the scaling of their product.
 
-    `lowered` is the result of `cast_lora_factors`, if it is reused.
+    A and B may have any floating dtypes, in which their gradients are returned. `lowered` is the result of
+    `cast_lora_factors`, A and scaling*B in the compute dtype, if the caller keeps it for several calls; else None.
     """
 
     a: Tensor
@@ -43,16 +54,23 @@ class Adapter(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A base quantised by another library: its product of (N, I), (N, O) with the bias, and its weight (O, I)."""
+    """A frozen linear layer that another library quantised, as two functions.
+
+    `product` takes rows (N, I) and returns the layer's output (N, O), bias included. `dequantize` takes a dtype and
+    returns the weight (O, I) in that dtype.
+    """
 
     product: Callable[[Tensor], Tensor]
     dequantize: Callable[[torch.dtype], Tensor]
 
 
 class Projection(NamedTuple):
-    """One linear layer and its adapter: a frozen weight (O, I) and bias (O,), or `quantized` and neither.
+    """One linear layer and its adapter.
 
-    With `fp8`, derived from the weight, both products of the base are in fp8; those of A and B are not.
+    The base is either a frozen `weight` (O, I) and `bias` (O,) or None, or a `quantized` layer of another library, in
+    which case weight and bias are None. `fp8` is the weight quantised to fp8. With it, the layer's forward product x
+    W^T and its backward product dy W are computed in fp8; the products with the adapter's A and B are still in the
+    compute dtype.
     """
 
     weight: Tensor | None
@@ -63,14 +81,14 @@ class Projection(NamedTuple):
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """The compute dtype: autocast's if it is on, else the base weight's, else (quantised) that of x."""
+    """The dtype of the matrix products: autocast's if it is on, else the weight's, or x's if weight is None."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if weight is None else weight.dtype
 
 
 def cast_lora_factors(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A (R, I) and s*B (O, R) in the compute dtype, without gradient; each is rounded once."""
+    """Cast the LoRA factors to the compute dtype: A (R, I) and scaling*B (O, R), detached, each rounded once."""
     # s is folded into B: O*R products here in place of N*O on the output.
     a, b = a.detach(), b.detach()
     scaled = b if scaling == 1 else b.to(torch.promote_types(b.dtype, dtype)) * scaling
@@ -81,7 +99,10 @@ def cast_lora_factors(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) 
 def cast_all_lora_factors(
     adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """`cast_lora_factors` of every (a, b, scaling), with the same bits, in a few launches per dtype and device."""
+    """Apply `cast_lora_factors` to every (a, b, scaling), in a few launches for all; the results are bitwise the same.
+
+    All adapters must have one dtype per factor and be on one device.
+    """
     a = [matrix for matrix, _, _ in adapters]
     b = [matrix for _, matrix, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
@@ -110,22 +131,43 @@ def lora_linear(
     dropout: float = 0.0,
     quantized: Quantized | None = None,
 ) -> Tensor:
-    """Apply an adapted linear layer that saves x once, in the compute dtype, without passes for casts, scaling or
-    sums.
+    """Apply a linear layer with a LoRA adapter, without extra passes for casts, scaling or sums.
 
-    x (..., I) gives (..., O) in `compute_dtype(x, weight)`; x is cast to it, and so is a weight under autocast.
-    Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU). `dropout`
-    uses torch's own mask: the one that `F.dropout` draws here for this x in the compute dtype. Raises `ValueError` for
-    shapes that do not fit, a base that is not frozen, and a dropout outside [0, 1).
+    Args:
+        x: (..., I), cast to the compute dtype, which is `compute_dtype(x, weight)`.
+        weight: (O, I), frozen, cast to the compute dtype under autocast; None if `quantized` is passed.
+        bias: (O,), frozen; None for a layer without one.
+        adapter: The trained factors A and B, and their scaling.
+        dropout: Dropout probability on the adapter's input, in [0, 1). The mask is the one that `F.dropout` would draw
+            here for x in the compute dtype.
+        quantized: The frozen layer, if another library quantised it.
+
+    Returns:
+        The output (..., O) in the compute dtype. The backward saves x once. The gradient of x is in x's dtype, those
+        of A and B are in theirs, from fp32 sums (on a GPU, of a GEMM with fp32 output).
+
+    Raises:
+        ValueError: shapes do not fit, the base is not frozen, or `dropout` is outside [0, 1).
     """
     return lora_qkv(x, [Projection(weight, bias, adapter, quantized)], dropout=dropout)[0]
 
 
 def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0.0) -> tuple[Tensor, ...]:
-    """Apply `lora_linear` to several layers that share x: it is saved once, and A's products are one GEMM.
+    """Apply several adapted linear layers to the same x; x is saved only once, and A's products are one GEMM.
 
-    dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order, as
-    separate calls would. Raises `ValueError` as `lora_linear`, and if compute dtypes differ.
+    The gradient of x is one buffer, into which every product is added. With dropout each layer draws its own mask, in
+    order, as separate calls would; A's products are then separate GEMMs.
+
+    Args:
+        x: (..., I), the input of all layers.
+        projections: The layers with their adapters; they must have one compute dtype.
+        dropout: Dropout probability on the adapters' inputs, in [0, 1).
+
+    Returns:
+        For each layer its output (..., O), as `lora_linear` computes it.
+
+    Raises:
+        ValueError: as for `lora_linear`, or compute dtypes differ.
     """
     dtype = compute_dtype(x, projections[0].weight)
     _check_operands(x, projections, dropout, dtype)
@@ -135,7 +177,7 @@ def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0
 def lora_qkv_unchecked(
     x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
 ) -> tuple[Tensor, ...]:
-    """`lora_qkv` without checks of the operands. `dtype` is the `compute_dtype` of each projection."""
+    """Compute `lora_qkv` without checking the operands; `dtype` is the `compute_dtype` of every projection."""
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
@@ -149,7 +191,7 @@ def lora_qkv_unchecked(
 
 
 def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
-    """Raise `ValueError` for a dropout, dtype, shape or base that the op does not support."""
+    """Raise ValueError for a dropout, dtype, shape or base that `lora_qkv` does not support."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dtype not in COMPUTE_DTYPES:
@@ -173,25 +215,29 @@ def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float
 
 
 class _Settings(NamedTuple):
-    """Arguments that are not tensors; scalings and quantised bases by projection."""
+    """The arguments of `_LoraProjections` that are not tensors; `scalings` and `quantized` have one per projection."""
 
     dropout: float
     scalings: list[float]
     quantized: list[Quantized | None]
     size: int
-    """Operands of a projection: weight, bias, a, b, lowered a, lowered b; with fp8 in any, also codes and scale for
-    both directions, or None. Gradients go to a and b; the products use the others."""
+    """Number of tensors per projection: weight, bias, a, b, and a and scaling*b in the compute dtype (lowered). If a
+    projection uses fp8, four more follow: codes and scale for the forward and for the backward, or None. Gradients go
+    to a and b, and the products use the others."""
 
 
 class _LoraProjections(torch.autograd.Function):
-    """Compute all projections of x, forward and backward.
+    """Autograd function that computes the outputs of all projections (adapted linear layers) of one x.
 
     Autocast is off inside: every operand is in the compute dtype already, or is cast here.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
-        """Compute an output (..., O) for each projection of x (..., I)."""
+        """Compute an output (..., O) for each projection of x (..., I).
+
+        `operands` holds the tensors of all projections in one list, `settings.size` for each.
+        """
         size = settings.size
         lows_a, lows_b = operands[4::size], operands[5::size]
         weights = list(operands[::size])
@@ -244,7 +290,7 @@ class _LoraProjections(torch.autograd.Function):
                     # The products are x A^T without s, which dB has as a factor too.
                     if settings.scalings[i] != 1:
                         d_b[i] *= settings.scalings[i]
-            # dy (s B): what reaches the inner products, and from there both dA and dx.
+            # dy (s B) is the gradient of the inner products x A^T. dA and the adapters' part of dx follow from it.
             inner = [dys[i] @ lows_b[i] for i in range(n)]
             dx = None
             if ctx.needs_input_grad[0]:
@@ -270,7 +316,7 @@ class _LoraProjections(torch.autograd.Function):
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast inside the context on the tensor's kind of device; does nothing if it is off already."""
+    """Make a context that disables autocast for the tensor's device type, or does nothing if it is off already."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         return _NULL_CONTEXT
@@ -282,7 +328,7 @@ _NULL_CONTEXT = nullcontext()
 
 
 class _AutocastDisabled:
-    """Disables autocast inside the context; requires that it is on."""
+    """Context manager that disables autocast for a device type, and enables it again; autocast must be on before."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -295,7 +341,10 @@ class _AutocastDisabled:
 
 
 def _view_as_rows(tensor: Tensor) -> Tensor:
-    """View as (N, last) for a GEMM: rows may be apart, but must neither overlap nor be strided inside; else a copy."""
+    """View a tensor as a matrix (N, last dimension) that a GEMM can read, or copy it if its strides do not allow that.
+
+    Rows may be apart in memory, but must not overlap, and the elements of a row must be adjacent.
+    """
     if tensor.is_contiguous():
         return tensor.view(-1, tensor.shape[-1])
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -307,7 +356,10 @@ def _view_as_rows(tensor: Tensor) -> Tensor:
 def _compute_inner_products(
     rows: Tensor, lows_a: Sequence[Tensor], dropout: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute x A^T (N, R) of every projection and, with dropout, the mask (N, I) of each."""
+    """Compute dropout(x) A^T (N, R) of every projection; with dropout, also return each projection's mask (N, I).
+
+    `rows` is x as (N, I), and `lows_a` are the factors A (R, I) in its dtype.
+    """
     if not dropout:
         joint = rows @ _stacked(lows_a).t()
         return _split_stacked(joint, [a.shape[0] for a in lows_a], 1), []
@@ -321,16 +373,19 @@ def _compute_inner_products(
 
 
 def _cast_if_needed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype; itself, without a PyTorch call, if it has that dtype already."""
+    """Cast a tensor; without a PyTorch call, the tensor itself is returned if it has that dtype already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 _Base = tuple[Tensor | None, Quantized | None, Tensor | None, Tensor | None]
-"""A projection's weight, or the base quantised by another library, or codes and scale of the transposed weight."""
+"""What dy W needs of a frozen layer: its weight, or its `Quantized`, or codes and scale of its weight in fp8."""
 
 
 def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
-    """Sum dy W over projections (N, I), in a new buffer that may be added to."""
+    """Sum the gradients dy W over all projections: the frozen layers' part of dx (N, I), in a new buffer.
+
+    The caller may add to that buffer.
+    """
     dx: Tensor | None = None
     for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
         # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
@@ -346,7 +401,7 @@ def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
 
 
 def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torch.dtype) -> Tensor:
-    """The base's weight (O, I) in the compute dtype, dequantised if necessary."""
+    """The frozen weight (O, I) in the compute dtype, dequantised if another library quantised it."""
     if quantized is not None:
         return quantized.dequantize(dtype)
     assert weight is not None  # `_check_operands` has seen to it
@@ -361,7 +416,10 @@ def _masked_backward(
     masks: Sequence[Tensor],
     dropout: float,
 ) -> Sequence[Tensor | None]:
-    """Compute dA (R, I) of projections with different dropout masks on x; add the adapters' part to dx."""
+    """Compute dA (R, I) of projections that each have a dropout mask on x, and add their adapters' part to dx.
+
+    `rows` is x as (N, I), and `inner` holds the gradients dy (s B) (N, R) of the inner products x A^T.
+    """
     # A mask is applied and scaled in one op, the one that torch's own dropout has for its backward.
     masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
     d_a: list[Tensor | None] = []
@@ -373,18 +431,18 @@ def _masked_backward(
 
 
 def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate the parts along `dim`; a single part is returned without a copy."""
+    """Concatenate tensors along `dim`; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _split_stacked(stacked: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """Undo `_stacked`, as views."""
+    """Split what `_stacked` concatenated into views of these sizes along `dim`."""
     # Past the Python of `Tensor.split`.
     return [stacked] if len(sizes) == 1 else list(stacked.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b in fp32 or more."""
+    """Compute the matrix product a @ b in fp32 (fp64 for fp64): a gradient of A or B, which sums over all N rows."""
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -392,5 +450,5 @@ def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Cast a gradient to its parameter's dtype."""
+    """Cast a gradient to its parameter's dtype; None stays None."""
     return None if gradient is None else _cast_if_needed(gradient, dtype)

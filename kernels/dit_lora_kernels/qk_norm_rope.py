@@ -1,18 +1,29 @@
-"""QK-norm and rotary embedding of q or k, in one pass: ``out = R(norm(x) * weight + bias)``.
+"""QK-norm and rotary embedding of q or k, in one pass: ``out = rotate(norm(x) * weight + bias)``.
 
-Shapes: B samples, S tokens, H heads, D elements per head; R tokens from `first` on are rotated, the others only
-normed. `norm` is LayerNorm or RMSNorm over D, or over H*D (across heads), or none. With the pairs (a, b) = (2i, 2i+1)
-or (i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``. Tables hold each
-angle twice, at a and at b, or once, at i.
+Shapes: B samples, S tokens, H heads, D elements per head, R rotated tokens. The R tokens from number `first` on are
+rotated; the others are only normalised. The norm is LayerNorm or RMSNorm over the D elements of a head, or over all
+H*D elements of a token ("across heads"), or none.
+
+Terms of this module and of qk_norm_rope_kernels.py:
+
+- Pair: two elements (a, b) of a head that are rotated together by one angle. They are (2i, 2i+1) if `rotation` is
+  "interleaved", and (i, i+D/2) if it is "half". Rotation by an angle t gives ``a cos(t) - b sin(t)`` and
+  ``b cos(t) + a sin(t)``.
+- Tables: cos and sin of the angles, with a row for each rotated token. They hold a pair's angle twice, at both of its
+  elements, or once, as a table of D/2 columns.
+- x_hat: the normalised row, before weight and bias. rstd: ``1 / sqrt(variance + eps)`` of a row; RMSNorm takes the
+  mean square for the variance.
+- dout, dx and so on are gradients. dy is dout rotated back, the gradient of ``y = norm(x) * weight + bias``.
 
 Source: RoFormer, https://arxiv.org/abs/2104.09864, section 3.2; tables and formula are those of Diffusers'
 `apply_rotary_emb` and `get_1d_rotary_pos_embed(use_real=True)`.
 
-The backward starts from the output, which attention saves anyway: ``x_hat = (R^-1(out) - bias) / weight``, and with
-``g = R^T(dout) * weight``: ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``, the last term only for LayerNorm.
+The backward starts from the output, which attention saves anyway: ``x_hat = (rotate_back(out) - bias) / weight``. With
+``g = dy * weight`` it computes ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``; the last term is for LayerNorm
+only.
 
-Traffic in passes over x: forward 2, backward 3 (2 without a norm), in addition to the tables and rstd. Saved for the
-backward in addition to `output`: rstd, fp32, one number per head (or per token, across heads).
+Memory traffic in passes over x: forward 2, backward 3 (2 without a norm), in addition to the tables and rstd. Saved
+for the backward in addition to the output: rstd, fp32, one number per head (or per token, across heads).
 """
 
 from collections.abc import Sequence
@@ -34,7 +45,10 @@ from dit_lora_kernels.support import accumulation_dtype, launches, op
 
 
 def _rotate_pairs_by_90_degrees(y: Tensor, rotation: str) -> Tensor:
-    """(-b, a) for every pair (a, b) of the last dimension, at the pairs' positions."""
+    """Replace every pair (a, b) of the last dimension by (-b, a).
+
+    The pairs are the elements (2i, 2i+1) if `rotation` is "interleaved", and (i, i+D/2) if it is "half".
+    """
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
         return torch.cat([-b, a], dim=-1)
@@ -42,12 +56,15 @@ def _rotate_pairs_by_90_degrees(y: Tensor, rotation: str) -> Tensor:
 
 
 def _count_rotated_tokens(table: Tensor) -> int:
-    """Number of tokens that a table rotates."""
+    """Number of tokens that a table of cosines or sines has rows for: R in its shape."""
     return table.shape[1 if table.ndim == 4 else -2]
 
 
 def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
-    """Expand a table to (..., R, 1 or H, D), with each angle at both elements of its pair."""
+    """Reshape a table of cosines or sines to (..., R, 1 or H, D), with the angle of each pair at both of its elements.
+
+    R is the number of rotated tokens, and `width` is D. A table of D/2 columns holds each angle once, and is repeated.
+    """
     if table.ndim < 4:
         return table.unflatten(-1, (-1, width))
     if rotation == "half":
@@ -58,10 +75,14 @@ def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
 def _apply_rotation(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: NormRopeOptions, sign: int = 1
 ) -> Tensor:
-    """Apply R to the tokens of y (B,S,H,D) that have a row in the tables; with `sign` -1 its inverse."""
+    """Rotate the pairs of elements of x (B, S, H, D) in the tokens that have a row in the tables `cos` and `sin`.
+
+    `y` is that x. `sign` -1 applies the inverse rotation. Without tables y is returned as it is.
+    """
     if cos is None or sin is None:
         return y
-    # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
+    # The inverse rotation is the transpose, in which each sine multiplies the element at its own position, before the
+    # pairs are rotated by 90 degrees.
     stop = options.first + _count_rotated_tokens(cos)
     c, s = (_expand_table(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
     part = y[:, options.first : stop]
@@ -73,7 +94,10 @@ def _apply_rotation(
 
 
 def _normalize(x: Tensor, options: NormRopeOptions) -> tuple[Tensor, Tensor]:
-    """Compute x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
+    """Normalise x (B, S, H, D) without weight and bias; also return rstd (B, S, H, 1), or (B, S, 1, 1) across heads.
+
+    rstd is ``1 / sqrt(variance + eps)``, for RMSNorm of the mean square.
+    """
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
         x = x - x.mean(dims, keepdim=True)
@@ -82,7 +106,7 @@ def _normalize(x: Tensor, options: NormRopeOptions) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
-    """A parameter (D,) or (H*D,) as (1 or H, D) in x's dtype; filled with `otherwise` if it is missing."""
+    """View a weight or bias (D,) or (H*D,) as (1 or H, D) in x's dtype; return a row of `otherwise` if it is None."""
     if parameter is None:
         return x.new_full((1, x.shape[-1]), otherwise)
     return parameter.to(x.dtype).view(-1, x.shape[-1])
@@ -101,7 +125,10 @@ def qk_norm_rope_reference(
     rotation: str = "interleaved",
     first: int = 0,
 ) -> Tensor:
-    """Reference of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
+    """Compute `qk_norm_rope` in plain torch, differentiably, as the reference for the kernel.
+
+    It computes in fp32 (fp64 for fp64 inputs) and rounds the result once, to x's dtype.
+    """
     options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     y = x.to(accumulation_dtype(x.dtype))
     if norm != "none":
@@ -112,7 +139,10 @@ def qk_norm_rope_reference(
 def _compute_reference_gradients(
     operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]
 ) -> Gradients:
-    """`launch_backward` in plain torch: fp32 inside (fp64 for fp64)."""
+    """Compute the gradients of x, weight and bias in plain torch, as the reference for `launch_backward`.
+
+    It computes in fp32 (fp64 for fp64 inputs). `needs` says which of the three are needed; the others are None.
+    """
     grad, source, rstd, weight, bias, cos, sin = operands
     wide = accumulation_dtype(grad.dtype)
     dy = _apply_rotation(grad.to(wide), cos, sin, options, sign=-1)
@@ -155,7 +185,11 @@ def _forward_op(
     first: int,
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The forward op: the output, and rstd if the backward starts from the output (else an empty tensor)."""
+    """Normalise and rotate the heads of x (B, S, H, D); this is the forward op of `qk_norm_rope`.
+
+    Returns the output, and rstd of each normalised row if the backward starts from the output (`from_output`).
+    Otherwise the second result is an empty tensor.
+    """
     options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     rstd = torch.empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device)
     if launches(x):
@@ -168,7 +202,7 @@ def _forward_op(
 
 
 def _get_rstd_shape(x: Tensor, options: NormRopeOptions, from_output: bool) -> tuple[int, ...]:
-    """Shape of rstd: (B,S,H), (B,S,1) across heads, or (0,) if it is not saved."""
+    """Shape of rstd, one number per normalised row: (B, S, H), or (B, S, 1) across heads, or (0,) if not saved."""
     if not from_output:
         return (0,)
     return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
@@ -198,7 +232,11 @@ def _backward_op(
     first: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward op: gradients of x, weight and bias; an empty tensor for one that is not needed."""
+    """Compute the gradients of x, weight and bias; this is the backward op of `qk_norm_rope`.
+
+    `source` is the forward's output if `rstd` is passed, else its x. `needs` says which gradients are needed. An empty
+    tensor is returned for one that is not.
+    """
     options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
     compute = launch_backward if launches(grad) else _compute_reference_gradients
@@ -246,12 +284,12 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """True if x_hat can be computed from a 16-bit output. Synchronizes with the GPU: call it once, when a model is
-    patched.
+    """True if the normalised x can be computed back from a 16-bit output: `from_output` of `qk_norm_rope`.
 
-    The output's rounding error, relative to the row, is divided by each weight: no weight may be below 1e-3, and
-    rms(weight, bias) / |weight| may be at most 16 in the root mean square over the elements. At that limit the
-    gradient's error equals that of rounding it to bf16.
+    It synchronizes with the GPU: call it once, when a model is patched. The backward divides by the weight, which
+    amplifies the output's rounding error. No element of the weight may be below 1e-3, and rms(weight, bias) / |weight|
+    may be at most 16 in the root mean square over the elements. At that limit the gradient's error equals that of
+    rounding it to bf16.
     """
     if weight is None:
         return True
@@ -267,7 +305,7 @@ def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
 def _check_operands(
     x: Tensor, parameters: dict[str, Tensor | None], cos: Tensor | None, sin: Tensor | None, options: NormRopeOptions
 ) -> None:
-    """Raise a ValueError that names the operand or setting that the kernels do not support."""
+    """Raise a ValueError that names the operand or setting that `qk_norm_rope` does not support."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
         raise ValueError(f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}")
     if options.norm not in ("layer", "rms", "none"):
@@ -316,18 +354,33 @@ def qk_norm_rope(
     first: int = 0,
     from_output: bool = True,
 ) -> Tensor:
-    """Normalise the heads of x and rotate tokens `first` to `first + R`, in one pass each way.
+    """Normalise the heads of x and rotate their pairs of elements, in one pass forward and one backward.
 
-    x: (B, S, H, D), any strides with a contiguous D, even. weight, bias: (D,), or (H*D,) across heads. cos, sin: (R,
-    D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated; or (1 or
-    B, R, 1 or H, D/2), which holds the angle of a pair once. Returns (B, S, H, D) contiguous, in x's dtype; fp32
-    inside, fp64 for fp64.
+    The pairs are (2i, 2i+1) or (i, i+D/2). Tokens `first` to `first + R` are rotated, where R is the number of rows of
+    the tables; the others are only normalised. See the module for the formulas and their source.
 
-    `from_output`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed
-    once. If False, or if weight or bias is trained, x is saved instead. Source: see the module.
+    Args:
+        x: (B, S, H, D) with an even D; any strides with adjacent elements of D.
+        weight: (D,), or (H*D,) with `across_heads`; None for a norm without it.
+        bias: As weight.
+        cos: Cosines of the rotation, (R, D), (1 or B, R, D) or (1 or B, R, H*D), with each pair's angle at both
+            elements; or (1 or B, R, 1 or H, D/2), with each pair's angle once. They are not differentiated. None for
+            no rotation.
+        sin: Sines in the same shape; cos^2 + sin^2 = 1 for every pair.
+        norm: "layer", "rms" or "none".
+        eps: Is added to the variance (or the mean square) before the root.
+        across_heads: Normalise all H*D elements of a token together, not each head.
+        rotation: "interleaved" for pairs (2i, 2i+1), "half" for pairs (i, i+D/2).
+        first: The first token that is rotated.
+        from_output: Whether the backward may compute the normalised x from the output, which saves the memory of x.
+            Pass `recoverable(weight, bias)`, computed once. x is saved if this is False, or if weight or bias is
+            trained.
+
+    Returns:
+        (B, S, H, D), contiguous, in x's dtype, computed in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.
+        ValueError: a shape, `norm` or `rotation` other than these, or a weight or bias without a norm.
     """
     options = NormRopeOptions(norm, eps, across_heads, rotation, first)
     _check_operands(x, {"weight": weight, "bias": bias}, cos, sin, options)

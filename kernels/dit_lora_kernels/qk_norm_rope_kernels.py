@@ -1,6 +1,16 @@
-"""Kernels of `qk_norm_rope`, and their launches.
+"""Triton kernels of `qk_norm_rope`, and their launches.
 
-Shapes as in qk_norm_rope.py: B samples, S tokens, H heads, D elements per head, R rotated tokens.
+Shapes are those of qk_norm_rope.py: B samples, S tokens, H heads, D elements per head, R rotated tokens. It also
+explains x_hat and rstd. Terms of the kernels:
+
+- Pair: two elements (a, b) of a head that are rotated together, (2i, 2i+1) or with HALVES (i, i+D/2). A program keeps
+  the a's and the b's in two tiles (heads, BLOCK). In names, 1 is for a and 2 for b: c1, c2 are their cosines, s1, s2
+  sines, w1, w2 weights, d1, d2 and g1, g2 gradients, n1, n2 normalised elements.
+- Tables: cos and sin. TABLES is the number of samples that have a table: 1 if all share it, 0 without tables.
+  PER_HEAD: each head has its own columns. ONCE: the table has D/2 columns, each with the angle of a pair; else both
+  elements have it.
+- ACROSS: the norm is over all H*D elements of a token, not over each head.
+- Partial sums: the weight's and the bias's gradients are sums over tokens; each program stores the sum of its tokens.
 """
 
 from collections.abc import Sequence
@@ -21,12 +31,16 @@ from dit_lora_kernels.support import (
     triton,
 )
 
-# Rows of partial sums, at most, when the weight's or the bias's gradient is asked for.
+# The largest number of rows of partial sums, which are stored if the weight or the bias needs a gradient.
 MAX_PARTIALS = 512
 
 
 class NormRopeOptions(NamedTuple):
-    """Settings that are fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
+    """Settings that are fixed for a layer, as in `qk_norm_rope`.
+
+    `norm` is "layer", "rms" or "none", over each head or `across_heads`. `rotation` is "interleaved" or "half".
+    `first` is the first token that is rotated.
+    """
 
     norm: str
     eps: float
@@ -36,9 +50,10 @@ class NormRopeOptions(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
+    """Tensors that the backward reads.
 
-    `source` is the output if `rstd` (B,S,H or 1) is given, else x, and None without a norm.
+    `grad` (B, S, H, D) is the gradient of the output. `source` (B, S, H, D) is the output itself if `rstd` (B, S, H or
+    1) is passed, else x, and None without a norm. The others are the parameters and tables of `qk_norm_rope`.
     """
 
     grad: Tensor
@@ -50,11 +65,11 @@ class BackwardOperands(NamedTuple):
     sin: Tensor | None
 
 
-# Of x, weight and bias; None for one that is not asked for.
+# The gradients of x, weight and bias; None for one that is not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# A program holds a token: a tile of BLOCK_H >= H heads by BLOCK >= D / 2 pairs, twice, for a rotation mixes the two
-# elements a, b of a pair. Across heads, the mean of a row is then one more sum within the program.
+# A program holds one token in two tiles of BLOCK_H >= H heads by BLOCK >= D / 2 pairs: one for each element of a pair,
+# because a rotation mixes them. For a norm across heads, the mean of a row is then one more sum within the program.
 # The pairs are (2i, 2i+1), split in registers, or (i, i+D/2), loaded apart. Every load is cast up at once, so that
 # nothing is computed in 16 bits. Token numbers are int64: token * H * D passes 2^31 for long videos.
 
@@ -64,7 +79,11 @@ def _load_rotary_pairs(
     ptr, rows, valid, fill: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` a mask."""
+    """Load the D/2 pairs of each row as two tiles (rows, BLOCK): the first elements a and the second elements b.
+
+    A pair is (2i, 2i+1), or (i, i+D/2) with HALVES. `rows` (rows, 1) are the offsets of the rows, and `valid` is a
+    mask of them. `fill` stands in for elements outside.
+    """
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
         mask = valid & (i < D // 2)
@@ -80,7 +99,7 @@ def _load_rotary_pairs(
 
 @triton.jit
 def _store_rotary_pairs(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """The inverse of `_load_rotary_pairs`: store pairs, cast to the pointer's dtype."""
+    """Store the two tiles that `_load_rotary_pairs` returns, in the same places, cast to the pointer's dtype."""
     dtype = ptr.dtype.element_ty
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
@@ -97,8 +116,12 @@ def _load_shared(
     ptr, offset, count, fill: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load the pairs of a row of H*D, or of a row of D that all heads share; `fill` past `count` heads, H or 0."""
-    # Shared by all heads it is (1, BLOCK), and where nothing is given (1, 1): both broadcast over the heads.
+    """Load the pairs of a row that all tokens or all heads share: H*D elements if PER_HEAD, else D for all heads.
+
+    Returns the first and the second elements of the pairs. `count` is H, or 0 to load nothing; `fill` stands in for
+    elements that are not loaded, and for a tensor that is None.
+    """
+    # A row that all heads share is (1, BLOCK), and a missing tensor (1, 1): both broadcast over the heads.
     if ptr is None:
         a = tl.full((1, 1), fill, ACC)
         b = a
@@ -115,7 +138,12 @@ def _load_rotation(
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ONCE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load row `row` of both tables; cos 1 and sin 0 (no rotation) for tokens before the first or past the last."""
+    """Load a row of the cosine and sine tables, for the first and the second elements of the pairs: c1, c2, s1, s2.
+
+    `row` is the number of a token, counted from the first that is rotated. A token before the first row or after the
+    last is not rotated: its cosines are 1, its sines 0. With ONCE the tables hold each pair's angle once, else at both
+    of its elements.
+    """
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
         row += batch * R
@@ -136,15 +164,15 @@ def _load_rotation(
 
 @triton.jit
 def _unrotate(a, b, c1, c2, s1, s2):
-    """Apply the transpose of the rotation, which is its inverse, to the pairs a, b."""
+    """Rotate the pairs (a, b) back, with the transpose of the rotation, which is its inverse."""
     return a * c1 + b * s2, b * c2 - a * s1
 
 
 @triton.jit
 def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
-    """Mean of each head (heads, 1), or over all (1, 1); `tile` (heads, BLOCK) is 0 outside the row.
+    """Mean of each head's D elements (heads, 1), or of all H*D elements of the token (1, 1) if ACROSS.
 
-    A tile of a + b holds a head's D elements as D / 2 sums.
+    `tile` (heads, BLOCK) holds the sum of the two elements of each pair, D/2 sums per head, and 0 outside the row.
     """
     total = tl.sum(tile, axis=1, keep_dims=True)
     if ACROSS:
@@ -157,7 +185,11 @@ def _normalize(
     a, b, live, H: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the normalised pairs and rstd; the variance is that of the centred row, not from moments."""
+    """Normalise a token, given as the first and second elements of its pairs; return both, and rstd.
+
+    rstd is ``1 / sqrt(variance + eps)``. LayerNorm's variance is that of the centred row, because computing it from
+    the mean of squares would cancel. `live` is a mask of the elements that exist.
+    """
     if NORM == "layer":
         # What lies outside the row was 0 and would be -mean: it must not enter the variance.
         mean = _mean(a + b, H, D, ACROSS)
@@ -175,9 +207,10 @@ def _forward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate x; store out (B,S,H,D) and rstd (B,S,H|1).
+    """Normalise and rotate one token of x; store its output (H, D) and, if saved, rstd (H or 1).
 
-    x has strides, weight and bias are (D) or (H*D), tables (1|B,R,D|H*D) or with ONCE (1|B,R,1|H,D/2).
+    x may have any strides between samples, tokens and heads. weight and bias are (D,) or (H*D,). The tables are (1 or
+    B, R, D or H*D), or with ONCE (1 or B, R, 1 or H, D/2).
     """
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // S, token % S
@@ -201,8 +234,8 @@ def _forward_kernel(
     _store_rotary_pairs(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
 
 
-# With y = x_hat * w + b saved (`source` the output, rotated back), x_hat costs a division in place of saving x; with
-# g = dy * w then  dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g)),  the last mean for LayerNorm alone.
+# Rotated back, the output (`source`) is y = x_hat * w + b, from which a division gives x_hat, so x need not be saved.
+# With g = dy * w,  dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g)),  the last mean only for LayerNorm.
 
 
 @triton.jit
@@ -210,7 +243,11 @@ def _token_gradients(
     d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the pairs of a token's dx and x_hat, from dy and y if rstd was saved, else from dy and x."""
+    """Compute a token's dx and x_hat (its normalised elements), each as the first and second elements of the pairs.
+
+    `d1`, `d2` are the gradient of the row before its rotation. `y1`, `y2` are the row before its rotation if rstd was
+    saved, else x.
+    """
     if rstd_ptr is None:
         n1, n2, rstd = _normalize(y1, y2, live, H, D, NORM, EPS, ACROSS)
     else:
@@ -233,7 +270,11 @@ def _store_partial(
     ptr, a, b, H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
     ACROSS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's sum over its tokens, and over heads if they share the parameter, as its row of partials."""
+    """Store the program's sum over its tokens as one row of partial sums; the launcher adds up the rows.
+
+    `a` and `b` (BLOCK_H, BLOCK) are the sums for the first and second elements of the pairs. They are also summed over
+    the heads, unless the norm is ACROSS heads and each head has its own elements of the parameter.
+    """
     if ACROSS:
         heads = tl.arange(0, BLOCK_H)[:, None]
         rows = (tl.program_id(0).to(tl.int64) * H + heads) * D
@@ -254,7 +295,10 @@ def _backward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dx (B,S,H,D) and a program's partial sums; `source` is the output if rstd was saved, else x."""
+    """Store dx of the program's tokens, and its sums for the gradients of weight and bias.
+
+    `source` is the output if rstd was saved, else x. A program takes EACH consecutive tokens.
+    """
     # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
@@ -297,7 +341,7 @@ def _backward_kernel(
 
 
 def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: NormRopeOptions) -> dict[str, Any]:
-    """The kernels' compile-time arguments, and `num_warps`."""
+    """Choose the kernels' compile-time arguments and number of warps, for x (B, S, H, D) and the table `cos`."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
     block = next_power_of_2(width // 2)
@@ -322,7 +366,7 @@ def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: NormRope
 
 
 def _add_batch_dimension(table: Tensor | None) -> Tensor | None:
-    """A contiguous table (1, R, C) of one with two dimensions (R, C), or the contiguous table itself."""
+    """View a table of cosines or sines (R, C) as (1, R, C), and make any table contiguous; None stays None."""
     return make_contiguous(table[None] if table is not None and table.ndim == 2 else table)
 
 
@@ -335,7 +379,10 @@ def launch_forward(
     options: NormRopeOptions,
     rstd: Tensor | None,
 ) -> Tensor:
-    """Compute the output (B,S,H,D), contiguous; fills `rstd` (B,S,H or 1) if given. The caller checks shapes."""
+    """Compute the output of `qk_norm_rope` (B, S, H, D), contiguous; fill `rstd` (B, S, H or 1) if it is passed.
+
+    The caller has checked the shapes.
+    """
     batch, tokens, heads, width = x.shape
     output = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
     if output.numel() == 0:
@@ -350,7 +397,11 @@ def launch_forward(
 
 
 def launch_backward(operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]) -> Gradients:
-    """Compute the gradients of x, weight and bias that `needs` selects; partial sums are added in fp32."""
+    """Compute the gradients of x, weight and bias; None for one that `needs` does not select.
+
+    The kernel stores partial sums of the gradients of weight and bias, which are added up here in fp32 (fp64 for
+    fp64).
+    """
     grad, source, rstd, weight, bias, cos, sin = operands
     batch, tokens, heads, width = grad.shape
     total, size = batch * tokens, heads * width if options.across_heads else width

@@ -1,15 +1,20 @@
 """Attention of Sana and SanaVideo, linear in the number of tokens, for training::
 
-    p, c = relu(q), relu(k);   state = sum_t (R c_t) v_t',   z = sum_t c_t
-    out_s = (R p_s) @ state / (p_s . z),   or 0 where the row is dead
+    p = relu(q)    c = relu(k)    state = sum_t (R_t c_t) v_t^T    z = sum_t c_t
+    out_s = (R_s p_s) @ state / (p_s . z),   or 0 where row s is dead
 
-Shapes: B batch, S tokens, H heads, D channels of a head; R rotates the pairs (2i, 2i+1) by the token's angle,
-or is absent. The state is D x D and z is D per sample and head, in fp32 whatever autocast says.
+Shapes: B batch, S tokens, H heads, D channels of a head. A row is one token of one head. Terms:
 
-Dead rows. Row s is dead where ``p_s . z <= eps * max(sum p_s, sum z)``, the sums over the channels in which p_s
+- R_t rotates the pairs of channels (2i, 2i+1) by the angle of token t, as rotary embeddings do, or is absent. Its
+  inverse is its transpose R^T. "Turned" means rotated: R p, R c. The tables are cos and sin of the angles.
+- `state` (D, D) is of a sample and head, and so is z (D,). Both are fp32 whatever autocast says.
+- p . z is the denominator (`den`), and `inverse` is 1 / (p . z). A d in front means the gradient: dp, dden, dstate.
+- A number in fp32 is split into bf16 numbers high, middle and low: their sum is the number, and high is the largest.
+
+Dead rows. Row s is dead where ``p_s . z <= eps * max(sum p_s, sum z)``, with sums over the channels in which p_s
 and z are both positive (the others add nothing to p_s . z and take no gradient): where the mean of its query,
 weighted by z, or the mean of z, weighted by its query, is at most eps. A dead row attends to nothing: its output
-and every gradient through it are 0. Neither other queries nor the number of tokens decide. Any other row is divided
+and every gradient through it are 0. Other queries and the number of tokens have no influence. Any other row is divided
 by p_s . z itself, which is then more than eps^2. The stock processors add 1e-15 to it instead: below rounding in
 fp32 where p_s . z > 1e-8, 0 in fp16, and the gradient of a tiny query grows to 1e13 and more. Here, without R,
 |dq| <= 2 |dout| |v| / eps. A NaN or an Inf in a row's query is not hidden: its output is NaN.
@@ -17,7 +22,7 @@ fp32 where p_s . z > 1e-8, 0 in fp16, and the gradient of a tiny query grows to 
 Source: Sana, https://arxiv.org/abs/2410.10629 (diffusers `SanaLinearAttnProcessor2_0`); SanaVideo,
 https://arxiv.org/abs/2509.24695 (`SanaLinearAttnProcessor3_0`: numerator rotated, denominator not).
 Traffic, in u = B*S*H*D elements: forward reads k, v, q and writes out, 4u; backward reads q, dout, k, v and
-writes dq, dk, dv, 7u. Beside q, k, v themselves only state and z are kept.
+writes dq, dk, dv, 7u. In addition to q, k and v, only state and z are saved.
 """
 
 from collections.abc import Sequence
@@ -43,7 +48,7 @@ MAX_D = 128  # a program holds the whole state in registers, then 64 a thread
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that the backward reads: grad, q, k, v (B,S,H,D), the tables, and fp32 state (B,H,D,D) and z (B,H,D)."""
+    """Tensors that the backward reads: the output's gradient (B, S, H, D), and what the forward read and saved."""
 
     grad: Tensor
     q: Tensor
@@ -59,12 +64,12 @@ class BackwardOperands(NamedTuple):
 
 
 def _add_batch_dimension(table: Tensor) -> Tensor:
-    """View a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
+    """View a table of cosines or sines, (S, D) or (1 or B, S, D), as (1 or B, S, D)."""
     return table if table.ndim == 3 else table[None]
 
 
 def _apply_rotation(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of x (B,S,H,D) by cos[2i] and sin[2i+1]; x itself without tables."""
+    """Rotate channels (2i, 2i+1) of x (B, S, H, D) by the angle of cos[2i] and sin[2i+1]; no rotation for None."""
     if cos is None or sin is None:
         return x
     c = _add_batch_dimension(cos)[:, :, None, 0::2].to(x.dtype)
@@ -74,7 +79,10 @@ def _apply_rotation(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor
 
 
 def _compute_reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
-    """1 / (p . z) of each row (B,S,H,1), 0 for a dead row, for p (B,S,H,D) and z (B,H,D)."""
+    """Compute 1 / (p . z) of each row (B, S, H, 1), from p = relu(q) (B, S, H, D) and z, the sum of relu(k) (B, H, D).
+
+    It is 0 for a dead row, where p . z is too small to divide by, as the module defines it.
+    """
     z = z[:, None]
     den = (p * z).sum(-1, keepdim=True)
     shared = (p > 0) & (z > 0)
@@ -88,7 +96,10 @@ def _compute_reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
 def _compute_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `output` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
+    """Compute the attention in plain torch: the output (B, S, H, D) in q's dtype, and the sums state and z.
+
+    state (B, H, D, D) is the sum of rotated relu(k) times v, and z (B, H, D) that of relu(k), in fp32 (fp64 for fp64).
+    """
     # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
         p, c, v = (
@@ -106,14 +117,14 @@ def _compute_reference(
 def relu_linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, eps: float = 1e-6
 ) -> Tensor:
-    """Reference of `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
+    """Compute `relu_linear_attention` in plain torch, differentiably, in fp32 (fp64 for fp64), and round once."""
     return _compute_reference(q, k, v, cos, sin, eps)[0]
 
 
 def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv (B,S,H,D) in fp32 (fp64 for fp64), with the formulas of the kernels."""
+    """Compute dq, dk and dv (B, S, H, D) in plain torch, in fp32 (fp64 for fp64), with the formulas of the kernels."""
     grad, q, k, v, cos, sin, state, z = operands
-    # g is dout / (p . z) and u its product with the state; dden is what the denominator adds to dp and, summed, to z.
+    # g is dout / (p . z), u is g @ state^T, and dden is the gradient of the denominator p . z.
     back = None if sin is None else -sin  # the inverse rotation, which is its transpose
     with torch.autocast(q.device.type, enabled=False):
         p, c = q.to(state.dtype).relu(), k.to(state.dtype).relu()
@@ -134,18 +145,18 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 # 2. kernels
 # Every program walks one chunk of tokens of one head of one sample: (b, chunk, h), h fastest, so that programs in
 # flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
-# tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
+# tokens. A sum over all tokens is stored as partial sums, one per program, which the launcher adds up in one order.
 #
-# PRECISION of the products, which are summed in ACC:
-# - "bf16", where all inputs are: what comes straight from memory is an exact operand; what was rotated, scaled or
-#   summed in fp32 is split into bf16 numbers: two, 16 bits, twice what results are rounded to, or three, fp32's 24,
-#   where nearly all bits may cancel afterwards. In Triton's interpreter, which cannot multiply bf16, OPERAND is fp32.
+# PRECISION of the products. Their operands have dtype OPERAND, and their sums ACC:
+# - "bf16", if all inputs are bf16: values straight from memory are exact operands (EXACT). What was rotated, scaled or
+#   summed in fp32 is split into bf16 numbers: two have 16 bits, twice what results are rounded to; three have fp32's
+#   24, where nearly all bits may cancel afterwards. Triton's interpreter cannot multiply bf16: there OPERAND is fp32.
 # - "tf32x3", for other inputs of 16 bits: three passes of TF32, with fp32's accuracy; "ieee", for fp32 and fp64.
 
 
 @triton.jit
 def _locate_program(H, CHUNKS):
-    """The number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
+    """Locate this program: number, sample, chunk of tokens and head, in int64: row offsets pass 2^31 for videos."""
     program = tl.program_id(0).to(tl.int64)
     h = program % H
     chunk = program // H % CHUNKS
@@ -161,14 +172,14 @@ def _relu(x):
 
 @triton.jit
 def _load_matrix_block(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
-    """Load a block of a matrix (S,D) in ACC, 0 outside; its rows are `stride` apart."""
+    """Load some rows and columns of a matrix (S, D) as ACC, 0 outside it; rows are `stride` elements apart."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
 
 
 @triton.jit
 def _store_matrix_block(ptr, x, rows, columns, stride, S, D: tl.constexpr):
-    """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside it."""
+    """Store some rows and columns of a matrix (S, D), cast to the pointer's dtype; skip elements outside it."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     at = ptr + rows[:, None] * stride + columns[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
@@ -176,13 +187,13 @@ def _store_matrix_block(ptr, x, rows, columns, stride, S, D: tl.constexpr):
 
 @triton.jit
 def _pairs(x):
-    """The even and the odd columns of x."""
+    """Split x into its even and its odd columns."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.constexpr):
-    """Rotate channels (2i, 2i+1) of x by the angle of cos[2i], sin[2i+1]; BACK applies the transpose."""
+    """Rotate channels (2i, 2i+1) of x by the angle of cos[2i] and sin[2i+1]; BACK rotates by the negative angle."""
     if cos_ptr is not None:
         cos, _odd = _pairs(_load_matrix_block(cos_ptr, rows, columns, D, S, D, x.dtype))
         _even, sin = _pairs(_load_matrix_block(sin_ptr, rows, columns, D, S, D, x.dtype))
@@ -196,7 +207,7 @@ def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.con
 
 @triton.jit
 def _inverse(p, z, EPS: tl.constexpr):
-    """1 / (p . z) of each row as a column, 0 for a dead row as the module defines it."""
+    """Compute 1 / (p . z) of each row p of a block, as a column; 0 for a dead row, as the module defines it."""
     den = tl.sum(p * z, 1)
     shared = (p > 0) & (z > 0)
     z_sum = tl.sum(tl.where(shared, z, 0.0), 1)
@@ -207,7 +218,7 @@ def _inverse(p, z, EPS: tl.constexpr):
 
 @triton.jit
 def _split_into_bf16(x, OPERAND: tl.constexpr):
-    """Split x into three bf16 numbers whose sum it is, the largest first, as OPERAND."""
+    """Split x into three bf16 numbers (high, middle, low), from large to small, whose sum is x; as OPERAND."""
     high = x.to(tl.bfloat16).to(x.dtype)
     middle = (x - high).to(tl.bfloat16).to(x.dtype)
     low = (x - high - middle).to(tl.bfloat16)
@@ -216,7 +227,10 @@ def _split_into_bf16(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.constexpr):
-    """Compute total + turned @ (high + middle), to 16 bits or more, the smallest products first."""
+    """Compute total + turned @ (high + middle), to 16 bits or more; `turned` is relu(q) or relu(k).
+
+    ROTATED: `turned` is rotated, so it is split into bf16 numbers. high + middle is a matrix that was split so.
+    """
     if ROTATED:
         of_high, of_middle, _low = _split_into_bf16(turned, OPERAND)
         total = tl.dot(of_middle, high, total)
@@ -228,7 +242,7 @@ def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.
 
 @triton.jit
 def _add_transposed_product(total, x, high, middle, low):
-    """Compute total + x @ (high + middle + low)', to fp32's accuracy, for an x that is exact."""
+    """Compute total + x @ (high + middle + low)^T to fp32's accuracy: bf16 x, and a matrix split into bf16 numbers."""
     total = tl.dot(x, tl.trans(low), total)
     total = tl.dot(x, tl.trans(middle), total)
     return tl.dot(x, tl.trans(high), total)
@@ -238,7 +252,7 @@ def _add_transposed_product(total, x, high, middle, low):
 def _add_outer(
     total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Compute total + c' @ v (BLOCK_D, BLOCK_D); EXACT if c is unchanged from memory."""
+    """Compute total + c^T @ v (BLOCK_D, BLOCK_D). EXACT: c is as it was in memory, so a product need not split it."""
     if EXACT and PRECISION == "tf32x3":  # as exact in one pass of TF32
         total += tl.dot(tl.trans(c), v, input_precision="tf32")
     elif PRECISION != "bf16":
@@ -291,7 +305,7 @@ def state_kernel(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
+    """Store sums over the program's tokens: state = sum (R_t relu(k_t)) v_t^T, rotated by R, and z = sum relu(k_t)."""
     program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -318,7 +332,7 @@ def output_kernel(
     WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
+    """Store each token's output in q's dtype: (R_s relu(q_s)) @ state / (relu(q_s) . z), with the rotation R."""
     _program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -354,9 +368,10 @@ def query_grad_kernel(
     WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store dq, and a program's partials of the gradients of state and z.
+    """Store dq, and the program's sums over its tokens for the gradients of state and z.
 
-    With u = state @ g and w = 1 / (p . z): d(R p) = w u and d(p . z) = -w^2 (R p . u); the output is not needed.
+    With p = relu(q), R its rotation, g the output's gradient, u = state @ g and w = 1 / (p . z): d(R p) = w u and
+    d(p . z) = -w^2 (R p . u). The output is not needed.
     """
     program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
@@ -406,7 +421,7 @@ def key_grad_kernel(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
+    """Store dk_t = R_t^T (dstate @ v_t) + dz where k_t > 0, and dv_t = (R_t relu(k_t)) @ dstate; R_t rotates."""
     _program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -453,7 +468,7 @@ def key_grad_kernel(
 
 
 def tokens_per_program(s: int, d: int) -> int:
-    """How many of `s` tokens of a head of `d` channels a program takes, a power of two."""
+    """Choose how many of `s` tokens a program takes, for heads of `d` channels: a power of two."""
     # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes.
     return min(512 if d <= 64 else 1024, max(32, next_power_of_2(s)))
 
@@ -469,7 +484,7 @@ _BF16_BLOCKS = {
 
 
 def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
-    """The kernel's compile-time arguments, from operands (B,S,H,D); the first one gives the dtype."""
+    """Choose the kernel's compile-time arguments, from operands (B, S, H, D); the first one gives the dtype."""
     _, s, _, d = operands[0].shape
     tokens, block_d = tokens_per_program(s, d), max(16, next_power_of_2(d))  # tl.dot's least
     block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
@@ -500,7 +515,7 @@ def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
 
 
 def _prepare_tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """The contiguous tables, and the elements from one sample's table to the next: 0 if samples share it."""
+    """Make cos and sin contiguous; also return the distance of two samples' tables in elements, 0 if shared."""
     if cos is None or sin is None:
         return None, None, 0
     shared = cos.ndim == 2 or cos.shape[0] == 1
@@ -508,7 +523,7 @@ def _prepare_tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | No
 
 
 def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate a (D,D) and a (D,) for every program, in the order of the programs."""
+    """Allocate the sums that programs store, a (D, D) and a (D,) each, as (B, chunks of tokens, H, ...)."""
     b, s, h, d = q.shape
     chunks = cdiv(s, tokens_per_program(s, d))
     dtype = accumulation_dtype(q.dtype)
@@ -517,14 +532,14 @@ def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_chunks(partials: Tensor) -> Tensor:
-    """Sum over chunks, dimension 1; a view if there is one chunk."""
+    """Add up the programs' sums over the chunks of tokens (dimension 1); return a view if there is only one chunk."""
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `output` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
+    """Compute the output (B, S, H, D) in q's dtype, and state (B, H, D, D) and z (B, H, D) in fp32 (fp64 for fp64)."""
     q, k, v = make_rows_contiguous(q), make_rows_contiguous(k), make_rows_contiguous(v)
     cos, sin, table_b = _prepare_tables(cos, sin)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -546,7 +561,7 @@ def launch_forward(
 
 
 def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
-    """Fill `grads`: dq, dk and dv (B,S,H,D) in the inputs' dtypes; None skips a gradient."""
+    """Fill the buffers `grads` with dq, dk and dv (B, S, H, D) in the inputs' dtypes; None skips a gradient."""
     if not operands.q.numel():
         return
     dq, dk, dv = grads
@@ -576,7 +591,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward op: `output` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous; operands are checked."""
+    """Compute output (B, S, H, D), state (B, H, D, D) and z (B, H, D), contiguous: the forward op, unchecked."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
     output, state, z = _compute_reference(q, k, v, cos, sin, eps)
@@ -603,7 +618,7 @@ def relu_linear_attention_backward(
     eps: float,
     needed_gradients: list[bool],
 ) -> list[Tensor]:
-    """The backward op: those of dq, dk and dv that `needed_gradients` selects, in that order."""
+    """Compute those of dq, dk and dv that `needed_gradients` selects, in this order; this is the backward op."""
     operands = BackwardOperands(grad, q, k, v, cos, sin, state, z)
     grads = _allocate_gradients(q, k, v, needed_gradients)
     if launches(q):
@@ -654,12 +669,12 @@ relu_linear_attention_forward.register_autograd(_backward, setup_context=_setup_
 def relu_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, eps: float = 1e-6
 ) -> Tensor:
-    """ReLU linear attention of every head, its state and its normaliser in fp32; no NaN from dead queries.
+    """Compute ReLU linear attention of every head, with sums in fp32; a query that would divide by about 0 gives 0.
 
-    q, k, v are (B,S,H,D) in any float dtype and any strides with a contiguous last dimension (views of the
-    projections); the result is a contiguous (B,S,H,D) in q's dtype. `cos` and `sin`, (S,D) or (1|B,S,D), rotate
-    relu(q) and relu(k) in the numerator only: channels (2i, 2i+1) by the angle of cos[2i], sin[2i+1], in diffusers'
-    layout; they get no gradient. `eps` is the relative bound of a dead row, see the top of this file.
+    q, k, v are (B, S, H, D) in any floating dtype and any strides with a contiguous last dimension (views of the
+    projections). The result is a contiguous (B, S, H, D) in q's dtype. `cos` and `sin`, (S, D) or (1 or B, S, D),
+    rotate relu(q) and relu(k) in the numerator only: channels (2i, 2i+1) by the angle of cos[2i], sin[2i+1], in
+    diffusers' layout; they get no gradient. `eps` is the relative bound below which a row is dead (see the module).
 
     Raises ValueError if q, k and v differ in shape or D > 128, a table does not fit, or eps is not positive.
     """

@@ -1,18 +1,24 @@
 """SiLU, depthwise 3x3 convolution and gated linear unit in one pass: the middle of Sana's Mix-FFN.
 
     s = silu(h)
-    a, g = halves of conv3x3(s) + bias, a filter a channel, zero padding 1
+    c = conv3x3(s) + bias, with one filter per channel and zero padding 1
+    a, g = the first and the second half of c's channels
     out = a * silu(g)
 
-Shapes: B samples, H rows, W columns; h has 2C channels, out has C; channels last. In this layout the 1x1
-convolutions on either side are linear layers, and a video is its frames as samples.
+Shapes: B samples, H rows, W columns; h, s and c have 2C channels, a, g and out have C; channels come last. In this
+layout the 1x1 convolutions before and after are linear layers, and a video is passed with its frames as samples.
+
+Terms: a tap is one of the nine positions of the filter, numbered by rows; in gradients tap 9 stands for the bias.
+dout, dh, ds and dc are the gradients of out, h, s and c. A program of the convolution kernels computes a tile of ROWS
+rows and 2 * PAIRS columns, for BLOCK_C channels.
+
 Source: section 2.2 of https://arxiv.org/abs/2410.10629 (SANA), and between `conv_inverted` and `conv_point` of
 `GLUMBConv.forward` in diffusers' models/transformers/sana_transformer.py.
-Traffic, with u = B*H*W*C elements: forward reads h and writes out, 3u (eager 13u). Backward reads h and the
-gradient of out and writes dc, the gradient of (a, g), 5u, then reads dc and h and writes dh, 6u (eager 23u).
-Without the dc buffer it would move 5u, and compute a and g again around every tile from s two columns further out:
-by count as much time in arithmetic as is saved in traffic, and twice the registers. Kept for the backward: h, 2u
-(eager 7u).
+
+Memory traffic, with u = B*H*W*C elements: the forward reads h and writes out, 3u (eager PyTorch 13u). The backward
+reads h and dout and writes dc, 5u, then reads dc and h and writes dh, 6u (eager 23u). Without the buffer for dc it
+would move 5u, but compute a and g again around every tile, from s two columns further out. By count that takes as much
+time in arithmetic as it saves in traffic, and twice the registers. Saved for the backward: h, 2u (eager 7u).
 """
 
 from typing import Any
@@ -35,8 +41,8 @@ from dit_lora_kernels.support import (
     triton,
 )
 
-# A program owns PAIRS pairs of neighbouring columns and ROWS rows. It reads a row once, four columns a pair, and
-# adds it to three rows of sums: SiLU, the dearest of the arithmetic, is computed twice an element, not nine times.
+# A program computes PAIRS pairs of neighbouring columns and ROWS rows. It reads a row once, four columns per pair, and
+# adds it to three rows of sums: SiLU, the slowest arithmetic, is computed twice per element and not nine times.
 PAIRS = 4
 MAX_ROWS = 16
 
@@ -45,25 +51,31 @@ MAX_ROWS = 16
 
 
 def silu_dwconv_glu_reference(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Reference of the op: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
+    """Compute the op in plain torch, differentiably, as the reference for the kernels.
+
+    It computes in fp32 (fp64 for fp64 inputs) and rounds the result once, to h's dtype.
+    """
     a, g = _compute_halves(functional.silu(_to_compute_dtype(h)), weight, bias)
     return (a * functional.silu(g)).to(h.dtype)
 
 
 def _to_compute_dtype(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype that the op computes in."""
+    """Cast a tensor to the dtype that the op computes in: fp64 for fp64, else fp32."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def _get_shifted_views(x: Tensor) -> list[Tensor]:
-    """Nine views of x (B,H,W,2C), at the pixel that each tap of the filter reads; zero beyond the edges."""
+    """Make nine shifted views of x (B, H, W, 2C), one for each position of a 3x3 filter; zero beyond the edges.
+
+    Each has, at every pixel, the neighbour that this position of the filter reads.
+    """
     H, W = x.shape[1:3]
     padded = functional.pad(x, (0, 0, 1, 1, 1, 1))
     return [padded[:, i : i + H, j : j + W] for i in range(3) for j in range(3)]
 
 
 def _convolve(x: Tensor, filters: Tensor) -> Tensor:
-    """Depthwise 3x3 convolution of x (B,H,W,2C) with filters (2C,9), in x's dtype and shape."""
+    """Convolve each channel of x (B, H, W, 2C) with its own 3x3 filter, `filters` (2C, 9); in x's dtype and shape."""
     # A sum of products, not conv2d: autocast would round its operands, cuDNN use TF32.
     total = torch.zeros_like(x)
     for tap, neighbour in zip(filters.unbind(1), _get_shifted_views(x), strict=True):
@@ -72,14 +84,14 @@ def _convolve(x: Tensor, filters: Tensor) -> Tensor:
 
 
 def _compute_halves(s: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a and g (B,H,W,C) from s = silu(h) (B,H,W,2C)."""
+    """Convolve s = silu(h) (B, H, W, 2C), add the bias, and split the channels into halves a and g (B, H, W, C)."""
     c = _convolve(s, _to_compute_dtype(weight).flatten(1))
     a, g = (c if bias is None else c + _to_compute_dtype(bias)).chunk(2, dim=-1)
     return a, g
 
 
 def _compute_silu_gradient(x: Tensor) -> Tensor:
-    """Derivative of SiLU at each element of x."""
+    """Compute the derivative of SiLU at each element of x."""
     gate = torch.sigmoid(x)
     return gate * (1 + x * (1 - gate))
 
@@ -87,14 +99,18 @@ def _compute_silu_gradient(x: Tensor) -> Tensor:
 def _backward_reference(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, taps: slice
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute dh (B,H,W,2C), and gradients (2C,) of `taps` (tap 9 is the bias); fp32 (fp64 for fp64)."""
+    """Compute the gradients of h (B, H, W, 2C) and of the filters (2C,) at each position in `taps`, in plain torch.
+
+    Positions 0 to 8 are those of the 3x3 filter, and 9 stands for the bias. It computes in fp32 (fp64 for fp64
+    inputs).
+    """
     wide, dout = _to_compute_dtype(h), _to_compute_dtype(dout)
     s = functional.silu(wide)
     a, g = _compute_halves(s, weight, bias)
     dc = torch.cat([dout * functional.silu(g), dout * a * _compute_silu_gradient(g)], dim=-1)
-    # The transpose of a convolution is one with the filter turned round: nine taps in reverse.
+    # The transpose of a convolution is a convolution with the nine taps in reverse order.
     ds = _convolve(dc, _to_compute_dtype(weight).flatten(1).flip(1))
-    # What each tap, and the bias as a tenth, is multiplied with in the forward.
+    # The factor of each tap in the forward; the bias is a tenth tap with the factor 1.
     factors = [*_get_shifted_views(s), torch.ones_like(s)]
     sums = [(dc * factor).sum((0, 1, 2)) for factor in factors[taps]]
     return ds * _compute_silu_gradient(wide), sums
@@ -105,7 +121,10 @@ def _backward_reference(
 
 @triton.jit
 def _locate_tile(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """The program's sample, its first row, and its pairs' first columns (PAIRS,1), in int64."""
+    """Locate the program's tile: its sample, its first row, and the first column of each of its pairs (PAIRS, 1).
+
+    A tile has ROWS rows and PAIRS pairs of neighbouring columns. The numbers are int64.
+    """
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(W, 2 * PAIRS)
     down = tl.cdiv(H, ROWS)
@@ -113,13 +132,13 @@ def _locate_tile(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
     return program // (across * down), program // across % down * ROWS, x
 
 
-# Filters, columns and sums are written out, a variable each: a tile in registers has powers of two for its sides, and
-# cannot be indexed.
+# Filters, columns and sums are written out, one variable each: the sides of a tile in registers are powers of two, and
+# it cannot be indexed.
 
 
 @triton.jit
 def _load_nine_taps(filters_ptr, tap, ok, ACC: tl.constexpr):
-    """Load the nine weights (1,BLOCK_C) of each channel's filter, which are `tap` elements apart."""
+    """Load the nine weights of each channel's 3x3 filter, each (1, BLOCK_C); they are `tap` elements apart."""
     w0 = tl.load(filters_ptr, mask=ok, other=0).to(ACC)
     w1 = tl.load(filters_ptr + tap, mask=ok, other=0).to(ACC)
     w2 = tl.load(filters_ptr + 2 * tap, mask=ok, other=0).to(ACC)
@@ -134,7 +153,10 @@ def _load_nine_taps(filters_ptr, tap, ok, ACC: tl.constexpr):
 
 @triton.jit
 def _load_neighbouring_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
-    """Load the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
+    """Load the columns x - 1 to x + 2 of a row, which a 3x3 filter needs at x and x + 1; if SILU, apply SiLU to them.
+
+    Columns beyond the edges are zero, as is their SiLU.
+    """
     row_ptr += x * stride
     x0 = tl.load(row_ptr - stride, mask=ok & (x > 0) & (x - 1 < W), other=0).to(ACC)
     x1 = tl.load(row_ptr, mask=ok & (x < W), other=0).to(ACC)
@@ -150,10 +172,12 @@ def _load_neighbouring_columns(row_ptr, x, W, stride, ok, SILU: tl.constexpr, AC
 
 @triton.jit
 def _add_row_to_column_sums(near, far, left, middle, right, w, bias):
-    """Add one more row to a column's sums: of the row above, now complete; of the row itself; and of the row below.
+    """Add an input row to one column of the 3x3 convolution, at the row above it, at itself and at the row below.
 
-    The row that was read counts for the row above with the filter's last three weights, for itself with the middle
-    three, and for the row below with the first three.
+    Returns the sums for these three rows; the first is then complete. `near` and `far` are the sums so far for the row
+    above and for the row itself; that for the row below starts with `bias`. `left`, `middle` and `right` are the input
+    row's three neighbouring columns. They count for the row above with the last three weights of the filter `w`, for
+    the row itself with the middle three, and for the row below with the first three.
     """
     above = near + left * w[6] + middle * w[7] + right * w[8]
     itself = far + left * w[3] + middle * w[4] + right * w[5]
@@ -168,7 +192,10 @@ def _convolution_kernel(
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr,
     BIAS: tl.constexpr, BACKWARD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store out (B,H,W,C); with BACKWARD instead dc (B,H,W,2C), the gradient of (a, g)."""
+    """Store out = a * silu(g) (B, H, W, C), where a and g are the two halves of the convolution of silu(h).
+
+    With BACKWARD, store instead dc (B, H, W, 2C), the gradient of a and g, from the gradient of out.
+    """
     b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     ok = c < C
@@ -195,7 +222,7 @@ def _convolution_kernel(
         s0, s1, s2, s3 = _load_neighbouring_columns(row_ptr + C, x, W, h_x, row_ok, True, ACC)
         g0, g0_near, g0_far = _add_row_to_column_sums(g0_near, g0_far, s0, s1, s2, g_w, g_bias)
         g1, g1_near, g1_far = _add_row_to_column_sums(g1_near, g1_far, s1, s2, s3, g_w, g_bias)
-        # Complete is row y - 1, where it is one of the program's own.
+        # Row y - 1 is complete. It is stored if it is one of the program's own rows.
         complete = c < tl.where((y > top) & (y <= H), C, 0)
         complete0, complete1 = complete & (x < W), complete & (x + 1 < W)
         gate0 = 1 / (1 + tl.exp(-g0))
@@ -221,7 +248,10 @@ def _input_gradient_kernel(
     dc_ptr, filters_ptr, h_ptr, dh_ptr, H, W, C2, h_b, h_y, h_x,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dh = silu'(h) * the convolution of dc with the reversed filters; C2 is 2C."""
+    """Store dh, the gradient of h: silu'(h), SiLU's derivative, times the convolution of dc with the reversed filters.
+
+    dc is the gradient of the convolution's output; C2 is its number of channels 2C.
+    """
     b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     # The transpose of a convolution: the filters from their last weight to their first.
@@ -252,8 +282,10 @@ def _filter_gradient_kernel(
     dc_ptr, h_ptr, partial_ptr, first_tap, taps, H, W, C2, pixels, h_b, h_y, h_x,
     STEPS: tl.constexpr, PIXELS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum over a chunk of pixels p of dc(p) s(p + tap), one tap per program; for tap 9, the bias, that of
-    dc.
+    """Store the gradient of each filter at one of its nine positions (the tap), summed over the program's pixels.
+
+    It is the sum over pixels p of dc(p) silu(h)(p + tap), where dc is the gradient of the convolution's output. Tap 9
+    stands for the bias, whose gradient is the sum of dc.
     """
     program = tl.program_id(0).to(tl.int64)
     tap = first_tap + program % taps
@@ -276,12 +308,15 @@ def _filter_gradient_kernel(
 
 
 def _reorder_by_tap(weight: Tensor) -> Tensor:
-    """Reorder weights (2C,1,3,3) to (9,2C): neighbouring channels are adjacent, as threads read them."""
+    """Reorder weights (2C, 1, 3, 3) to (9, 2C): neighbouring channels are adjacent in memory, as threads read them."""
     return weight.flatten(1).t().contiguous()
 
 
 def _compute_tiles(shape: tuple[int, int, int], channels: int, block: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid over samples' tiles and blocks of channels, and a tile's size."""
+    """Compute the launch grid, over the samples' tiles and blocks of channels, and the size of a tile.
+
+    `shape` is (B, H, W), and `block` the largest number of channels in a block.
+    """
     B, H, W = shape
     # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
     rows = cdiv(H, cdiv(H, MAX_ROWS))
@@ -291,8 +326,9 @@ def _compute_tiles(shape: tuple[int, int, int], channels: int, block: int) -> tu
 
 
 def launch_convolution(h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None) -> Tensor:
-    """Compute out (B,H,W,C) of h (B,H,W,2C), weight (2C,1,3,3), bias (2C,); given out's gradient, dc (B,H,W,2C)
-    instead.
+    """Compute out (B, H, W, C) from h (B, H, W, 2C), weight (2C, 1, 3, 3) and bias (2C,) or None.
+
+    With `dout`, the gradient of out, compute instead dc (B, H, W, 2C), the gradient of the convolution's output.
     """
     B, H, W, C = *h.shape[:3], h.shape[3] // 2
     output = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
@@ -312,7 +348,7 @@ def launch_convolution(h: Tensor, weight: Tensor, bias: Tensor | None, dout: Ten
 
 
 def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """Compute dh (B,H,W,2C) in h's dtype, from contiguous dc and h of its shape."""
+    """Compute the gradient of h (B, H, W, 2C) in h's dtype, from dc, that of the convolution's output (contiguous)."""
     B, H, W, C2 = h.shape
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     if dh.numel() == 0:
@@ -326,7 +362,11 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 
 
 def launch_filter(dc: Tensor, h: Tensor, first_tap: int, last_tap: int) -> Tensor:
-    """Compute gradients (last-first,2C) of the taps `first` to `last`, fp32 (fp64 for fp64); tap 9 is the bias."""
+    """Compute the filters' gradients at positions `first_tap` to `last_tap` - 1, (last_tap - first_tap, 2C).
+
+    Positions 0 to 8 are those of the 3x3 filter, and 9 stands for the bias. `dc` is the gradient of the convolution's
+    output. The result is in fp32 (fp64 for fp64 inputs).
+    """
     H, W, C2 = h.shape[1:]
     pixels, taps = h.shape[:3].numel(), last_tap - first_tap
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
@@ -348,7 +388,7 @@ def launch_filter(dc: Tensor, h: Tensor, first_tap: int, last_tap: int) -> Tenso
 
 @op("silu_dwconv_glu")
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The forward op of `silu_dwconv_glu` (B,H,W,C); operands are checked."""
+    """Compute `silu_dwconv_glu` (B, H, W, C); this is the forward op, which does not check its operands."""
     if launches(h):
         return launch_convolution(make_rows_contiguous(h), weight, bias, None)
     return silu_dwconv_glu_reference(h, weight, bias).contiguous()
@@ -363,8 +403,10 @@ def _fake_silu_dwconv_glu_forward(h: Tensor, _weight: Tensor, _bias: Tensor | No
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needed_gradients: list[bool]
 ) -> list[Tensor]:
-    """The backward op: those of the gradients of h, weight and bias that `needed_gradients` selects, each in its
-    operand's dtype.
+    """Compute the gradients of h, weight and bias that `needed_gradients` selects; this is the backward op.
+
+    They are returned in this order, each in its operand's dtype, without those not needed. `dout` is the gradient of
+    the output.
     """
     of_h, of_weight, of_bias = needed_gradients
     # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if only its gradient is needed.
@@ -413,15 +455,21 @@ silu_dwconv_glu_forward.register_autograd(_backward, setup_context=_setup_contex
 
 
 def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``a * silu(g)`` from the halves a, g of a depthwise 3x3 convolution of ``silu(h)``: (B,H,W,C), h's
-    dtype.
+    """Compute ``a * silu(g)``, where a and g are the two halves of a depthwise 3x3 convolution of ``silu(h)``.
 
-    h (B,H,W,2C) may have any strides; it is copied unless its last dimension is contiguous. weight (2C,1,3,3) and bias
-    (2C,) are those of `torch.nn.Conv2d(2C, 2C, 3, padding=1, groups=2C)`, in any float dtypes. Computed in fp32 (fp64
-    for fp64) and rounded once. Only h is saved for the backward. Gradients of weight and bias, if needed, take a
-    separate pass.
+    It computes in fp32 (fp64 for fp64 inputs) and rounds once. Only h and the parameters are saved for the backward.
+    The gradients of weight and bias, if needed, take a separate pass.
 
-    Raises ValueError if a shape does not fit.
+    Args:
+        h: (B, H, W, 2C), channels last, with any strides; it is copied unless its last dimension is contiguous.
+        weight: (2C, 1, 3, 3), as that of `torch.nn.Conv2d(2C, 2C, 3, padding=1, groups=2C)`, in any floating dtype.
+        bias: (2C,), in any floating dtype; None for a convolution without one.
+
+    Returns:
+        (B, H, W, C), in h's dtype.
+
+    Raises:
+        ValueError: a shape does not fit.
     """
     if h.ndim != 4 or h.shape[3] % 2:
         raise ValueError(
