@@ -111,7 +111,7 @@ def test_gradient_from_a_bf16_output(smallest: float, allowed: float) -> None:
     inputs.weight[9] = smallest
     assert recoverable(inputs.weight, inputs.bias)
     exact = results(lambda *t: stock(layer, *t), inputs)["dx"]
-    options = qk_norm_rope_kernels.Options(**layer.options)
+    options = qk_norm_rope_kernels.NormRopeOptions(**layer.options)
     x, weight, bias, cos, sin = inputs.inputs()
     output = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
     rstd = module._normalize(x.detach(), options)[1].squeeze(-1)

@@ -20,6 +20,8 @@ class Damage:
     do: Callable[[StoredEntry], None]
     code: str
     """A finding that the entry's sample must have."""
+    seems_whole: bool = True
+    """True if the entry still seems to be there, so that only reading it tells."""
     reaches_neighbour: bool = False
     """True if the entries before it in its shard are lost too."""
 
@@ -98,7 +100,7 @@ DAMAGES: tuple[Damage, ...] = (
         for tensor, part in (("latent_mean", "latent"), ("prompt_embeds", "embedding"))
     ),
     Damage("a flipped byte", flip, "cache_damaged"),
-    Damage("a torn shard", cut, "cache_damaged"),
-    Damage("an empty shard", empty, "cache_damaged", reaches_neighbour=True),
-    Damage("a shard with a damaged header", scramble, "cache_damaged", reaches_neighbour=True),
+    Damage("a torn shard", cut, "cache_damaged", seems_whole=False),
+    Damage("an empty shard", empty, "cache_damaged", seems_whole=False, reaches_neighbour=True),
+    Damage("a shard with a damaged header", scramble, "cache_damaged", seems_whole=False, reaches_neighbour=True),
 )
