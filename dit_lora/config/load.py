@@ -97,10 +97,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section = section[parent]
     try:
         # Values are YAML too: `[a, b]` is a list, `null` is None.
-        section[leaf] = parse_yaml(text)
+        value = parse_yaml(text)
     except ValueError as error:
         excerpt = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
         raise DitLoraError(f"the value of {key} is not valid YAML: {excerpt!r}: {error}") from error
+    # Last in its section: of a key's old and new name, the later one counts.
+    section.pop(leaf, None)
+    section[leaf] = value
 
 
 def _iterate_problems(error: ValidationError) -> Iterator[str]:

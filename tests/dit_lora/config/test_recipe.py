@@ -61,6 +61,10 @@ def test_keys_of_an_earlier_version_are_read_with_a_note(values: dict[str, Any],
         "validation.held_out_draws is called validation.eval_draws now; the old key is read until version 0.3",
         "validation.held_out_clips is called validation.eval_clips now; the old key is read until version 0.3",
     ]
+    # So it does over a file that has both names.
+    path.write_text(yaml.safe_dump({**values, "validation": {"eval_draws": 1, "held_out_draws": 2}}, sort_keys=False))
+    assert load_recipe(path).validation.eval_draws == 2
+    assert load_recipe(path, ["validation.eval_draws=3"]).validation.eval_draws == 3
     written = parse_recipe(yaml.safe_load(dump_recipe(recipe)), "written.yaml")
     assert (written.validation.eval_clips, written.validation.notes) == (3, [])
     values["validation"] = {"eval_draws": 2}

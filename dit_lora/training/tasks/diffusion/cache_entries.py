@@ -56,8 +56,8 @@ class DecodedSample:
 
 
 @dataclass(frozen=True)
-class EncodedReferences:
-    """A sample's reference pictures or clips, as they are encoded together with its caption."""
+class ReferenceMedia:
+    """A sample's reference pictures or clips, which some text encoders read together with its caption."""
 
     media: tuple[Media, ...]
     shape: VideoShape
@@ -65,7 +65,7 @@ class EncodedReferences:
     start: float = 0.0
 
     @classmethod
-    def from_sample(cls, sample: BucketedSample) -> "EncodedReferences":
+    def from_sample(cls, sample: BucketedSample) -> "ReferenceMedia":
         return cls(sample.clip.references, sample.shape, sample.start)
 
 
@@ -103,20 +103,20 @@ class Encoding:
         """True if captions are encoded together with their samples' references."""
         return self.supported_references is not None and self.supported_references.is_encoded_with_caption
 
-    def make_text_job(self, caption: str, encoded_references: EncodedReferences | None = None) -> Job:
-        """The job that encodes a caption, with the references `encoded_references` if the text encoder reads them.
+    def make_text_job(self, caption: str, reference_media: ReferenceMedia | None = None) -> Job:
+        """The job that encodes a caption, with the references `reference_media` if the text encoder reads them.
 
         Raises `OSError` if a reference cannot be read.
         """
         facts = {**self.text_cache_key, "caption": caption}
-        if encoded_references is not None and self.has_references_in_text:
+        if reference_media is not None and self.has_references_in_text:
             # By content, so that renamed or moved references keep their entry.
-            facts["references"] = [self.digests.hash_pixels(reference) for reference in encoded_references.media]
-            facts["start"], facts["shape"] = encoded_references.start, str(encoded_references.shape)
+            facts["references"] = [self.digests.hash_pixels(reference) for reference in reference_media.media]
+            facts["start"], facts["shape"] = reference_media.start, str(reference_media.shape)
 
             def make_with_references(encoder: EditTextEncoder) -> Tensors:
-                references = self._decode_references(encoded_references)
-                tensors = encoder.encode_with_references(caption, references, encoded_references.shape)
+                references = self._decode_references(reference_media)
+                tensors = encoder.encode_with_references(caption, references, reference_media.shape)
                 return {name: tensor[0] for name, tensor in tensors.items()}
 
             return Job(f"caption {caption!r}", make_entry_key(facts), facts, make_with_references)
@@ -127,12 +127,12 @@ class Encoding:
 
         return Job(f"caption {caption!r}", make_entry_key(facts), facts, make)
 
-    def _decode_references(self, encoded_references: EncodedReferences) -> tuple[torch.Tensor, ...]:
+    def _decode_references(self, reference_media: ReferenceMedia) -> tuple[torch.Tensor, ...]:
         assert self.supported_references is not None
         # Clips are read in the sample's shape, pictures at their own size.
-        clip = encoded_references.shape if self.supported_references.is_clip else None
-        fps, start = self.recipe.data.fps, encoded_references.start
-        return tuple(read_reference(reference, clip, fps, start) for reference in encoded_references.media)
+        clip = reference_media.shape if self.supported_references.is_clip else None
+        fps, start = self.recipe.data.fps, reference_media.start
+        return tuple(read_reference(reference, clip, fps, start) for reference in reference_media.media)
 
     def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
@@ -179,7 +179,7 @@ class Encoding:
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        references = self._decode_references(EncodedReferences.from_sample(sample)) if sample.clip.references else ()
+        references = self._decode_references(ReferenceMedia.from_sample(sample)) if sample.clip.references else ()
         mask_file, mask = sample.clip.mask, None
         if self.has_masks and mask_file is not None:
             mask = read_mask(mask_file.media, alpha=mask_file.alpha, **size)

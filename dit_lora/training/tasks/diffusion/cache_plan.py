@@ -22,7 +22,7 @@ from dit_lora.data.sources.clips import Clip
 from dit_lora.data.storage import read_with_retry
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import CheckpointInfo, Encoders
-from dit_lora.training.tasks.diffusion.cache_entries import EncodedReferences, Encoding
+from dit_lora.training.tasks.diffusion.cache_entries import Encoding, ReferenceMedia
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 from dit_lora.training.tasks.diffusion.samples import Samples, find_samples, make_progress_bar
 
@@ -150,7 +150,7 @@ def make_plan(
         windows.setdefault(sample.clip.id, []).append(sample.id)
     for file, reason in at_fault.items():
         rejected |= dict.fromkeys(windows.get(file, [file]), reason)
-    first_references = EncodedReferences.from_sample(planned[0].sample) if planned else None
+    first_references = ReferenceMedia.from_sample(planned[0].sample) if planned else None
     # An equal text encoder gives equal keys, whichever checkpoint contains it.
     is_own = of_samples.make_text_job("").key == encoding.make_text_job("").key
     empty = encoding.make_text_job("", first_references)
@@ -161,7 +161,7 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
-    references = EncodedReferences.from_sample(sample)
+    references = ReferenceMedia.from_sample(sample)
     text, empty = encoding.make_text_job(sample.clip.caption, references), None
     # Otherwise all samples share the empty caption.
     if encoding.has_references_in_text and encoding.recipe.data.caption_dropout > 0:
@@ -174,7 +174,7 @@ def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[J
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
-    references = EncodedReferences.from_sample(sample)
+    references = ReferenceMedia.from_sample(sample)
     # Every sample of a batch needs such a caption, even if its loss does not count.
     if preserve.trigger not in caption:
         return (encoding.make_text_job(caption, references),), 0.0
@@ -189,7 +189,7 @@ def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationProm
         references = None
         if files:
             media = tuple(MediaFile(Path(file)) for file in files)
-            references = EncodedReferences(media, VideoShape.from_data(recipe.data))
+            references = ReferenceMedia(media, VideoShape.from_data(recipe.data))
         try:
             yield ValidationPrompt(encoding.make_text_job(prompt, references), encoding.make_text_job("", references))
         except OSError as error:
