@@ -182,16 +182,15 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _poison() -> None:
     """Make the latents of one sample NaN on the device, from the fourth step on, whenever a step takes it."""
-    move_batch, micro_step = Batch.to, training_loop._run_micro_step
+    move_batch, read_batch = Batch.to, training_loop._Step.read_batch
     victims: list[str] = []
     poisons = False
 
-    def poisoned_step(*args: Any) -> Any:
+    def read_poisoned(step: training_loop._Step, *args: Any) -> Batch:
         nonlocal poisons
-        (step,) = (arg for arg in args if isinstance(arg, training_loop._Step))
         poisons = step.number >= _POISONED_FROM
         try:
-            return micro_step(*args)
+            return read_batch(step, *args)
         finally:
             poisons = False
 
@@ -207,7 +206,7 @@ def _poison() -> None:
         return replace(batch, tensors=tensors)
 
     Batch.to = to  # type: ignore[method-assign]
-    training_loop._run_micro_step = poisoned_step
+    training_loop._Step.read_batch = read_poisoned  # type: ignore[method-assign]
 
 
 def _as_run(kind: str, arguments: list[str]) -> None:

@@ -45,8 +45,8 @@ from dit_lora.training import loop as training_loop
 from dit_lora.training.distributed import engine as training_engine
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.journal import Journal, build_metrics_line
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.loop import Loop, LoopCallbacks, train
+from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.session.session import hide_progress_bars
@@ -67,8 +67,29 @@ Step = Callable[[int], float]
 class NoRecovery:
     """Ends the benchmark if a step fails, since its times would mean nothing."""
 
+    lr_scale = 1.0
+
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"{trip}")
+
+
+@dataclass
+class TimedCallbacks(LoopCallbacks):
+    """Records when a step asks for its data.
+
+    A run enters `train` once and goes through all modules to set their mode; here each step enters it.
+    """
+
+    batches: Iterator[Batch]
+    report: Callable[[StepResult], None]
+    began: float = 0.0
+
+    def load_batches(self, start_step: int) -> Iterator[Batch]:
+        self.began = time.perf_counter()
+        return self.batches
+
+    def on_step(self, result: StepResult) -> None:
+        self.report(result)
 
 
 def build_model() -> tuple[torch.nn.Module, torch.optim.AdamW]:
@@ -139,7 +160,6 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
     watcher = StepWatcher(snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0))
     folder.mkdir()
     journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
-    batches = fixed_batches(size)
 
     def on_step(result: StepResult) -> None:
         line = build_metrics_line(result, {"loss_by_timestep": average_by_timestep(result, checkpoint.timestep_range)})
@@ -149,37 +169,24 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
         if guarded and snapshots.is_due(result.step):
             snapshots.take(result.step)
 
+    callbacks = TimedCallbacks(fixed_batches(size), on_step)
     loop = Loop(
         engine=Engine(accelerator, prepared_model, prepared_optimizer),
         loss_function=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
-        schedule=build_schedule(OPTIM, 1_000_000),
+        schedule=Schedule(OPTIM, 1_000_000),
         optim=OPTIM,
         accumulate=1,
         seed=42,
         recovery=NoRecovery(),
         watcher=watcher,
+        callbacks=callbacks,
     )
-
-    began = 0.0
-
-    def start_batches(start_step: int) -> Iterator[Batch]:
-        # A run enters `train` once and goes through all modules to set their mode; here each step enters it.
-        nonlocal began
-        began = time.perf_counter()
-        return batches
 
     def step(number: int) -> float:
         with nullcontext() if guarded else without_gate():
-            train(
-                loop,
-                start_batches,
-                start_step=number - 1,
-                steps=number,
-                get_stop_code=lambda: 0,
-                on_step=on_step,
-            )
+            train(loop, start_step=number - 1, steps=number)
             _wait(accelerator)
-            return time.perf_counter() - began
+            return time.perf_counter() - callbacks.began
 
     return step
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,8 +28,8 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.execution.activations import advise_checkpointing, measure_activations
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.loop import Loop, LoopCallbacks, train
+from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
@@ -232,8 +232,29 @@ class _PlainSteps:
 class _NoRecovery:
     """Ends the setting if a step fails, since its times would mean nothing."""
 
+    lr_scale = 1.0
+
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"the guard tripped: {trip}")
+
+
+@dataclass
+class _SettingCallbacks(LoopCallbacks):
+    """Yields the setting's batches and reports its steps."""
+
+    batches: Sequence[Inputs]
+    report: OnStep
+
+    def load_batches(self, start_step: int) -> Iterator[Batch]:
+        for number, batch in enumerate(self.batches[start_step:], start=start_step):
+            tensors, _ = _split_inputs(batch)
+            rows = range(len(batch["hidden_states"]))
+            names = tuple(f"{number}-{row}" for row in rows)
+            yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
+
+    def on_step(self, result: StepResult) -> None:
+        # The loop has read the step's row, so that the host's share cannot be told.
+        self.report(result.step - 1, result.loss, None)
 
 
 @dataclass
@@ -255,26 +276,9 @@ class _GuardedSteps:
         self._loop = self._build_loop()
 
     def take(self, first_step: int, last_step: int, on_step: OnStep) -> None:
-        def report(result: StepResult) -> None:
-            # The loop has read the step's row, so that the host's share cannot be told.
-            on_step(result.step - 1, result.loss, None)
-
+        loop = replace(self._loop, callbacks=_SettingCallbacks(self.batches, on_step))
         # The loop counts steps from 1.
-        train(
-            self._loop,
-            self._batches_from,
-            start_step=first_step,
-            steps=last_step + 1,
-            get_stop_code=lambda: 0,
-            on_step=report,
-        )
-
-    def _batches_from(self, start_step: int) -> Iterator[Batch]:
-        for number, batch in enumerate(self.batches[start_step:], start=start_step):
-            tensors, _ = _split_inputs(batch)
-            rows = range(len(batch["hidden_states"]))
-            names = tuple(f"{number}-{row}" for row in rows)
-            yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
+        train(loop, start_step=first_step, steps=last_step + 1)
 
     def _build_loop(self) -> Loop:
         group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
@@ -289,11 +293,12 @@ class _GuardedSteps:
         return Loop(
             engine=Engine(Accelerator(cpu=device.type == "cpu"), self.model, self.optimizer),
             loss_function=losses,
-            schedule=build_schedule(optim, len(self.batches)),
+            schedule=Schedule(optim, len(self.batches)),
             optim=optim,
             accumulate=1,
             seed=0,
             recovery=_NoRecovery(),
             watcher=StepWatcher(Snapshots(dict, interval_steps=0)),
+            callbacks=_SettingCallbacks(self.batches, lambda step, loss, host_share: None),
             compute_norms=choose_norm_function("auto", self.optimizer.param_groups[0]["params"])[0],
         )

@@ -1,7 +1,7 @@
 """A loop on a model small enough to check by hand, with data and a recovery that notes its calls."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.loop import Loop, LoopCallbacks, train
+from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.step import StepResult
 
@@ -40,6 +40,37 @@ def losses_of(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOut
     return LossOutput(model(batch.tensors["x"]).square().flatten(1).mean(1) + 1, timesteps)
 
 
+@dataclass
+class Callbacks(LoopCallbacks):
+    """Calls the functions of a test."""
+
+    batches: Callable[[int], Iterable[Batch]] = lambda step: ()
+    on_result: Callable[[StepResult], None] = lambda result: None
+    log: Callable[[StepResult], None] = lambda result: None
+    sync_after: Callable[[int], bool] = lambda step: False
+    stop_code: int = 0
+
+    def load_batches(self, start_step: int) -> Iterable[Batch]:
+        return self.batches(start_step)
+
+    def on_step(self, result: StepResult) -> None:
+        self.on_result(result)
+
+    def log_step(self, result: StepResult) -> None:
+        self.log(result)
+
+    def should_sync_after(self, step: int) -> bool:
+        return self.sync_after(step)
+
+    def get_stop_code(self) -> int:
+        return self.stop_code
+
+
+def with_callbacks(loop: Loop, **changes: Any) -> Loop:
+    assert isinstance(loop.callbacks, Callbacks)
+    return replace(loop, callbacks=replace(loop.callbacks, **changes))
+
+
 class TrippedError(Exception):
     """What a recovery raises that was not told where to go on."""
 
@@ -48,6 +79,7 @@ class TrippedError(Exception):
 class FakeRecovery:
     """Notes its calls and answers with the steps that it was given; then it raises."""
 
+    lr_scale = 1.0
     answers: list[int] = field(default_factory=list)
     trips: list[StepFailure] = field(default_factory=list)
     ids: list[list[tuple[str, ...]]] = field(default_factory=list)
@@ -92,12 +124,13 @@ def build(
     return Loop(
         engine=Engine(accelerator, prepared_model, optimizer),
         loss_function=losses,
-        schedule=build_schedule(optim, 10),
+        schedule=Schedule(optim, 10),
         optim=optim,
         accumulate=accumulate,
         seed=7,
         recovery=FakeRecovery(list(answers)),
         watcher=StepWatcher(Snapshots(lambda: {}, interval_steps=10)),
+        callbacks=Callbacks(),
     )
 
 
@@ -114,14 +147,8 @@ def run(
         on_step(result)
         results.append(result)
 
-    train(
-        loop,
-        lambda step: data[step * loop.accumulate :],
-        start_step=0,
-        steps=steps,
-        get_stop_code=lambda: 0,
-        on_step=note,
-    )
+    followed = with_callbacks(loop, batches=lambda step: data[step * loop.accumulate :], on_result=note)
+    train(followed, start_step=0, steps=steps)
     return results
 
 

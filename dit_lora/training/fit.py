@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -19,8 +20,8 @@ from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
 from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line, read_eval_losses
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.loop import Loop, LoopCallbacks, train
+from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.build import choose_gradient_norms
 from dit_lora.training.recovery.preflight import preflight
 from dit_lora.training.recovery.rank_consistency import record_sound_averages, require_agreement
@@ -57,44 +58,95 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with phases.timing("snapshot"):
         run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
-    intervals = [recipe.train.save_every, recipe.validation.every]
-    steps, is_quiet = recipe.train.steps, not session.is_main
+    steps = recipe.train.steps
+    is_quiet = not session.is_main
     bar = tqdm(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet, dynamic_ncols=True)
-    with bar, handle_stop_signals(session.launcher) as stop_asked:
-
-        def on_step(result: StepResult) -> None:
-            nonlocal base_waits
-            if phases.end_first_step() and session.is_main:
-                phases.write(session.dir)
-                session.say(f"first step after {phases.format_stage('before')}")
-            # The step is taken: what fails from here on must not lose it.
-            with _save_on_error(run, result.step):
-                # Only healthy steps come here: the average never sees a failed step.
-                if run.ema is not None:
-                    run.ema.step(result.step)
-                _log_step(run, bar, result)
-            if base_waits and not result.stop_code:
-                # The base is validated before anything is saved: failing samples end the run in its first minutes.
-                base_waits = False
-                validate(run, step=0)
-                on_checkpoint()
-            with _save_on_error(run, result.step):
-                _check_and_save(run, result)
-            if any(interval and result.step % interval == 0 for interval in intervals):
-                on_checkpoint()
-
+    with bar, handle_stop_signals(session.launcher) as get_signal_code:
+        callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits)
         phases.begin_first_step()
         with run.checkpoints.finish_writes():
-            train(
-                _build_loop(run, bar),
-                lambda step: _load_batches(run, step),
-                start_step=run.start_step,
-                steps=steps,
-                # A full disk or a lost lock on one rank stops all ranks as a signal does: by the step's gather.
-                get_stop_code=lambda: max(stop_asked(), run.checkpoints.poll_exit_code()),
-                on_step=on_step,
-            )
+            train(_build_loop(run, callbacks), start_step=run.start_step, steps=steps)
     phases.end_steps()
+
+
+@dataclass
+class RunCallbacks(LoopCallbacks):
+    """What a run does around its steps: loading batches, logging, checkpoints and validation."""
+
+    run: Run
+    bar: tqdm
+    get_signal_code: Callable[[], int]
+    """Returns the exit code that a signal has asked for, or 0."""
+    on_checkpoint: Callable[[], None]
+    """Called after each step that is saved or validated."""
+    base_waits: bool
+    """True until the base has been validated, if this waits for the first step."""
+
+    def load_batches(self, start_step: int) -> Iterable[Batch]:
+        """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
+        run = self.run
+        session = run.setup.session
+        recipe = run.setup.recipe
+        sampler = PositionSampler(
+            start_step=start_step,
+            steps=recipe.train.steps,
+            batch_size=recipe.train.batch_size,
+            accumulate=recipe.train.accumulate,
+            rank=session.data_rank,
+            num_ranks=session.num_data_ranks,
+        )
+        loader_config = Reading(
+            sampler,
+            seed=recipe.train.seed,
+            caption_dropout=recipe.data.caption_dropout,
+            quarantine=run.recovery.quarantine,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            pin_memory=session.accelerator.device.type == "cuda",
+            get_draw_functions=run.setup.checkpoint.draw_functions,
+        )
+        return run.parity.record_batches(run.setup.data.training_set.make_loader(loader_config), start_step)
+
+    def get_stop_code(self) -> int:
+        # A full disk or a lost lock on one rank stops all ranks as a signal does: by the step's gather.
+        return max(self.get_signal_code(), self.run.checkpoints.poll_exit_code())
+
+    def should_sync_after(self, step: int) -> bool:
+        return _should_sync_after(self.run, step)
+
+    def on_step(self, result: StepResult) -> None:
+        run = self.run
+        session = run.setup.session
+        recipe = run.setup.recipe
+        if session.phases.end_first_step() and session.is_main:
+            session.phases.write(session.dir)
+            session.say(f"first step after {session.phases.format_stage('before')}")
+        # The step is taken: what fails from here on must not lose it.
+        with _save_on_error(run, result.step):
+            # Only healthy steps come here: the average never sees a failed step.
+            if run.ema is not None:
+                run.ema.step(result.step)
+            _log_step(run, self.bar, result)
+        if self.base_waits and not result.stop_code:
+            # The base is validated before anything is saved: failing samples end the run in its first minutes.
+            self.base_waits = False
+            validate(run, step=0)
+            self.on_checkpoint()
+        with _save_on_error(run, result.step):
+            _check_and_save(run, result)
+        if any(
+            interval and result.step % interval == 0 for interval in (recipe.train.save_every, recipe.validation.every)
+        ):
+            self.on_checkpoint()
+
+    def log_step(self, result: StepResult) -> None:
+        _log_step(self.run, self.bar, result)
+
+    def end_unreadable_run(self, step: int, reason: str) -> NoReturn:
+        accelerator = self.run.setup.session.accelerator
+        with _save_on_error(self.run, step):
+            raise_on_all_ranks(accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None)
+        raise AssertionError("no rank says why")
 
 
 def _report_events(run: Run, events: Iterable[Event]) -> None:
@@ -123,25 +175,20 @@ def _validate_start(run: Run) -> bool:
     return False
 
 
-def _build_loop(run: Run, bar: tqdm) -> Loop:
+def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
-    # A function of group and step: it has no state to save.
-    schedule = build_schedule(recipe.optim, recipe.train.steps)
     return Loop(
         engine=setup.engine,
         loss_function=build_loss_function(setup.checkpoint),
-        # Read at every step: a rollback may have lowered the rates.
-        schedule=lambda group, step: schedule(group, step) * run.recovery.state.lr_scale,
+        schedule=Schedule(recipe.optim, recipe.train.steps),
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         ranks_per_sample=recipe.train.context_parallel,
         seed=recipe.train.seed,
         recovery=run.recovery,
         watcher=run.watcher,
+        callbacks=callbacks,
         compute_norms=choose_gradient_norms(setup),
-        on_unreadable=lambda step, reason: _end_unreadable_run(run, step, reason),
-        log_step=lambda result: _log_step(run, bar, result),
-        sync_after=lambda step: _should_sync_after(run, step),
     )
 
 
@@ -155,30 +202,6 @@ def _should_sync_after(run: Run, step: int) -> bool:
     looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
     due = any(interval and step % interval == 0 for interval in looks)
     return due or run.recovery.snapshots.is_due(step) or run.watcher.has_statistics(step)
-
-
-def _load_batches(run: Run, start_step: int) -> Iterable[Batch]:
-    """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
-    session, recipe = run.setup.session, run.setup.recipe
-    sampler = PositionSampler(
-        start_step=start_step,
-        steps=recipe.train.steps,
-        batch_size=recipe.train.batch_size,
-        accumulate=recipe.train.accumulate,
-        rank=session.data_rank,
-        num_ranks=session.num_data_ranks,
-    )
-    loader_config = Reading(
-        sampler,
-        seed=recipe.train.seed,
-        caption_dropout=recipe.data.caption_dropout,
-        quarantine=run.recovery.quarantine,
-        workers=recipe.data.workers,
-        prefetch=recipe.data.prefetch,
-        pin_memory=session.accelerator.device.type == "cuda",
-        get_draw_functions=run.setup.checkpoint.draw_functions,
-    )
-    return run.parity.record_batches(run.setup.data.training_set.make_loader(loader_config), start_step)
 
 
 def _check_and_save(run: Run, result: StepResult) -> None:
@@ -321,14 +344,6 @@ def _save_on_error(run: Run, step: int) -> Iterator[None]:
         if not is_single_process:
             raise
         raise _make_final_error(run, step, make_write_error(error)) from error
-
-
-def _end_unreadable_run(run: Run, step: int, reason: str) -> NoReturn:
-    """End the run after `step`, because some rank cannot read its data for the reason `reason`. Collective."""
-    accelerator = run.setup.session.accelerator
-    with _save_on_error(run, step):
-        raise_on_all_ranks(accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None)
-    raise AssertionError("no rank says why")
 
 
 def _make_final_error(run: Run, step: int, error: DitLoraError) -> DitLoraError:

@@ -1,12 +1,22 @@
-"""The training loop: one function over a family's losses. No family can override the step, so none can skip the gate.
+"""The training loop. `_train_step` shows the whole step; no family can override it, so none can skip the gate.
 
-Order within a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
-ranks -> optimizer, gated on the device -> one gather of metrics and flags, the only values of a step the host reads.
-The host reads them a step late: after the next step's forward and backward are queued, and before its optimizer.
+Two steps are in flight: the host launches a step before it reads the metrics of the step before. So the device has
+work while the host logs, and a healthy step never makes it wait. For steps 1 and 2, from left to right:
+
+    host     launch 1 | update 1, send metrics 1 | launch 2 | read metrics 1, log | update 2, send metrics 2 | launch 3
+    device   forward, backward 1 | update 1 | forward, backward 2 ............... | update 2 | forward, backward 3
+    healthy  step 1 was taken: `on_step` sees the weights that it left, before step 2 updates them
+    failed   step 1 was not taken, on any rank: the gradients of step 2 are dropped, and `recovery` decides where to
+             continue; the batches are then requested again from there
+
+"Launch" is a step's forward and backward. A failed step cannot harm the launched one, whose weights it left unchanged.
+Order within a step (docs/design.md): losses recorded -> backward -> norms recorded before clipping -> clip -> one
+flag over all ranks -> optimizer, gated on the device -> one gather of metrics and flags, which is all the host reads.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -70,6 +80,16 @@ class _Step:
         yield
         self.seconds += time.perf_counter() - began
 
+    def read_batch(self, reader: Reader[Batch], device: torch.device) -> Batch:
+        """Read the next micro-batch to the device. Record whether it is good, and how long the host waited for it."""
+        began = time.perf_counter()
+        # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
+        batch, self.read_error = reader.read_next()
+        batch = batch.to(device)
+        self.bad_data.append(_UNREAD_DATA if self.read_error else float(bool(batch.faults)))
+        self.data_seconds += time.perf_counter() - began
+        return batch
+
 
 @dataclass(frozen=True)
 class _PendingStep:
@@ -82,15 +102,24 @@ class _PendingStep:
 
 
 @dataclass
-class _Progress:
+class _LoopState:
     """Training position: the last confirmed step, and the step whose metrics are still on the device."""
 
     confirmed_step: int
     """The last step whose metrics were read and found healthy."""
+    last_step: int
+    """The step at which training ends."""
     control: MicroBatch | None = None
-    """A micro-batch of that step: a healthy one for comparison."""
+    """A micro-batch of the confirmed step: a healthy one for comparison."""
     pending: _PendingStep | None = None
     """The following step, once its update is queued."""
+    reader: Reader[Batch] = field(default_factory=Reader)
+
+    def take_pending(self) -> _PendingStep | None:
+        """The pending step, which is no longer pending."""
+        pending = self.pending
+        self.pending = None
+        return pending
 
 
 def max_resident_micro_batches(accumulate: int) -> int:
@@ -98,8 +127,39 @@ def max_resident_micro_batches(accumulate: int) -> int:
     return 2 * accumulate + 1
 
 
-def _raise_unreadable(step: int, reason: str) -> NoReturn:
-    raise UnreadableError(reason or "another rank cannot read its data")
+class LoopCallbacks(ABC):
+    """What a training loop asks of its run, and what the run does between steps."""
+
+    @abstractmethod
+    def load_batches(self, start_step: int) -> Iterable[Batch]:
+        """This rank's micro-batches of the steps after `start_step`."""
+
+    def on_step(self, result: StepResult) -> None:
+        """Called after each step that was taken, with equal results on all ranks.
+
+        Weights and optimizer are as the step left them: at most the next forward and backward are queued.
+
+        Raises:
+            BadStateError: The step led to a state that is not worth keeping; the loop recovers from it.
+            RolledBackError: The run was rolled back to an earlier step, from which training continues.
+        """
+        return
+
+    def log_step(self, result: StepResult) -> None:
+        """Log a step without collectives. Called instead of `on_step` if the next step crashed on several ranks."""
+        return
+
+    def get_stop_code(self) -> int:
+        """The exit code with which this rank was asked to stop, or 0."""
+        return 0
+
+    def should_sync_after(self, step: int) -> bool:
+        """True if the host must read this step before the next is launched. Equal on all ranks."""
+        return False
+
+    def end_unreadable_run(self, step: int, reason: str) -> NoReturn:
+        """End the run on all ranks after `step`. `reason` says why this rank cannot read its data; "" if it can."""
+        raise UnreadableError(reason or "another rank cannot read its data")
 
 
 @dataclass(frozen=True)
@@ -114,109 +174,125 @@ class Loop:
     seed: int
     recovery: RunRecovery
     watcher: StepWatcher
-    on_unreadable: Callable[[int, str], NoReturn] = _raise_unreadable
-    """Ends the run on all ranks. Takes the last completed step and why this rank could not read its data, or ""."""
+    callbacks: LoopCallbacks
     ranks_per_sample: int = 1
     """Number of ranks that run each sample together (1 without context parallelism)."""
     compute_norms: NormFunction | None = None
     """Computes gradient norms; None uses PyTorch."""
-    log_step: Callable[[StepResult], None] = lambda result: None
-    """Logs a step without collectives. Used when the next step crashed before `on_step` ran."""
-    sync_after: Callable[[int], bool] = lambda step: False
-    """True if the host must read this step before the next is launched. Equal on all ranks."""
 
 
-def train(
-    loop: Loop,
-    batches: Callable[[int], Iterable[Batch]],
-    *,
-    start_step: int,
-    steps: int,
-    get_stop_code: Callable[[], int],
-    on_step: Callable[[StepResult], None],
-) -> None:
-    """Train the steps after `start_step` up to `steps`; `on_step` runs after each, with equal results on all ranks.
+def train(loop: Loop, *, start_step: int, steps: int) -> None:
+    """Train the steps after `start_step` up to `steps`. Collective.
 
-    `on_step` sees weights and optimizer as the step left them: at most the next forward and backward are queued.
-    `batches(step)` yields the micro-batches of the steps after `step`. A failed step leaves weights and optimizer
-    unchanged, and the queued part of the next step is dropped. `loop.recovery` then returns the step to continue from,
-    or raises `NonFiniteError` on every rank. If `on_step` raises `RolledBackError`, training continues from its step.
-    If a rank cannot read a step's data, `loop.on_unreadable` ends the run.
+    A failed step leaves weights and optimizer unchanged. `loop.recovery` then returns the step to continue from, or
+    raises `NonFiniteError` on every rank. If a rank cannot read a step's data, `end_unreadable_run` ends the run.
     """
+    callbacks = loop.callbacks
     # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
-    loop.engine.fix_ddp_bucket_order(lambda: _compute_first_loss(loop, batches(start_step), start_step + 1))
-    # Two steps are in flight: while the host reads step n, forward and backward of step n + 1 are queued.
-    progress, reader = _Progress(start_step), Reader[Batch]()
-    while progress.confirmed_step < steps:
+    loop.engine.fix_ddp_bucket_order(
+        lambda: _compute_first_loss(loop, callbacks.load_batches(start_step), start_step + 1)
+    )
+    state = _LoopState(start_step, steps)
+    while state.confirmed_step < steps:
         # A recovery may have rolled back or changed the order: request the batches again, from `confirmed_step`.
-        reader.start(batches(progress.confirmed_step))
-        for number in range(progress.confirmed_step + 1, steps + 1):
-            step = _Step(number, Gate(loop.engine.accelerator))
-            if not _launch_step(loop, progress, reader, step, on_step):
-                break
-            with step.measure_time():
-                progress.pending = _update_weights(loop, step, get_stop_code())
-            # The last step is read immediately too: there is no next step to launch first.
-            if (number == steps or loop.sync_after(number)) and not _finish_pending_step(loop, progress, on_step):
+        state.reader.start(callbacks.load_batches(state.confirmed_step))
+        for number in range(state.confirmed_step + 1, steps + 1):
+            if not _train_step(loop, state, number):
                 break
 
 
 def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
-    accelerator, reader = loop.engine.accelerator, Reader[Batch]()
+    accelerator = loop.engine.accelerator
+    reader = Reader[Batch]()
     reader.start(batches)
     batch = reader.read_next()[0].to(accelerator.device)
     position = BatchPosition(loop.seed, number, 0, accelerator.process_index)
     return forward(loop.loss_function, loop.engine.model, batch, position).losses.mean()
 
 
-def _launch_step(
-    loop: Loop, progress: _Progress, reader: Reader[Batch], step: _Step, on_step: Callable[[StepResult], None]
-) -> bool:
-    """Queue a step's forward and backward, then finish the step before: False if batches must be requested again."""
+def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
+    """Launch a step, finish the step before it, update the weights. False if batches must be requested again."""
+    engine = loop.engine
+    watcher = loop.watcher
+    accelerator = engine.accelerator
+    step = _Step(number, Gate(accelerator))
     try:
-        with step.measure_time():
-            _run_micro_steps(loop, reader, step)
+        with step.measure_time(), watcher.watch_forward(number):
+            for micro_step in range(loop.accumulate):
+                batch = step.read_batch(state.reader, accelerator.device)
+                position = BatchPosition(loop.seed, number, micro_step, accelerator.process_index)
+                # Keeps the batch and no activations: a replay costs memory only while it runs, and draws noise again.
+                kept = replace(batch, random_inputs=None)
+                step.micro_batches.append(make_replayable(loop.loss_function, engine.unwrapped_model, kept, position))
+                with engine.micro_step():
+                    output = forward(loop.loss_function, engine.model, batch, position)
+                    # Recorded and not acted on: reading a flag here would make the host wait in every micro-step.
+                    step.gate.record_losses(output.losses, bad_data=step.bad_data[-1] > 0)
+                    engine.backward(output.losses.mean())
+                step.losses.append(output.losses.detach())
+                step.timesteps.append(output.timesteps)
     except (DitLoraError, OSError, RuntimeError):
         # The step before comes first: it was taken, or it failed and this one is repeated. Other ranks may be inside
         # this step's collectives, so neither a recovery nor `on_step` can run collectively.
-        if loop.engine.accelerator.num_processes > 1:
-            _record_if_taken(loop, progress)
+        if accelerator.num_processes > 1:
+            _log_if_taken(loop, state)
             raise
-        if _finish_pending_step(loop, progress, on_step):
+        if _finish_pending_step(loop, state):
             raise
         return False
-    return _finish_pending_step(loop, progress, on_step)
+    # The step before: its metrics are read while the device runs the forward and backward queued above.
+    if not _finish_pending_step(loop, state):
+        return False
+    with step.measure_time():
+        stop_code = loop.callbacks.get_stop_code()
+        # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
+        norms = engine.compute_gradient_norms(loop.compute_norms)
+        # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
+        gradient_flags = step.gate.record_gradient_norms(norms)
+        watcher.collect_gradients(number)
+        norm = engine.clip_gradients(norms, loop.optim, watcher.get_clip_bound)
+        # A function of the step and not a scheduler: a step that is taken again cannot advance it.
+        lr_scale = loop.recovery.lr_scale
+        rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number, scale=lr_scale)
+        # The update overwrites tensors that a snapshot's copy may still read, so the watcher comes first.
+        watcher.before_update(number)
+        # One all-reduce of the flag, which every rank meets: all take this step or none does.
+        engine.step(step.gate.reduce_flags())
+        watcher.after_update(number)
+        # Queued behind the update: losses, flags and norms stay on the device until the gather.
+        metrics = build_local_metrics(
+            step.losses,
+            step.timesteps,
+            {**norms, _ALL_GROUPS: norm},
+            gradient_flags,
+            engine.has_nonfinite_weights(),
+            step.bad_data,
+            step.data_seconds,
+            stop_code,
+        )
+        state.pending = _PendingStep(step, metrics.start_gather(accelerator), rates, tuple(norms))
+    # The last step is read immediately too: there is no next step to launch first.
+    if number == state.last_step or loop.callbacks.should_sync_after(number):
+        return _finish_pending_step(loop, state)
+    return True
 
 
-def _record_if_taken(loop: Loop, progress: _Progress) -> None:
-    """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
-    pending, progress.pending = progress.pending, None
-    # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
-    with suppress(torch.AcceleratorError):
-        if pending is not None and pending.metrics.wait_until_arrived(_MAX_WAIT_S):
-            outcome = _read_metrics(loop, pending)
-            if isinstance(outcome, StepResult):
-                loop.log_step(outcome)
+def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
+    """Read the pending step's metrics and handle them, if there is a pending step.
 
-
-def _run_micro_steps(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
-    with loop.watcher.watch_forward(step.number):
-        for micro_step in range(loop.accumulate):
-            _run_micro_step(loop, reader, step, micro_step)
-
-
-def _finish_pending_step(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
-    """Handle the pending step's metrics: False if batches must be requested again from `progress.confirmed_step`."""
-    pending, progress.pending = progress.pending, None
+    Returns False if batches must be requested again from `state.confirmed_step`.
+    """
+    pending = state.take_pending()
     if pending is None:
         return True
-    outcome = _read_metrics(loop, pending)
     step = pending.step
+    outcome = _read_metrics(loop, pending)
     if isinstance(outcome, StepResult):
         try:
-            on_step(outcome)
-            progress.confirmed_step, progress.control = step.number, step.micro_batches[-1]
+            loop.callbacks.on_step(outcome)
+            state.confirmed_step = step.number
+            state.control = step.micro_batches[-1]
             return True
         except BadStateError as error:
             # The step was healthy, but the state that it led to is not worth keeping.
@@ -224,75 +300,34 @@ def _finish_pending_step(loop: Loop, progress: _Progress, on_step: Callable[[Ste
         except RolledBackError as back:
             # Late kernel parity has restored the state itself: there is no failed step to diagnose.
             loop.engine.discard_gradients()
-            progress.confirmed_step = back.step
+            state.confirmed_step = back.step
             return False
     # The next step's gradients may exist: it was launched behind a step that was not taken.
     loop.engine.discard_gradients()
     # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
-        loop.on_unreadable(step.number - 1, step.read_error)
-    progress.confirmed_step = loop.recovery.recover(outcome, step.micro_batches, progress.control)
+        loop.callbacks.end_unreadable_run(step.number - 1, step.read_error)
+    state.confirmed_step = loop.recovery.recover(outcome, step.micro_batches, state.control)
     return False
+
+
+def _log_if_taken(loop: Loop, state: _LoopState) -> None:
+    """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
+    pending = state.take_pending()
+    # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
+    with suppress(torch.AcceleratorError):
+        if pending is not None and pending.metrics.wait_until_arrived(_MAX_WAIT_S):
+            outcome = _read_metrics(loop, pending)
+            if isinstance(outcome, StepResult):
+                loop.callbacks.log_step(outcome)
 
 
 def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | StepFailure:
     """Wait for a step's metrics. The host reads nothing else from a step."""
     with pending.step.measure_time():
-        rows = pending.metrics.read()
-    failure = _find_failure(rows, pending.step.number, loop.ranks_per_sample)
-    return _build_result(rows, pending, loop.ranks_per_sample) if failure is None else failure
-
-
-def _run_micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
-    waiting = time.perf_counter()
-    accelerator = loop.engine.accelerator
-    # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
-    batch, step.read_error = reader.read_next()
-    batch = batch.to(accelerator.device)
-    bad_data = _UNREAD_DATA if step.read_error else float(bool(batch.faults))
-    step.data_seconds += time.perf_counter() - waiting
-    position = BatchPosition(loop.seed, step.number, micro_step, accelerator.process_index)
-    # A closure over the batch, not activations: a replay costs memory only while it runs, and draws its noise again.
-    replayed = replace(batch, random_inputs=None)
-    step.micro_batches.append(make_replayable(loop.loss_function, loop.engine.unwrapped_model, replayed, position))
-    with loop.engine.micro_step():
-        output = forward(loop.loss_function, loop.engine.model, batch, position)
-        # Noted and not acted on: reading the flag here would synchronize the host in every micro-step.
-        step.gate.record_losses(output.losses, bad_data=bad_data > 0)
-        loop.engine.backward(output.losses.mean())
-    step.losses.append(output.losses.detach())
-    step.timesteps.append(output.timesteps)
-    step.bad_data.append(bad_data)
-
-
-def _update_weights(loop: Loop, step: _Step, stop_code: int) -> _PendingStep:
-    """Clip, run the gated optimizer step, and send the metrics. The host knows only the learning rates by then."""
-    engine, number = loop.engine, step.number
-    # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
-    norms = engine.compute_gradient_norms(loop.compute_norms)
-    # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-    gradient_flags = step.gate.record_gradient_norms(norms)
-    loop.watcher.collect_gradients(number)
-    norm = engine.clip_gradients(norms, loop.optim, loop.watcher.get_clip_bound)
-    # A function of the step and not a scheduler: a step that is taken again cannot advance it.
-    rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
-    # The update overwrites tensors that a snapshot's copy may still read, so the watcher comes first.
-    loop.watcher.before_update(number)
-    # One all-reduce of the flag, which every rank meets: all take this step or none does.
-    engine.step(step.gate.reduce_flags())
-    loop.watcher.after_update(number)
-    # Queued behind the update: flags and norms stay on the device until the gather.
-    row = build_local_metrics(
-        step.losses,
-        step.timesteps,
-        {**norms, _ALL_GROUPS: norm},
-        gradient_flags,
-        engine.has_nonfinite_weights(),
-        step.bad_data,
-        step.data_seconds,
-        stop_code,
-    )
-    return _PendingStep(step, row.start_gather(engine.accelerator), rates, tuple(norms))
+        metrics = pending.metrics.read()
+    failure = _find_failure(metrics, pending.step.number, loop.ranks_per_sample)
+    return failure or _build_result(metrics, pending, loop.ranks_per_sample)
 
 
 def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> StepFailure | None:

@@ -16,8 +16,6 @@ from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.numerics.dtensors import get_local_tensor
 
 ParameterGroups = Sequence[dict[str, Any]]
-Schedule = Callable[[str, int], float]
-"""(group name, step counted from 1) to learning rate."""
 
 
 def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
@@ -68,18 +66,27 @@ def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
     return optimizer
 
 
-def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
-    """Learning rates that depend only on the step, so that no state can be lost or corrupted."""
-    configs = optim.groups.get_configured_groups()
+class Schedule:
+    """Learning rates that depend only on the step, so that no state can be lost or corrupted.
 
-    def learning_rate(group: str, step: int) -> float:
-        config = configs[group]
+    Args:
+        optim: The peak rate and the schedule of each parameter group.
+        steps: Number of steps of the run.
+    """
+
+    def __init__(self, optim: OptimConfig, steps: int) -> None:
+        self._optim = optim
+        self._steps = steps
+        self._configs = optim.groups.get_configured_groups()
+
+    def compute_rate(self, group: str, step: int) -> float:
+        """The learning rate of a parameter group at `step`, counted from 1."""
+        config = self._configs[group]
+        optim = self._optim
         kind = config.schedule or optim.schedule
         warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
-        factor = compute_schedule_factor(kind, step, warmup=warmup, steps=steps, min_factor=optim.min_lr_rate)
+        factor = compute_schedule_factor(kind, step, warmup=warmup, steps=self._steps, min_factor=optim.min_lr_rate)
         return config.lr * factor
-
-    return learning_rate
 
 
 def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, min_factor: float = 0.0) -> float:
@@ -99,13 +106,16 @@ def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, mi
     return min_factor + (1.0 - min_factor) * remaining
 
 
-def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int) -> dict[str, float]:
-    """Set each group's learning rate for this step; returns them by name, times Prodigy's estimate if it has one."""
+def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int, *, scale: float = 1.0) -> dict[str, float]:
+    """Set each group's learning rate for this step; returns them by name, times Prodigy's estimate if it has one.
+
+    `scale` multiplies all rates: a rollback may have lowered them.
+    """
     # Names of group keys that multiply the rate, such as Prodigy's estimate.
     factors = collect_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
     rates = {}
     for group in groups:
-        group["lr"] = schedule(group["name"], step)
+        group["lr"] = schedule.compute_rate(group["name"], step) * scale
         scales = (group[name] for name in factors if name in group)
         rates[group["name"]] = group["lr"] * math.prod(scales, start=1.0)
     return rates

@@ -84,6 +84,11 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     share_micro_batch: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
     """Gives every rank the micro-batch of rank `owner`; other ranks pass None. Used for collective forwards."""
 
+    @property
+    def lr_scale(self) -> float:
+        """Factor of all learning rates; below 1 after a rollback that has lowered them."""
+        return self.state.lr_scale
+
     def state_dict(self) -> dict[str, Any]:
         """The guard's state for a checkpoint."""
         state = asdict(self.state)

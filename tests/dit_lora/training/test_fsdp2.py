@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from launching import on_ranks
+from small_loop import Callbacks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.step import StepResult
@@ -68,6 +69,8 @@ def micro_batches(rank: int, ranks: int, spoiled: bool) -> list[Batch]:
 
 class Recorder:
     """Recovery that takes the step again, and notes how it found weights and optimizer."""
+
+    lr_scale = 1.0
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -129,21 +132,15 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
     loop = Loop(
         engine=Engine(accelerator, model, optimizer),
         loss_function=losses,
-        schedule=build_schedule(OPTIM, STEPS),
+        schedule=Schedule(OPTIM, STEPS),
         optim=OPTIM,
         accumulate=ACCUMULATE,
         seed=7,
         recovery=recovery,
         watcher=StepWatcher(Snapshots(state, interval_steps=10)),
+        callbacks=Callbacks(given, note),
     )
-    train(
-        loop,
-        given,
-        start_step=0,
-        steps=STEPS,
-        get_stop_code=lambda: 0,
-        on_step=note,
-    )
+    train(loop, start_step=0, steps=STEPS)
     return {
         "ranks": ranks,
         "sharded": sum(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launching import on_ranks
-from small_loop import TrippedError, batches, build, equal, failing_first, run, state_of
+from small_loop import TrippedError, batches, build, equal, failing_first, run, state_of, with_callbacks
 from torch import distributed
 
 from dit_lora.data.loading.batch import Batch
@@ -51,7 +51,7 @@ def test_a_step_is_read_once_the_next_ones_gradients_are_queued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two steps are in flight, unless a step is one to be read at once; the last one is."""
-    loop = replace(build(accumulate=2), sync_after=lambda step: step == 3)
+    loop = with_callbacks(build(accumulate=2), sync_after=lambda step: step == 3)
     order = in_flight(loop, monkeypatch)
     results = run(loop, 5, batches(10))
     assert order == [
@@ -68,7 +68,7 @@ def test_whoever_follows_a_run_finds_the_state_that_its_step_left() -> None:
     """Read late or at once, on_step sees the same weights and moments, and the run is the same bits."""
     captured: list[list[list[torch.Tensor]]] = []
     for late in (False, True):
-        loop = replace(build(accumulate=2), sync_after=lambda step, late=late: not late)
+        loop = with_callbacks(build(accumulate=2), sync_after=lambda step, late=late: not late)
         states: list[list[torch.Tensor]] = []
         run(loop, 4, batches(8), on_step=lambda r, s=states, loop=loop: s.append(state_of(loop)))
         captured.append(states)
@@ -92,7 +92,7 @@ def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[
     noted: list[int] = []
     followed: list[int] = []
     loop = build(accumulate=2, losses=failing_first(faults if is_failing_rank else {}))
-    loop = replace(loop, log_step=lambda result: noted.append(result.step))
+    loop = with_callbacks(loop, log=lambda result: noted.append(result.step))
     try:
         run(loop, 4, batches(8), on_step=lambda result: followed.append(result.step))
     except (RuntimeError, TrippedError) as error:
@@ -158,7 +158,7 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     run(build(accumulate=2), 1, batches(2))  # what the first step of a process pays
     loop, results = build(accumulate=2), list[StepResult]()
     began = time.perf_counter()
-    train(loop, slow, start_step=0, steps=4, get_stop_code=lambda: 0, on_step=results.append)
+    train(with_callbacks(loop, batches=slow, on_result=results.append), start_step=0, steps=4)
     elapsed_s = time.perf_counter() - began
     assert all(result.seconds > result.data_seconds > 0 for result in results)
     assert results[2].data_seconds > 0.2
@@ -184,8 +184,8 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
         max_alive.append(len(alive))
         return loop.loss_function(*args)
 
-    counted = replace(loop, loss_function=counting)
-    train(counted, fresh, start_step=0, steps=5, get_stop_code=lambda: 0, on_step=lambda result: None)
+    counted = replace(with_callbacks(loop, batches=fresh), loss_function=counting)
+    train(counted, start_step=0, steps=5)
     assert max_alive[0] == 1
     assert max(max_alive) == max_resident_micro_batches(accumulate)
 
@@ -198,6 +198,6 @@ def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None
         time.sleep(0.05)
         return loop.loss_function(*args)
 
-    slowed = replace(loop, loss_function=slow, sync_after=lambda step: step == 3)
+    slowed = replace(with_callbacks(loop, sync_after=lambda step: step == 3), loss_function=slow)
     results = run(slowed, 5, batches(8))
     assert all(result.seconds > 0.05 for result in results)

@@ -21,6 +21,7 @@ from small_loop import (
     losses_of,
     run,
     state_of,
+    with_callbacks,
 )
 from torch import distributed, nn
 
@@ -284,14 +285,8 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
 
 def test_a_stop_code_reaches_the_result() -> None:
     loop, results = build(), []
-    train(
-        loop,
-        lambda step: batches(1),
-        start_step=0,
-        steps=1,
-        get_stop_code=lambda: 143,
-        on_step=results.append,
-    )
+    asked = with_callbacks(loop, batches=lambda step: batches(1), stop_code=143, on_result=results.append)
+    train(asked, start_step=0, steps=1)
     assert results[0].stop_code == 143
 
 
@@ -305,7 +300,7 @@ def test_batches_are_asked_for_from_where_training_goes_on() -> None:
         requests.append(step)
         return iter(data[step:])
 
-    train(loop, given, start_step=0, steps=4, get_stop_code=lambda: 0, on_step=lambda result: None)
+    train(with_callbacks(loop, batches=given), start_step=0, steps=4)
     assert requests == [0, 1]
 
 

@@ -30,6 +30,9 @@ from dit_lora.config.load import load_recipe
 from dit_lora.data.loading.batch import HOST_TENSORS, Batch
 from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.training import loop
+from dit_lora.training.fit import RunCallbacks
+from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.step import StepResult
 
 Main = Callable[[list[str]], None]
 STEPS = 4
@@ -74,6 +77,8 @@ class Reads(TorchDispatchMode):
         self.order: list[str] = []
         self.elsewhere: list[str] = []
         """Where in Transformers the host waits."""
+        self.is_paused = False
+        """True while `on_step` runs, which may read what it likes."""
         self._there: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -91,6 +96,8 @@ class Reads(TorchDispatchMode):
             self.add(name)
 
     def add(self, name: str) -> None:
+        if self.is_paused:
+            return
         stack = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
         where = f"{name}: {''.join(traceback.format_list(stack[-4:]))}"
         caller = next(frame.filename for frame in reversed(stack) if "/torch/" not in frame.filename)
@@ -116,33 +123,44 @@ class Reads(TorchDispatchMode):
         return output
 
 
-LABELS = {"_run_micro_steps": "launch", "_update_weights": "update", "_read_metrics": "read"}
-
-
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
     reads, to = Reads(), Batch.to
-    numbers = {
-        "_run_micro_steps": lambda args: args[2].number,
-        "_update_weights": lambda args: args[1].number,
-        "_read_metrics": lambda args: args[1].step.number,
-    }
+    train_step, read_metrics, on_step = loop._train_step, loop._read_metrics, RunCallbacks.on_step
+    launch, update = StepWatcher.watch_forward, StepWatcher.before_update
 
-    def noted(name: str) -> Callable[..., Any]:
-        inner = getattr(loop, name)
+    def step(given: loop.Loop, state: Any, number: int) -> bool:
+        bare = given.engine.unwrapped_model
+        reads.put([*bare.parameters(), *bare.buffers()])
+        with reads, Sends(reads):
+            goes_on = train_step(given, state, number)
+        reads.by_step.setdefault(number, []).extend(reads.found)
+        reads.found.clear()
+        return goes_on
 
-        def call(*given: Any) -> Any:
-            bare, number = given[0].engine.unwrapped_model, numbers[name](given)
-            reads.put([*bare.parameters(), *bare.buffers()])
-            before = len(reads.found)
-            with reads, Sends(reads):
-                outcome = inner(*given)
-            reads.order.append(f"{LABELS[name]} {number}")
-            reads.by_step.setdefault(number, []).extend(reads.found[before:])
-            return outcome
+    def read(given: loop.Loop, pending: Any) -> Any:
+        """Counted with the step that is read, and not with the one under way."""
+        earlier = reads.found.copy()
+        outcome = read_metrics(given, pending)
+        reads.order.append(f"read {pending.step.number}")
+        reads.by_step.setdefault(pending.step.number, []).extend(reads.found[len(earlier) :])
+        reads.found[:] = earlier
+        return outcome
 
-        return call
+    def followed(callbacks: RunCallbacks, result: StepResult) -> None:
+        reads.is_paused = True
+        with _disable_current_modes():
+            on_step(callbacks, result)
+        reads.is_paused = False
+
+    def launched(watcher: StepWatcher, number: int) -> Any:
+        reads.order.append(f"launch {number}")
+        return launch(watcher, number)
+
+    def updated(watcher: StepWatcher, number: int) -> None:
+        reads.order.append(f"update {number}")
+        update(watcher, number)
 
     def moved(batch: Batch, device: torch.device) -> Batch:
         on_device = to(batch, device)
@@ -151,8 +169,11 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         return on_device
 
     with patch.context() as during:
-        for name in numbers:
-            during.setattr(loop, name, noted(name))
+        during.setattr(loop, "_train_step", step)
+        during.setattr(loop, "_read_metrics", read)
+        during.setattr(RunCallbacks, "on_step", followed)
+        during.setattr(StepWatcher, "watch_forward", launched)
+        during.setattr(StepWatcher, "before_update", updated)
         during.setattr(Batch, "to", moved)
         for name in METHODS:
             during.setattr(torch.Tensor, name, noting(reads, name), raising=False)
@@ -272,25 +293,25 @@ def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
 ) -> None:
     """PyTorch itself counts waits for a stream; the first step creates the tensors that stay."""
     waits: list[list[str]] = []
+    train_step, on_step = loop._train_step, RunCallbacks.on_step
 
-    def warned(name: str) -> Callable[..., Any]:
-        inner = getattr(loop, name)
+    def step(*args: Any) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return train_step(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                waits.append([str(warning.message) for warning in caught if "synchronizing" in str(warning.message)])
 
-        def call(*args: Any) -> Any:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                try:
-                    return inner(*args)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-                    messages = [f"{name}: {warning.message}" for warning in caught]
-                    waits.append([message for message in messages if "synchronizing" in message])
+    def followed(*args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        on_step(*args)
+        torch.cuda.set_sync_debug_mode("warn")
 
-        return call
-
-    for name in ("_run_micro_steps", "_update_weights", "_read_metrics"):
-        monkeypatch.setattr(loop, name, warned(name))
+    monkeypatch.setattr(loop, "_train_step", step)
+    monkeypatch.setattr(RunCallbacks, "on_step", followed)
     lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *OPTIONS])
-    assert len(waits) == 3 * STEPS
-    assert waits[2:] == [[]] * (3 * STEPS - 2), waits
+    assert len(waits) == STEPS
+    assert waits[1:] == [[]] * (STEPS - 1), waits

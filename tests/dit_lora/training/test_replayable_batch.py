@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from small_loop import Callbacks
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
@@ -24,7 +25,7 @@ from dit_lora.guard.replay import MicroBatch, Outcome
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
 
 Gradients = dict[str, torch.Tensor]
@@ -58,6 +59,7 @@ class Kept:
     losses: list[torch.Tensor] = field(default_factory=list)
     gradients: Gradients = field(default_factory=dict)
     micro_batches: Sequence[MicroBatch] = ()
+    lr_scale: float = 1.0
 
     def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         assert trip.kind == "bad_data"
@@ -101,23 +103,17 @@ def tripped(path: Path, *, dtype: str, dropout: float, checkpointing: bool, accu
     loop = Loop(
         engine=Engine(accelerator, model, optimizer),
         loss_function=losses,
-        schedule=build_schedule(OPTIM, 3),
+        schedule=Schedule(OPTIM, 3),
         optim=OPTIM,
         accumulate=accumulate,
         seed=7,
         recovery=kept_step,
         watcher=watcher,
+        callbacks=Callbacks(lambda step: batches),
     )
     batches = [batch(k, {f"{k}a": "claimed"} if k >= 2 * accumulate else {}) for k in range(6)]
     with pytest.raises(StepEndedError):
-        train(
-            loop,
-            lambda step: batches,
-            start_step=0,
-            steps=3,
-            get_stop_code=lambda: 0,
-            on_step=lambda result: None,
-        )
+        train(loop, start_step=0, steps=3)
     return kept_step
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from launching import on_ranks
+from small_loop import Callbacks
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import build_recipe_groups
@@ -26,7 +27,7 @@ from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.step import StepResult
 
@@ -60,6 +61,8 @@ def sample(number: int) -> Batch:
 
 class Recorder:
     """Recovery that replays the failed batches of this rank only, and repeats the step."""
+
+    lr_scale = 1.0
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -127,14 +130,15 @@ class Training:
         loop = Loop(
             engine=self.engine,
             loss_function=self.spoiled if spoiled else self.losses,
-            schedule=build_schedule(OPTIM, STEPS),
+            schedule=Schedule(OPTIM, STEPS),
             optim=OPTIM,
             accumulate=self.accelerator.gradient_accumulation_steps,
             seed=7,
             recovery=self.recorder,
             watcher=StepWatcher(Snapshots(self.engine.local_state_dict, interval_steps=10)),
+            callbacks=Callbacks(self.given, note),
         )
-        train(loop, self.given, start_step=start, steps=steps, get_stop_code=lambda: 0, on_step=note)
+        train(loop, start_step=start, steps=steps)
         return self
 
     def whole(self) -> Whole:

@@ -19,9 +19,9 @@ from dit_lora.guard.finite_gate import Gate, take_step_unless_bad
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import (
+    Schedule,
     apply_schedule,
     build_optimizer,
-    build_schedule,
     clip_gradients,
     compute_gradient_norms,
 )
@@ -81,7 +81,7 @@ class Training:
             for names in [members[group]]
         ]
         self.optimizer = build_optimizer(groups, self.optim)
-        self.schedule = build_schedule(self.optim, 8)
+        self.schedule = Schedule(self.optim, 8)
 
     def gradients(self, step: int) -> None:
         draws = torch.Generator().manual_seed(step)
@@ -308,7 +308,7 @@ def test_rates_are_reported_with_what_prodigy_found(capsys: pytest.CaptureFixtur
     d = run.optimizer.param_groups[0]["d"]
     assert d > 1e-6
     rates = apply_schedule(run.optimizer.param_groups, run.schedule, 5)
-    factor = run.schedule("adapter", 5)
+    factor = run.schedule.compute_rate("adapter", 5)
     assert [group["lr"] for group in run.optimizer.param_groups] == [factor, factor]
     assert rates == {"adapter": factor * d, "connector": factor * d}
 
