@@ -6,6 +6,7 @@ them with the step's metrics, so a healthy step needs no extra synchronization.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,36 +69,46 @@ class StepFailure:
 
 @dataclass
 class Gate:
-    """The flags of one optimizer step. Every rank calls the same methods in the same order."""
+    """The flags of one optimizer step. Every rank calls the same methods in the same order.
+
+    Each flag is computed once: `reduce_flags` gates the optimizer with it on the device, and `local_flags` go to the
+    host with the step's metrics, which name the failure. So device and host cannot disagree.
+    """
 
     accelerator: "Accelerator"
-    _flags: list[torch.Tensor] = field(default_factory=list)
+    _loss_flags: list[torch.Tensor] = field(default_factory=list)
+    _gradient_flags: list[torch.Tensor] = field(default_factory=list)
+    _has_bad_data: bool = False
 
     def record_losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
         """Record whether losses (B,) are finite, before their backward, and whether reading found bad data."""
         # Keep the flag on the device: reading it here would make the host wait in every micro-step.
-        bad = ~torch.isfinite(losses.detach()).all()
-        self._flags.append(bad | bad_data)
+        self._loss_flags.append(~torch.isfinite(losses.detach()).all())
+        # The host knows this one already, so it is not among the flags that are sent to it.
+        self._has_bad_data |= bad_data
 
-    def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Record each group's gradient norm, before clipping spreads one NaN to every gradient.
+    def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
+        """Record each group's gradient norm, after the last micro-step and before clipping spreads one NaN.
 
         A norm is finite only if every element is. A step in which every norm is zero trains nothing and still decays
         moments and weights, so it counts as bad too.
-
-        Returns:
-            The recorded flags, (2,) bool on the device: a norm is not finite; every norm is zero.
         """
         # (number of parameter groups,)
         stacked = torch.stack(list(norms.values()))
-        flags = torch.stack([~torch.isfinite(stacked).all(), (stacked == 0).all()])
-        self._flags += [*flags]
-        return flags
+        self._gradient_flags = [~torch.isfinite(stacked).all(), (stacked == 0).all()]
+
+    @cached_property
+    def local_flags(self) -> torch.Tensor:
+        """This rank's flags, once all are recorded: (micro-steps + 2,) bool on the device.
+
+        True where a micro-step has a loss that is not finite; then if a gradient norm is not finite; if all are zero.
+        """
+        return torch.stack([*self._loss_flags, *self._gradient_flags])
 
     def reduce_flags(self) -> torch.Tensor:
         """1.0 if any rank recorded a problem in this step, else 0.0, fp32 scalar on the device. One all-reduce."""
         # All micro-batches of this step together decide about it.
-        flag = torch.stack(self._flags).any().float()
+        flag = (self.local_flags.any() | self._has_bad_data).float()
         if self.accelerator.num_processes > 1:
             # Accelerate can reduce by sum or mean, but not by maximum.
             flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)

@@ -249,7 +249,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
         norms = engine.compute_gradient_norms(loop.compute_norms)
         # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-        gradient_flags = step.gate.record_gradient_norms(norms)
+        step.gate.record_gradient_norms(norms)
         watcher.collect_gradients(number)
         norm = engine.clip_gradients(norms, loop.optim, watcher.get_clip_bound)
         # A function of the step and not a scheduler: a step that is taken again cannot advance it.
@@ -265,7 +265,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
             step.losses,
             step.timesteps,
             {**norms, _ALL_GROUPS: norm},
-            gradient_flags,
+            step.gate.local_flags,
             engine.has_nonfinite_weights(),
             step.bad_data,
             step.data_seconds,
@@ -333,11 +333,13 @@ def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | StepFailure
 def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> StepFailure | None:
     """The failure of this step, equal on all ranks; None if it is healthy."""
     # One column per micro-step, one row per rank.
-    ranks, accumulate = metrics.bad_data.shape
+    _, accumulate = metrics.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (metrics.bad_data == _UNREAD_DATA).any():
         return StepFailure(step, "unread_data")
-    bad_losses = ~torch.isfinite(metrics.losses).view(ranks, accumulate, -1).all(2)
+    # The flags that gated the optimizer: each micro-step's loss, then gradients and weights.
+    flags = metrics.flags > 0
+    bad_losses = flags[:, :accumulate]
     bad_data = metrics.bad_data > 0
     # (samples' ranks, micro-steps): with context parallelism the first rank stands for all that share a sample.
     bad = (bad_losses | bad_data).view(-1, ranks_per_sample, accumulate).any(1)
@@ -346,7 +348,7 @@ def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> Ste
         return StepFailure(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions))
     # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
-    raised = (metrics.flags > 0).any(0).tolist()
+    raised = flags[:, accumulate:].any(0).tolist()
     return next((StepFailure(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None)
 
 

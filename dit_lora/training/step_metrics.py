@@ -22,7 +22,7 @@ class StepMetrics(NamedTuple):
     timesteps: torch.Tensor
     """(ranks, samples) timesteps, as doubles."""
     flags: torch.Tensor
-    """(ranks, 3): the gate's two gradient flags (not finite, all zero), then whether a weight is not finite."""
+    """(ranks, micro-steps + 3): the gate's `local_flags`, then whether a weight is not finite after the update."""
     norms: torch.Tensor
     """(ranks, groups + 1): gradient norms of the groups, then of all together; equal on all ranks."""
     bad_data: torch.Tensor
@@ -79,7 +79,7 @@ def build_local_metrics(
     losses: Sequence[torch.Tensor],
     timesteps: Sequence[torch.Tensor],
     norms: Mapping[str, torch.Tensor],
-    gradient_flags: torch.Tensor,
+    flags: torch.Tensor,
     has_bad_weights: torch.Tensor,
     bad_data: Sequence[float],
     data_seconds: float,
@@ -87,8 +87,8 @@ def build_local_metrics(
 ) -> StepMetrics:
     """Build this rank's row.
 
-    The last entry of `norms` is the norm over all groups. `gradient_flags` come from the step's `Gate`, so that the
-    host decides by the same values that gated the optimizer. `has_bad_weights` is true if a weight is not finite.
+    The last entry of `norms` is the norm over all groups. `flags` are the `local_flags` of the step's `Gate`, so that
+    the host decides by the values that gated the optimizer. `has_bad_weights` is true if a weight is not finite.
     """
     # (groups + 1,)
     stacked = torch.stack([get_local_tensor(norm) for norm in norms.values()])
@@ -96,7 +96,7 @@ def build_local_metrics(
     return StepMetrics(
         torch.cat([*losses]).double()[None],
         torch.cat([*timesteps]).double()[None],
-        torch.cat([gradient_flags, has_bad_weights[None]]).double()[None],
+        torch.cat([flags, has_bad_weights[None]]).double()[None],
         stacked.double()[None],
         torch.tensor([[*bad_data]], dtype=torch.float64),
         torch.tensor([[data_seconds]], dtype=torch.float64),

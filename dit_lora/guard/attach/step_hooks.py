@@ -485,6 +485,8 @@ class StepHooks:
         self._end_step(is_taken=False)
 
     def _make_failure(self, watched: WatchedOptimizer, kind: str) -> LoopFailure:
+        # Looks at gradients and weights again, in failed steps only: the check of a step joins tensors and ranks to be
+        # quick, and knows neither the names of bad gradients nor whether this rank's own weights are bad.
         gradients = watched.checks.bad_before_clipping or watched.checks.find_bad_gradients()
         # If all are bad, clipping or a bad loss has spread one NaN to all of them, so none is named.
         is_named = bool(watched.checks.bad_before_clipping) or len(gradients) < len(watched.checks.parameters)

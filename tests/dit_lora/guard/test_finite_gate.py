@@ -202,7 +202,8 @@ def test_finite_losses_and_gradients_agree_on_zero(gate: Gate) -> None:
     """The largest loss, a loss of zero and a group without a gradient are no faults."""
     gate.record_losses(torch.tensor([0.0, 3.4e38, 0.7]))
     gate.record_losses(torch.tensor([1e-45, 2.0, -3.0]), bad_data=False)
-    assert gate.record_gradient_norms(norms(0.0, 5.0)).tolist() == [False, False]
+    gate.record_gradient_norms(norms(0.0, 5.0))
+    assert gate.local_flags.tolist() == [False, False, False, False]
     assert agreed(gate) == 0.0
 
 
@@ -215,6 +216,7 @@ def test_one_loss_that_is_not_finite_shuts_the_gate(gate: Gate, value: float, mi
     for row in losses:
         gate.record_losses(row)
     gate.record_gradient_norms(norms(1.0, 2.0))
+    assert gate.local_flags.tolist() == [micro_step == 0, micro_step == 1, False, False]
     assert agreed(gate) == 1.0
 
 
@@ -228,14 +230,16 @@ def test_bad_data_shuts_the_gate_though_its_loss_is_finite(gate: Gate) -> None:
 @pytest.mark.parametrize("values", [(torch.inf, 0.2), (3.0, torch.nan), (torch.inf, torch.nan)])
 def test_one_group_whose_gradient_is_not_finite_shuts_the_gate(gate: Gate, values: tuple[float, ...]) -> None:
     gate.record_losses(torch.tensor([1.0, 0.4]))
-    assert gate.record_gradient_norms(norms(*values)).tolist() == [True, False]
+    gate.record_gradient_norms(norms(*values))
+    assert gate.local_flags.tolist() == [False, True, False]
     assert agreed(gate) == 1.0
 
 
 def test_a_step_without_any_gradient_shuts_the_gate(gate: Gate) -> None:
     """It trains nothing, and still decays moments and weights."""
     gate.record_losses(torch.tensor([1.0, 0.4]))
-    assert gate.record_gradient_norms(norms(0.0, 0.0, -0.0)).tolist() == [False, True]
+    gate.record_gradient_norms(norms(0.0, 0.0, -0.0))
+    assert gate.local_flags.tolist() == [False, False, True]
     assert agreed(gate) == 1.0
 
 
