@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from micro_batches import FakeContext, fake_batch
 from torch import nn
 
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.labels import IGNORE_INDEX
@@ -87,14 +87,14 @@ def batch(
     def single(index: int) -> MicroBatch:
         return batch(model, tensors, (ids[index],), loss=loss, noise=noise, **facts)
 
-    changes = {"redraw": again, "move_to": again, **facts}
-    return MicroBatch(ids, 12, 1, 2, own_rows, forward, single, **changes)
+    changes = {"redrawn": again, "moved": again, **facts}
+    return fake_batch(ids, 12, 1, 2, own_rows, forward, single, **changes)
 
 
 def diagnosed(given: MicroBatch, model: nn.Module, *, kind: str = "non_finite_loss", **facts: Any) -> Diagnosis:
     """The verdict, whose record every JSON reader can read."""
     control = facts.pop("control", None)
-    suspects = DiagnosisContext(model, facts.pop("state", list), **facts)
+    suspects = FakeContext(model=model, **facts)
     verdict = diagnose(given, suspects, kind=kind, control=control)
     assert (verdict.step, verdict.micro_step, verdict.rank) == (12, 1, 2)
     record = json.loads(json.dumps(verdict.to_record(), allow_nan=False))

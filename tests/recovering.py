@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from micro_batches import FakeContext, fake_batch
 from torch import nn
 
 from dit_lora.config.recipe import GuardConfig
@@ -16,7 +17,6 @@ from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.event import Event
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.finite_gate import StepFailure
@@ -24,7 +24,8 @@ from dit_lora.guard.recovery_policy import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.parameters import get_trainable_parameters
-from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery import recovery as recovery_module
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
@@ -87,13 +88,15 @@ class Guarded:
         switch = Fallback("attention:flash", "attention_backend", nullcontext, turn_off, "math")
         quarantine = Quarantine(path / "quarantine.jsonl")
         self.recovery = recovery_module.RunRecovery(
-            diagnosis_context=DiagnosisContext(self.model, lambda: optimizer_state(self.optimizer).items(), [switch]),
+            diagnosis_context=FakeContext(
+                model=self.model, fallbacks=[switch], state=lambda: optimizer_state(self.optimizer).items()
+            ),
+            engine=Engine(None, self.model, self.optimizer),  # type: ignore[arg-type]
             policy=Policy(GuardConfig(**guard).recovery_config),
             state=recovery_module.GuardState(),
             quarantine=quarantine,
             order=Order(SAMPLES, seed=0, quarantine=quarantine),
             snapshots=Snapshots(self.state, interval_steps=2),
-            drop_state=lambda names: drop_optimizer_state(self.optimizer, names),
             samples_per_step=2,
             files=self.files,
         )
@@ -128,7 +131,7 @@ class Guarded:
             raise AssertionError("the diagnosis is faked")
 
         ids = (self.in_step(step)[micro_step],)
-        return MicroBatch(ids, step, micro_step, rank, {}, forward=never, select_sample=never)
+        return fake_batch(ids, step, micro_step, rank, {}, never, never)
 
 
 def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Diagnosis:

@@ -23,7 +23,7 @@ from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import get_device_placement, offload_base
-from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable
+from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.registry import task_of
 
@@ -145,7 +145,7 @@ def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(accelerator.device)
     position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
-    micro_batch = make_replayable(build_loss_function(checkpoint), unwrapped_model, batch, position)
+    micro_batch = ReplayableBatch.from_batch(WeightedLoss(checkpoint), unwrapped_model, batch, position)
     return micro_batch, unwrapped_model, digest
 
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.guard.attach.bundles import describe_parameters, list_package_versions, unpack_call
+from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
@@ -166,7 +167,7 @@ class _ScriptReplay:
         position = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
         return run_and_diagnose(
             bundle,
-            call.to_micro_batch(model, **position),
+            CallBatch.from_call(call, model, **position),
             model,
             **self._replay_options,
             limit=None,

@@ -105,7 +105,6 @@ def run_and_diagnose(
         start = bundle.facts["start_peak"]
         suspects = DiagnosisContext(
             model,
-            lambda: [],
             switches,
             start_peak=start,
             max_magnitude=limit,

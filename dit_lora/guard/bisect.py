@@ -103,7 +103,7 @@ def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     pending.evidence["control"] = control.ids[0]
     # The control's timestep may be one at which every sample fails, so try other timesteps too.
     for healthy_candidate in (control, *_iter_redraws(control)):
-        if _is_consistently_healthy(pending, _move_to_position(healthy_candidate, failing[0])):
+        if _is_consistently_healthy(pending, healthy_candidate.move_to(failing[0])):
             return _compare_with_control(pending, failing, healthy_candidate)
     # A sample that is healthy elsewhere fails here too, so no sample is at fault. If it is healthy at an unused
     # position, this position is the cause and not the model.
@@ -143,13 +143,8 @@ def _find_control(
     return pending.context.find_other_sample(pending.micro_batch, bad)
 
 
-def _move_to_position(batch: MicroBatch, position: MicroBatch, *, copies_draws: bool = False) -> MicroBatch:
-    """The micro-batch at another one's position in the run, if possible: dropout masks depend on the position."""
-    return batch if batch.move_to is None else batch.move_to(position, copies_draws)
-
-
 def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch) -> Diagnosis:
-    if failing[0].move_to is None or failing[0].redraw is None:
+    if not failing[0].can_redraw:
         message = (
             "it fails whatever is switched off; other samples are healthy; whether it would with other noise "
             "is not known: this loop cannot draw it again"
@@ -175,7 +170,7 @@ def _diagnose_random_inputs(
 ) -> Diagnosis:
     """The verdict on samples that fail only with their own noise and timesteps."""
     # Give a healthy sample each failing one's noise and timesteps.
-    controls = (_move_to_position(control, sample, copies_draws=True) for sample in failing)
+    controls = (control.move_to(sample, copies_draws=True) for sample in failing)
     if all(_is_consistently_healthy(pending, moved) for moved in controls):
         pending.evidence["control_with_the_same_draws"] = "healthy"
         message = "only with this noise and timestep: finite with others, whatever is switched off"
@@ -193,18 +188,18 @@ def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, co
     # One healthy run is enough: the sample can be computed.
     if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):
         return True
-    moved_control = _move_to_position(control, sample)
-    return _is_consistently_healthy(pending, _move_to_position(sample, moved_control, copies_draws=True))
+    moved_control = control.move_to(sample)
+    return _is_consistently_healthy(pending, sample.move_to(moved_control, copies_draws=True))
 
 
 def _iter_redraws(sample: MicroBatch) -> Iterator[MicroBatch]:
-    if sample.redraw is not None:
+    if sample.can_redraw:
         yield from map(sample.redraw, range(_NUM_REDRAWS))
 
 
 def _move_to_unused_step(sample: MicroBatch) -> MicroBatch:
     """The micro-batch at an unused position in the run, or unchanged if it cannot be moved."""
-    return _move_to_position(sample, replace(sample, step=sample.step + _UNUSED_STEP_OFFSET))
+    return sample.move_to(replace(sample, step=sample.step + _UNUSED_STEP_OFFSET))
 
 
 def _get_sample_ids(batches: Collection[MicroBatch]) -> tuple[str, ...]:

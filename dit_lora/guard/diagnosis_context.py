@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,30 +15,19 @@ from dit_lora.numerics.dtensors import DescribeTensor, describe_tensors
 from dit_lora.numerics.quantized_linear import iterate_weight_values
 
 T = TypeVar("T")
-NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-
-
-class ExperimentRunner(Protocol):
-    """Runs one experiment; returns None if the experiment has no result."""
-
-    def __call__(self, experiment: Callable[[], T]) -> T | None: ...
-
-
-def _run_directly(experiment: Callable[[], T]) -> T | None:
-    return experiment()
-
-
-def _return_no_micro_batch(_micro_batch: MicroBatch, _excluded_ids: Collection[str]) -> MicroBatch | None:
-    return None
 
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """The model, its state and its switches: everything that a diagnosis may inspect and switch off."""
+    """The model, its state and its switches: everything that a diagnosis may inspect and switch off.
+
+    This class knows only a model, as when a bundle is replayed. `RunDiagnosisContext` (training/recovery/context.py)
+    also knows a run's optimizer, snapshots and data; `LoopDiagnosisContext` (guard/attach/watched_models.py) those of
+    another loop.
+    """
 
     model: nn.Module
     """The unwrapped model, which replays run."""
-    optimizer_state: NamedTensors
     fallbacks: list[Fallback] = field(default_factory=list)
     start_peak: float = 0.0
     """The largest trained weight when training started."""
@@ -52,17 +41,35 @@ class DiagnosisContext:
     """The frozen weights and buffers as they were at the start."""
     infinite_names: Collection[str] = ()
     """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
-    get_snapshot_peaks: Callable[[], Mapping[str, float]] = dict
-    """Largest magnitudes of the tensors in the newest snapshot, by names of trained weights and `optimizer_state`."""
     disabled_names: Collection[str] = ()
     """Names of switches that an earlier diagnosis turned off, which are not tested again."""
-    compute_decay_share: Callable[[], float] = float
-    """Returns the largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
-    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _return_no_micro_batch
-    """Returns a micro-batch of one sample other than those named, for comparison; None if there is none."""
 
-    run_experiment: ExperimentRunner = _run_directly
-    """Runs one experiment. In another loop it may raise, for example if the model cannot run a single sample."""
+    def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
+        """The optimizer's tensors and the moving averages, by name; without lockstep, this rank's shards."""
+        return {}
+
+    def compute_snapshot_peaks(self) -> Mapping[str, float]:
+        """Largest magnitudes of the newest snapshot's tensors, by names of trained weights and optimizer state."""
+        return {}
+
+    def compute_decay_share(self) -> float:
+        """The largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
+        return 0.0
+
+    def find_other_sample(self, micro_batch: MicroBatch, excluded_ids: Collection[str]) -> MicroBatch | None:
+        """A micro-batch of one sample that is not excluded, for comparison with `micro_batch`; None if there is none.
+
+        It must be equal on all ranks.
+        """
+        return None
+
+    def share_micro_batch(self, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
+        """Give every rank the micro-batch of rank `owner`; other ranks pass None. Collective."""
+        return local_batch
+
+    def run_experiment(self, experiment: Callable[[], T]) -> T | None:
+        """Run one experiment. In another loop it may raise, and then has no result: None."""
+        return experiment()
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the parameters by name; without lockstep, this rank's shards."""

@@ -1,8 +1,10 @@
 """One micro-batch that can be run again bit for bit, without changing gradients or weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -16,12 +18,12 @@ from dit_lora.numerics.ranks import gather_object
 
 
 # eq=False compares by identity: comparing tensors would not give a single bool.
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicroBatch(ABC):
     """The inputs of one rank in one micro-step, which can be run again.
 
-    `forward` draws only from named generators, so every call gives the same bits while the weights are the same. It
-    runs the unwrapped model, without DDP, so it needs no other rank unless the model is sharded.
+    `ReplayableBatch` (training/replayable_batch.py) is a run's, `CallBatch` (guard/attach/calls/call_batch.py) is made
+    from a model call of another loop.
     """
 
     ids: tuple[str, ...]
@@ -30,9 +32,6 @@ class MicroBatch:
     rank: int
     tensors: Mapping[str, torch.Tensor]
     """The samples' tensors, each (B, ...)."""
-    forward: Callable[[], LossOutput]
-    select_sample: Callable[[int], "MicroBatch"]
-    """Makes a micro-batch of the sample in this row."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """Problems found while reading the samples, by id."""
     loss_is_sum: bool = False
@@ -41,11 +40,30 @@ class MicroBatch:
     """Draw numbers, which seed the samples' random draws; empty if unknown."""
     uses_autocast: bool = False
     """True if the loop calls the model under autocast."""
-    redraw: Callable[[int], "MicroBatch"] | None = None
-    """Makes the same samples with other noise and timesteps, by number; None if they cannot be drawn again."""
-    move_to: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
-    """The same samples at another micro-batch's place in the run, and with its draws too if asked for; None where the
-    loop is not ours."""
+    can_redraw: ClassVar[bool] = False
+    """True if `redraw` works: noise and timesteps are drawn by the batch, and not by the loop."""
+
+    @abstractmethod
+    def forward(self) -> LossOutput:
+        """Compute the losses, with the same bits in every call while the weights are the same.
+
+        Runs the unwrapped model, without DDP, so it needs no other rank unless the model is sharded.
+        """
+
+    @abstractmethod
+    def select_sample(self, index: int) -> "MicroBatch":
+        """A micro-batch of the sample in this row."""
+
+    def redraw(self, number: int) -> "MicroBatch":
+        """The same samples with other noise and timesteps, by number."""
+        raise NotImplementedError
+
+    def move_to(self, position: "MicroBatch", *, copies_draws: bool = False) -> "MicroBatch":
+        """The same samples at another micro-batch's position in the run, if possible; with its draws if asked for.
+
+        Dropout masks depend on the position.
+        """
+        return self
 
 
 @dataclass(frozen=True)

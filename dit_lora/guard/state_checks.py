@@ -58,7 +58,7 @@ def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
 def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     context = pending.context
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
-    state = list(context.optimizer_state())
+    state = list(context.collect_optimizer_state().items())
     # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
     moments = pending.describe_bad_tensors(state, describe_bad_values)
     moments = moments or pending.describe_bad_tensors(state, _describe_negative)
@@ -121,7 +121,9 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
 def describe_altered_state(context: DiagnosisContext) -> list[str]:
     """Describe this rank's trained weights, moments and averages with an element that memory has altered."""
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
-    return describe_corrupted_tensors({**trained, **dict(context.optimizer_state())}, context.get_snapshot_peaks())
+    return describe_corrupted_tensors(
+        {**trained, **context.collect_optimizer_state()}, context.compute_snapshot_peaks()
+    )
 
 
 def _gather_descriptions(pending: PendingDiagnosis, local_descriptions: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ from dit_lora.training.recovery.state_checks import (
     require_not_diverged,
     require_unaltered,
 )
-from dit_lora.training.replayable_batch import build_loss_function
+from dit_lora.training.replayable_batch import WeightedLoss
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import handle_stop_signals, raise_on_all_ranks
 from dit_lora.training.step import StepResult
@@ -179,7 +179,7 @@ def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
     return Loop(
         engine=setup.engine,
-        loss_function=build_loss_function(setup.checkpoint),
+        loss_function=WeightedLoss(setup.checkpoint),
         schedule=Schedule(recipe.optim, recipe.train.steps),
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,

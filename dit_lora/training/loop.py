@@ -35,7 +35,7 @@ from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.recovery.recovery import RunRecovery
-from dit_lora.training.replayable_batch import BatchPosition, LossFunction, forward, make_replayable
+from dit_lora.training.replayable_batch import BatchPosition, LossFunction, ReplayableBatch, forward
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics, StepMetrics, build_local_metrics
 
@@ -224,7 +224,8 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
                 position = BatchPosition(loop.seed, number, micro_step, accelerator.process_index)
                 # Keeps the batch and no activations: a replay costs memory only while it runs, and draws noise again.
                 kept = replace(batch, random_inputs=None)
-                step.micro_batches.append(make_replayable(loop.loss_function, engine.unwrapped_model, kept, position))
+                replayable = ReplayableBatch.from_batch(loop.loss_function, engine.unwrapped_model, kept, position)
+                step.micro_batches.append(replayable)
                 with engine.micro_step():
                     output = forward(loop.loss_function, engine.model, batch, position)
                     # Recorded and not acted on: reading a flag here would make the host wait in every micro-step.

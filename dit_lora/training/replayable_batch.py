@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -16,18 +17,19 @@ from dit_lora.training.preserve import compute_training_losses
 LossFunction = Callable[[nn.Module, Batch, RandomStreams], LossOutput]
 
 
-def build_loss_function(checkpoint: TrainableCheckpoint) -> LossFunction:
-    """The family's loss function, with each loss multiplied by its sample's weight."""
+@dataclass(frozen=True)
+class WeightedLoss:
+    """A family's loss function, with each loss multiplied by its sample's weight."""
 
-    def compute_losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
-        output = compute_training_losses(checkpoint, model, batch.tensors, streams)
+    checkpoint: TrainableCheckpoint
+
+    def __call__(self, model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
+        output = compute_training_losses(self.checkpoint, model, batch.tensors, streams)
         # One weight per sample, (samples,).
         weights = batch.tensors.get(LOSS_WEIGHT)
         if weights is None:
             return output
         return LossOutput(output.losses * weights, output.timesteps)
-
-    return compute_losses
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,58 @@ def forward(loss_function: LossFunction, model: nn.Module, batch: Batch, batch_p
     return loss_function(model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs))
 
 
-def make_replayable(
-    loss_function: LossFunction, model: nn.Module, batch: Batch, batch_position: BatchPosition
-) -> MicroBatch:
-    """A micro-batch that can be run again at any time on the unwrapped model."""
-    return MicroBatch(
-        ids=batch.ids,
-        step=batch_position.step,
-        micro_step=batch_position.micro_step,
-        rank=batch_position.rank,
-        tensors=batch.tensors,
-        forward=lambda: forward(loss_function, model, batch, batch_position),
-        select_sample=lambda index: make_replayable(loss_function, model, batch.select_sample(index), batch_position),
-        faults=batch.faults,
-        draw_numbers=batch.sample_seeds,
-        # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
-        redraw=lambda number: make_replayable(loss_function, model, reseed(batch, number), batch_position),
-        move_to=lambda position, draws: make_replayable(
-            loss_function,
-            model,
-            replace(batch, sample_seeds=position.draw_numbers) if draws else batch,
-            BatchPosition(batch_position.seed, position.step, position.micro_step, position.rank),
-        ),
-    )
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplayableBatch(MicroBatch):
+    """A micro-batch of a run, which can be run again at any time on the unwrapped model."""
+
+    loss_function: LossFunction
+    model: nn.Module
+    batch: Batch
+    seed: int
+    """The run's seed, from which all random numbers follow with the position and the samples' draw numbers."""
+    can_redraw: ClassVar[bool] = True
+
+    @classmethod
+    def from_batch(
+        cls, loss_function: LossFunction, model: nn.Module, batch: Batch, position: BatchPosition
+    ) -> "ReplayableBatch":
+        return cls(
+            ids=batch.ids,
+            step=position.step,
+            micro_step=position.micro_step,
+            rank=position.rank,
+            tensors=batch.tensors,
+            faults=batch.faults,
+            draw_numbers=batch.sample_seeds,
+            loss_function=loss_function,
+            model=model,
+            batch=batch,
+            seed=position.seed,
+        )
+
+    def forward(self) -> LossOutput:
+        return forward(self.loss_function, self.model, self.batch, self._get_position(self))
+
+    def select_sample(self, index: int) -> "ReplayableBatch":
+        return self._replace_batch(self.batch.select_sample(index))
+
+    def redraw(self, number: int) -> "ReplayableBatch":
+        # For the diagnosis: noise that training never uses, to tell bad noise from bad data.
+        return self._replace_batch(reseed(self.batch, number))
+
+    def move_to(self, position: MicroBatch, *, copies_draws: bool = False) -> "ReplayableBatch":
+        batch = replace(self.batch, sample_seeds=position.draw_numbers) if copies_draws else self.batch
+        return self.from_batch(self.loss_function, self.model, batch, self._get_position(position))
+
+    def _replace_batch(self, batch: Batch) -> "ReplayableBatch":
+        return self.from_batch(self.loss_function, self.model, batch, self._get_position(self))
+
+    def _get_position(self, micro_batch: MicroBatch) -> BatchPosition:
+        return BatchPosition(self.seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
 def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPosition]:
-    """A micro-batch as it is sent to another rank, which rebuilds it with `make_replayable`."""
+    """A micro-batch as it is sent to another rank, which rebuilds it with `ReplayableBatch.from_batch`."""
     # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in micro_batch.tensors.items()}
     batch = Batch(micro_batch.ids, micro_batch.draw_numbers, tensors, dict(micro_batch.faults))

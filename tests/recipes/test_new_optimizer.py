@@ -10,6 +10,7 @@ import pytest
 import torch
 from chat_runs import Main
 from launching import ROOT
+from micro_batches import FakeContext
 from runs import adapter, lines, same_adapter
 from safetensors.torch import load_file
 
@@ -18,7 +19,6 @@ from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import TESTED
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.finite_gate import can_skip_on_device
 from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import require_optimizer
@@ -99,7 +99,7 @@ def test_its_state_is_checked_as_its_record_says() -> None:
     assert not can_skip_on_device(optimizer)
     names = {"adapter/weight/magnitude": torch.tensor([1.0, -1.0])}
     batch: Any = SimpleNamespace(step=1, rank=0, micro_step=0)
-    diagnosis = find_bad_state(batch, DiagnosisContext(model, names.items))
+    diagnosis = find_bad_state(batch, FakeContext(model=model, state=names.items))
     assert diagnosis is not None
     assert "adapter/weight/magnitude must not be negative" in diagnosis.words
 

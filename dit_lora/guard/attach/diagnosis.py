@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.call_rows import SamplePart, iter_parts
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.gather_calls import RankCalls
@@ -27,6 +28,7 @@ from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
+from dit_lora.numerics.objectives import LossOutput
 
 BAD_LOSS_MESSAGE = (
     "the model's output is finite, but the gradient that came back to it is not: a target, another model or the "
@@ -44,13 +46,19 @@ _MANY_FAILURES_MESSAGE = "not looked into: too many steps in a row have failed"
 _OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a replay would prove nothing"
 
 
-def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
-    """Check every model's weights and optimizer state for bad values; None if all are finite."""
+class _EmptyBatch(MicroBatch):
+    """Stands for the calls of a step in a diagnosis of the state, which replays nothing."""
 
-    def raise_error(*_: Any) -> Any:
+    def forward(self) -> LossOutput:
         raise DitLoraError("there is nothing to replay")
 
-    placeholder = MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
+    def select_sample(self, index: int) -> MicroBatch:
+        raise DitLoraError("there is nothing to replay")
+
+
+def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
+    """Check every model's weights and optimizer state for bad values; None if all are finite."""
+    placeholder = _EmptyBatch(ids=(), step=step, micro_step=0, rank=rank, tensors={})
     diagnosis = find_bad_state(placeholder, watched.joint_context)
     if diagnosis is None and kind == "diverged_weights":
         return diagnose_diverged_weights(placeholder, watched.joint_context)
@@ -220,15 +228,15 @@ class CallDiagnoser:
         context = self.watched.contexts[id(call.owner)]
 
         def make_micro_batch(captured: CapturedCall, step: int) -> MicroBatch:
-            return captured.to_micro_batch(
-                context.model, step=step, micro_step=call.micro_step, rank=rank, position=call
+            return CallBatch.from_call(
+                captured, context.model, step=step, micro_step=call.micro_step, rank=rank, failed_call=call
             )
 
         healthy = None
         if control is not None:
             # Row numbers of different batches do not correspond, so tell an earlier step's rows apart.
             row_names = control.sample_names or tuple(f"{name} of an earlier step" for name in control.ids)
-            # `position` lets the control run with the failed call's random state.
+            # `failed_call` lets the control run with the failed call's random state.
             healthy = make_micro_batch(replace(control, sample_names=row_names), self.step - 1)
         failed = make_micro_batch(call, self.step)
         diagnosis = diagnose(failed, context, kind=self.kind, control=healthy)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.call_rows import (
     RowCutter,
     SamplePart,
@@ -199,5 +200,5 @@ def _replace_tensor(call: CapturedCall, tensor: torch.Tensor, replacement: torch
 
 def _is_healthy(call: CapturedCall, model: nn.Module) -> bool:
     # The step does not matter: the call carries its own random state.
-    micro_batch = call.to_micro_batch(model, step=0, micro_step=0, rank=0)
+    micro_batch = CallBatch.from_call(call, model, step=0, micro_step=0, rank=0)
     return replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)

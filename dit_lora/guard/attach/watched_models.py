@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -203,34 +204,18 @@ class WatchedModels:
 
     def _make_context(
         self, model: nn.Module, prefix: str, record: LoopFrozenRecord | None, infinite_names: Collection[str]
-    ) -> DiagnosisContext:
-        def get_peaks() -> dict[str, float]:
-            all_peaks = self._state.snapshots.compute_peaks()
-            # Optimizer state keeps the prefix in its names; this model's weights are known without it.
-            return {**all_peaks, **{n.removeprefix(prefix): peak for n, peak in all_peaks.items()}}
-
-        is_collective = self.collective_forward
-
-        def run_experiment(experiment: Callable[[], T]) -> T | None:
-            # Ranks that run a model together must all continue, or all fail.
-            if is_collective:
-                return experiment()
-            return try_call(experiment, reraised=(InconsistentReplayError, torch.OutOfMemoryError))
-
-        return DiagnosisContext(
+    ) -> "LoopDiagnosisContext":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return LoopDiagnosisContext(
             model=model,
-            optimizer_state=lambda: self._state.drop_infinite(self._state.collect_optimizer_tensors()).items(),
             fallbacks=list_fallbacks(model),
-            start_peak=compute_weight_peak(
-                [p for p in model.parameters() if p.requires_grad], all_ranks=is_collective
-            ),
-            collective_forward=is_collective,
+            start_peak=compute_weight_peak(trained, all_ranks=self.collective_forward),
+            collective_forward=self.collective_forward,
             frozen_record=record,
             infinite_names=infinite_names,
-            get_snapshot_peaks=get_peaks,
             disabled_names=self.disabled_names,
-            compute_decay_share=self._state.compute_max_decay,
-            run_experiment=run_experiment,
+            state=self._state,
+            prefix=prefix,
         )
 
     def before_call(self) -> None:
@@ -248,3 +233,29 @@ class WatchedModels:
         self._trained_ids.update(id(p) for parameters in param_lists for p in parameters if p.requires_grad)
         # The second number grows when the loop unfreezes a parameter.
         return sum(map(len, param_lists)), len(self._trained_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopDiagnosisContext(DiagnosisContext):
+    """A watched model, or all of them together, with the state of their loop."""
+
+    state: LoopState
+    prefix: str
+    """The model's name with a dot, as in the names of optimizer state; empty for a single model."""
+
+    def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
+        return self.state.drop_infinite(self.state.collect_optimizer_tensors())
+
+    def compute_snapshot_peaks(self) -> Mapping[str, float]:
+        peaks = self.state.snapshots.compute_peaks()
+        # Optimizer state keeps the prefix in its names; this model's weights are known without it.
+        return {**peaks, **{name.removeprefix(self.prefix): peak for name, peak in peaks.items()}}
+
+    def compute_decay_share(self) -> float:
+        return self.state.compute_max_decay()
+
+    def run_experiment(self, experiment: Callable[[], T]) -> T | None:
+        # Ranks that run a model together must all continue, or all fail.
+        if self.collective_forward:
+            return experiment()
+        return try_call(experiment, reraised=(InconsistentReplayError, torch.OutOfMemoryError))

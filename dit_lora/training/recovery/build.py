@@ -1,41 +1,32 @@
 """Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
-from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse.gradient_norms import NormFunction, choose_norm_function
-from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.fallbacks import find_fallback, list_fallbacks
 from dit_lora.guard.frozen_weights import FrozenRecord
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.recovery_policy import Policy
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
-from dit_lora.guard.state_checks import compute_decay_share, compute_weight_peak
-from dit_lora.numerics.finite import describe_bad_tensors
+from dit_lora.guard.state_checks import compute_weight_peak
 from dit_lora.numerics.parameters import get_trainable_parameters
-from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.recovery.context import RunDiagnosisContext
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.recovery.records import RecoveryFiles
 from dit_lora.training.recovery.recovery import RunRecovery
 from dit_lora.training.recovery.state import GuardStart, GuardState
-from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable, pack_for_sending
 from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import AnySetup
-
-# Number of samples to try as a control.
-_MAX_CANDIDATES = 4
 
 
 def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
@@ -64,20 +55,21 @@ def build_recovery(
     """Build the handler of failed steps; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine
     return RunRecovery(
-        diagnosis_context=DiagnosisContext(
+        diagnosis_context=RunDiagnosisContext(
             model=transformer,
-            optimizer_state=lambda: (engine.local_optimizer_state() | (ema.named_averages() if ema else {})).items(),
             fallbacks=guard_start.fallbacks,
             start_peak=guard_start.start_peak,
             max_magnitude=MAX_ABS,
             collective_forward=engine.collective_forward,
             # Digests of the bits: a norm would miss a flipped sign, and a sum two exchanged rows.
             frozen_record=FrozenRecord(transformer),
-            get_snapshot_peaks=snapshots.compute_peaks,
             disabled_names=guard_start.state.switched_off,
-            compute_decay_share=lambda: compute_decay_share(setup.optimizer.param_groups),
-            find_other_sample=partial(_find_control_sample, setup, guard_start.quarantine),
+            setup=setup,
+            ema=ema,
+            snapshots=snapshots,
+            quarantine=guard_start.quarantine,
         ),
+        engine=engine,
         policy=guard_start.policy,
         state=guard_start.state,
         quarantine=guard_start.quarantine,
@@ -87,10 +79,8 @@ def build_recovery(
             samples_per_step=setup.session.samples_per_step,
         ),
         snapshots=snapshots,
-        drop_state=engine.drop_optimizer_state,
         samples_per_step=setup.session.samples_per_step,
         files=files,
-        share_micro_batch=partial(_share_micro_batch, setup),
     )
 
 
@@ -150,41 +140,3 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
     setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
     return quarantine
-
-
-def _find_control_sample(
-    setup: AnySetup, quarantine: Quarantine, failing_batch: MicroBatch, excluded_ids: Collection[str]
-) -> MicroBatch | None:
-    """Find a sample to compare with, at the position of `failing_batch` and not in `excluded_ids`; equal on all ranks.
-
-    It is from the same bucket, because a step of that size fits into memory. It is read from the cache again, and used
-    only if it is good.
-    """
-    entries = {entry.id: entry for entry in setup.data.training_set.entries}
-    excluded = {entry.sample_id for entry in quarantine.records} | {*excluded_ids}
-    # Without a bucket no candidate matches, and there is no control.
-    bucket = entries[failing_batch.ids[0]].shape if failing_batch.ids[0] in entries else None
-    position = BatchPosition(setup.recipe.train.seed, failing_batch.step, failing_batch.micro_step, failing_batch.rank)
-    candidates = [record for record in entries.values() if record.id not in excluded and record.shape == bucket]
-    for entry in candidates[:_MAX_CANDIDATES]:
-        try:
-            batch = setup.data.training_set.read_sample(entry, derive_seed(position.seed, "control", entry.id))
-        # Try another one: the other ranks wait for this rank.
-        except UnreadableError:
-            continue
-        # A bad control would hide the fault of the sample that it is compared with.
-        if not batch.faults and not describe_bad_tensors(batch.tensors, MAX_ABS):
-            batch = batch.to(setup.session.accelerator.device)
-            return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)
-    return None
-
-
-def _share_micro_batch(setup: AnySetup, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
-    """Send the micro-batch of rank `owner` to every rank. Collective."""
-    seed = setup.recipe.train.seed
-    (parts,) = broadcast_object_list([pack_for_sending(local_batch, seed) if local_batch is not None else None], owner)
-    if local_batch is not None or parts is None:
-        return local_batch
-    batch, position = parts
-    batch = batch.to(setup.session.accelerator.device)
-    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)

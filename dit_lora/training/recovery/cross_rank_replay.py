@@ -1,7 +1,7 @@
 """Replays a failing micro-batch on every rank, to tell a bad micro-batch from a bad rank."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from dit_lora.guard.diagnosis import Cause, Diagnosis
 from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 
-ShareMicroBatch = Callable[[MicroBatch | None, int], MicroBatch | None]
 DiagnosedBatches = list[tuple[MicroBatch, Diagnosis]]
 _NUM_FURTHER_RUNS = 8
 """Number of further runs on each rank once one rank was healthy: all runs of a rank must agree."""
@@ -25,7 +24,6 @@ def replay_on_other_ranks(
     local_diagnoses: DiagnosedBatches,
     diagnosis_context: DiagnosisContext,
     kind: str,
-    share_micro_batch: ShareMicroBatch,
 ) -> DiagnosedBatches:
     """Replay one suspect micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
@@ -46,7 +44,7 @@ def replay_on_other_ranks(
             continue
         is_mine = PartialState().process_index == owner
         index = suspected[0] if is_mine else 0
-        shared_batch = share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner)
+        shared_batch = diagnosis_context.share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner)
         outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
         if not is_mine:
             continue

@@ -278,7 +278,7 @@ class ParityWatch:
         """Restore the held state and the guard's: later decisions were based on a wrong kernel."""
         guard = self.recovery
         assert self._good_snapshots is not None
-        guard.drop_state(self._good_snapshots.restore(target))
+        guard.engine.drop_optimizer_state(self._good_snapshots.restore(target))
         guard.state.lr_scale = self._lr_scale
         # Later snapshots and checkpoints were trained with the wrong kernel.
         for later in [step for step in guard.snapshots.steps if step > target]:

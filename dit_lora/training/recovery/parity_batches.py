@@ -10,8 +10,9 @@ from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.training.recovery.context import make_replayable
 from dit_lora.training.recovery.recovery import RunRecovery
-from dit_lora.training.replayable_batch import BatchPosition, build_loss_function, make_replayable, reseed
+from dit_lora.training.replayable_batch import BatchPosition, reseed
 from dit_lora.training.task import AnySetup
 
 MIN_SAMPLES = 2
@@ -36,11 +37,11 @@ def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
 
 def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
     """The batch as a micro-batch for comparisons, which belongs to no training step."""
-    on_device = batch.to(setup.session.accelerator.device)
     # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
     rank = 0 if setup.engine.collective_forward else setup.session.accelerator.process_index
     position = BatchPosition(setup.recipe.train.seed, 0, 0, rank)
-    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer.train(), on_device, position)
+    setup.transformer.train()
+    return make_replayable(setup, batch, position)
 
 
 def read_good_samples(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:

@@ -1,6 +1,6 @@
 """Handles a failed step: every rank diagnoses it, all agree on an action, and continue or stop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
 from dit_lora.training.checkpoints.files import checkpoint_path
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
 from dit_lora.training.recovery.records import RecoveryFiles
 from dit_lora.training.recovery.state import GuardState
@@ -72,17 +73,14 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
 
     capabilities: ClassVar[Capabilities] = Capabilities(can_retry=True, can_exclude=True)
     diagnosis_context: DiagnosisContext
+    engine: Engine
     policy: Policy
     state: GuardState
     quarantine: Quarantine
     order: Order
     snapshots: Snapshots
-    drop_state: Callable[[Sequence[str]], None]
-    """Removes the optimizer state that a snapshot does not have."""
     samples_per_step: int
     files: RecoveryFiles
-    share_micro_batch: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
-    """Gives every rank the micro-batch of rank `owner`; other ranks pass None. Used for collective forwards."""
 
     @property
     def lr_scale(self) -> float:
@@ -118,7 +116,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             return []
         diagnosed = self._diagnose(failure.failure, failure.micro_batches, failure.control)
         # Only other ranks can tell a bad sample from a bad rank.
-        diagnosed = replay_on_other_ranks(diagnosed, self.diagnosis_context, failure.kind, self.share_micro_batch)
+        diagnosed = replay_on_other_ranks(diagnosed, self.diagnosis_context, failure.kind)
         return [RankDiagnosis(diagnosis, micro_batch) for micro_batch, diagnosis in diagnosed]
 
     def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
@@ -178,8 +176,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         diagnosed = []
         for position in positions:
             owner, is_owner = position[0], position in local_batches
-            micro_batch = self.share_micro_batch(local_batches.get(position), owner)
-            shared_control = self.share_micro_batch(control if is_owner else None, owner)
+            micro_batch = self.diagnosis_context.share_micro_batch(local_batches.get(position), owner)
+            shared_control = self.diagnosis_context.share_micro_batch(control if is_owner else None, owner)
             if micro_batch is None:
                 raise ValueError(f"no rank has the micro-batch {position}")
             try:
@@ -256,7 +254,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # With a lower rate, the oldest: newer ones may already be drifting towards this failure.
         target = steps[0] if action.should_lower_lr else steps[-1]
         # AdamW's state may be younger than the snapshot: state without a stored value is reset.
-        self.drop_state(self.snapshots.restore(target))
+        self.engine.drop_optimizer_state(self.snapshots.restore(target))
         if action.should_lower_lr:
             # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
             self.state.lr_scale *= self.policy.config.rollback_lr
@@ -338,7 +336,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         steps = self._keep_finite_snapshots()
         if not steps or steps[-1] <= self.files.find_newest_saved_step():
             return None
-        self.drop_state(self.snapshots.restore(steps[-1]))
+        self.engine.drop_optimizer_state(self.snapshots.restore(steps[-1]))
         return steps[-1]
 
 

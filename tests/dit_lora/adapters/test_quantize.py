@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from micro_batches import fake_batch
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
@@ -141,14 +142,14 @@ def nothing_run() -> MicroBatch:
     def never(*_: Any) -> Any:
         raise AssertionError("facts need no replay")
 
-    return MicroBatch(("a",), 7, 0, 0, {}, never, never)
+    return fake_batch(("a",), 7, 0, 0, {}, never, never)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
 def test_the_guard_names_a_frozen_weight_that_is_damaged(transformer: Any, kind: Quantization, name: str) -> None:
     """A NaN among the scales (bitsandbytes' absmax), or a flipped bit that makes one of fp8."""
     model = adapted(transformer, kind)
-    suspects = DiagnosisContext(model, lambda: [])
+    suspects = DiagnosisContext(model)
     assert find_bad_state(nothing_run(), suspects) is None
     layer = f"{QUERY}.base_layer"
     bad = 0xFF if name == "weight" else torch.nan

@@ -74,7 +74,7 @@ def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(m
     control = batch(
         model,
         ids=("c.mp4",),
-        move_to=lambda other, _draws: failing_batch if other.step < 99 else control,
+        moved=lambda other, _draws: failing_batch if other.step < 99 else control,
     )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
@@ -87,7 +87,7 @@ def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Ne
         model,
         ids=("b.mp4",),
         loss=fails,
-        move_to=lambda other, _: healthy if other.step > 99 else failing_batch,
+        moved=lambda other, _: healthy if other.step > 99 else failing_batch,
     )
     verdict = diagnosed(failing_batch, model, control=batch(model, ids=("c.mp4",)))
     assert (verdict.cause, verdict.sample_ids) == ("step", ("b.mp4",))
@@ -104,10 +104,10 @@ def test_a_draw_that_fails_is_tried_with_another_sample(model: Net, draw_is_bad:
     control = batch(
         model,
         ids=("c.mp4",),
-        move_to=lambda _, draws: batch(model, ids=("c.mp4",), loss=fails) if draws and draw_is_bad else control,
+        moved=lambda _, draws: batch(model, ids=("c.mp4",), loss=fails) if draws and draw_is_bad else control,
     )
     healthy = batch(model, ids=("b.mp4",))
-    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redraw=lambda _number: healthy)
+    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: healthy)
     verdict = diagnosed(failing_batch, model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("inputs", ("b.mp4",))
     assert verdict.evidence["control_with_the_same_draws"] == said
@@ -123,8 +123,8 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
     """A range of timesteps fails, and the control has one of them; one step earlier it did not fail yet."""
     healthy = batch(model, ids=("c.mp4",))
-    control = batch(model, ids=("c.mp4",), loss=fails, redraw=lambda _number: healthy)
-    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redraw=lambda _number: batch(model, ids=("b.mp4",)))
+    control = batch(model, ids=("c.mp4",), loss=fails, redrawn=lambda _number: healthy)
+    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: batch(model, ids=("b.mp4",)))
     assert diagnosed(failing_batch, model, control=control).cause == "inputs"
 
 
@@ -136,7 +136,7 @@ def test_a_control_is_taken_from_the_data_where_no_step_has_given_one(model: Net
         requests.append((wanted.ids, without))
         return batch(model, ids=("c.mp4",))
 
-    verdict = diagnosed(batch(model, tensors, ("b.mp4",)), model, find_other_sample=another)
+    verdict = diagnosed(batch(model, tensors, ("b.mp4",)), model, other_sample=another)
     assert (verdict.cause, verdict.sample_ids) == ("data", ("b.mp4",))
     assert requests == [(("b.mp4",), {"b.mp4"})]
 
@@ -176,7 +176,7 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
         "adapter/up.weight/exp_avg_sq": torch.rand(40, 8),
     }
     peaks = {"up.weight": 0.5, "down.weight": 0.5, **dict.fromkeys(moments, 1.0)}
-    facts = {"state": moments.items, "get_snapshot_peaks": lambda: peaks, "start_peak": 0.5}
+    facts = {"state": moments.items, "peaks": lambda: peaks, "start_peak": 0.5}
     for values, cause in (
         (model.up.weight.data, "weights"),
         (moments["adapter/up.weight/exp_avg"], "optimizer"),
@@ -196,9 +196,9 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
 def test_weight_decay_that_overshoots_is_told_from_the_learning_rate(model: Net) -> None:
     with torch.no_grad():
         model.up.weight[:] = 500.0
-    verdict = diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 2.5)
+    verdict = diagnosed(batch(model), model, start_peak=0.25, decay_share=lambda: 2.5)
     assert (verdict.cause, verdict.evidence["weight_decay"]) == ("optimizer", 2.5)
-    assert diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 1.5).cause == "learning_rate"
+    assert diagnosed(batch(model), model, start_peak=0.25, decay_share=lambda: 1.5).cause == "learning_rate"
 
 
 def test_weights_that_are_lost_are_told_before_a_kernel_that_cannot_take_them(model: Net) -> None:
@@ -238,9 +238,9 @@ def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net
             return batch(model, ids=("b.mp4",), loss=with_controls if should_fail else fails)
 
         bad = batch(model, ids=("b.mp4",), loss=fails)
-        return batch(model, ids=("b.mp4",), loss=fails, move_to=at, redraw=lambda _number: bad)
+        return batch(model, ids=("b.mp4",), loss=fails, moved=at, redrawn=lambda _number: bad)
 
-    control = batch(model, ids=("c.mp4",), move_to=lambda _position, draws: failing if draws else control)
+    control = batch(model, ids=("c.mp4",), moved=lambda _position, draws: failing if draws else control)
     failing = batch(model, ids=("c.mp4",), loss=fails)
     diagnosis = diagnosed(given(lambda losses: losses), model, control=control)
     assert (diagnosis.cause, diagnosis.evidence["control_with_the_same_draws"]) == (
@@ -265,7 +265,7 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
     def tried(*off: str) -> list[str]:
         return [
             candidate.name
-            for candidate in DiagnosisContext(model, list, switches, disabled_names=off).list_enabled_fallbacks()
+            for candidate in DiagnosisContext(model, switches, disabled_names=off).list_enabled_fallbacks()
         ]
 
     assert tried() == [*names]

@@ -242,7 +242,7 @@ def test_a_sample_that_is_healthy_with_another_draw_is_the_inputs(model: Net, he
     def redrawn(number: int) -> MicroBatch:
         return batch(model, rows() if number == healthy else tensors, ("b.mp4",))
 
-    verdict = diagnosed(batch(model, tensors, redraw=redrawn), model)
+    verdict = diagnosed(batch(model, tensors, redrawn=redrawn), model)
     assert (verdict.cause, verdict.sample_ids, verdict.timesteps) == (cause, ("b.mp4",), (17,))
 
 
@@ -329,7 +329,7 @@ def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
     with torch.no_grad():
         model.down.weight[0, 0] = torch.nan
         model.up.weight[:] = 500.0
-    verdict = diagnose_diverged_weights(batch(model), DiagnosisContext(model, list, start_peak=0.25))
+    verdict = diagnose_diverged_weights(batch(model), DiagnosisContext(model, start_peak=0.25))
     assert (verdict.cause, verdict.step, verdict.rank) == ("learning_rate", 12, 2)
     assert "trained weights reach 500, from 0.25 at the start" in verdict.words
 

@@ -9,6 +9,7 @@ import torch
 import torch.compiler.config
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from micro_batches import fake_batch
 from torch import nn
 from torch.backends import cuda
 from torch.nn import functional
@@ -23,7 +24,7 @@ from dit_lora.guard.fallbacks import (
     list_compile_fallbacks,
     preserve_attention_backends,
 )
-from dit_lora.guard.replay import MicroBatch, replay_micro_batch
+from dit_lora.guard.replay import replay_micro_batch
 from dit_lora.numerics.objectives import LossOutput
 
 BACKENDS = ("cudnn", "flash", "efficient")
@@ -378,7 +379,7 @@ def test_a_replay_in_fp32_gives_half_precision_gradients_back() -> None:
     def forward() -> LossOutput:
         return LossOutput(model(values, ids).float().mean(1), torch.tensor([5, 6, 7]))
 
-    batch = MicroBatch(("a", "b", "c"), 1, 0, 0, {}, forward, lambda index: batch)
+    batch = fake_batch(("a", "b", "c"), 1, 0, 0, {}, forward, lambda index: batch)
     with convert_to_fp32(model):
         replay_micro_batch(batch, model)
     assert model.linear.weight.grad is gradient

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from micro_batches import fake_batch
 from torch import nn
 
 from dit_lora.guard.diagnosis import Diagnosis
@@ -50,14 +51,14 @@ def micro_batch(
         losses = model(latents).square().flatten(1).mean(1)
         return LossOutput(change(losses), torch.tensor([901, 17, 440]))
 
-    return MicroBatch(
+    return fake_batch(
         ids=("a.mp4", "b.mp4", "c.mp4"),
         step=6,
         micro_step=1,
         rank=0,
         tensors={"latents": latents},
-        forward=forward,
-        select_sample=lambda index: pytest.fail("nothing asked for a single sample"),
+        run=forward,
+        select=lambda index: pytest.fail("nothing asked for a single sample"),
     )
 
 
@@ -225,7 +226,7 @@ def test_a_sample_that_comes_twice_in_a_micro_batch_is_told_from_itself() -> Non
     def alone(row: int) -> MicroBatch:
         latents = torch.full((1, 4), float(row))
         forward = lambda: pytest.fail("nothing runs")  # noqa: E731
-        return MicroBatch(("a.mp4",), 1, 0, 0, {"latents": latents}, forward, alone)
+        return fake_batch(("a.mp4",), 1, 0, 0, {"latents": latents}, forward, alone)
 
     first_sample, second = alone(0), alone(1)
     assert second not in [first_sample]

@@ -25,7 +25,6 @@ from dit_lora.guard.attach.calls.call_rows import (
 )
 from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows, format_row_name
 from dit_lora.guard.attach.samples.tensors import has_rows
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.autocasts import AutocastState, restore_autocasts
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.objectives import LossOutput
@@ -194,48 +193,6 @@ class CapturedCall:
             yield
         finally:
             generator.set_state(current_state)
-
-    def to_micro_batch(
-        self, model: nn.Module, *, step: int, micro_step: int, rank: int, position: "CapturedCall | None" = None
-    ) -> MicroBatch:
-        """The call as a micro-batch that can be run again; `position` is the call that failed in a step.
-
-        A healthy call is run with the random state of the failed one. The call's noise comes from the loop and cannot
-        be drawn again.
-        """
-
-        def make_micro_batch(call: CapturedCall) -> MicroBatch:
-            return call.to_micro_batch(model, step=step, micro_step=micro_step, rank=rank, position=position)
-
-        def move_to(target: MicroBatch, _draws: bool) -> MicroBatch:
-            # At its own position the call keeps its own random state.
-            if position is None or (target.step, target.micro_step) == (step, micro_step):
-                return make_micro_batch(self)
-            moved = replace(
-                self,
-                random_state=position.random_state,
-                cuda_random_state=position.cuda_random_state,
-                generator=position.generator,
-            )
-            return make_micro_batch(moved)
-
-        cutter = self.make_cutter()
-        labels = self.collect_row_tensors().get("labels")
-        return MicroBatch(
-            ids=self.ids if cutter is not None else (),
-            step=step,
-            micro_step=micro_step,
-            rank=rank,
-            # Only labels: the caller checks the other inputs, since it knows which of them belong to a sample.
-            tensors={"labels": labels} if labels is not None and cutter is not None else {},
-            forward=lambda: self.replay(model),
-            select_sample=lambda row: (
-                make_micro_batch(self.select_row(row, cutter)) if cutter is not None else make_micro_batch(self)
-            ),
-            loss_is_sum=True,
-            uses_autocast=bool(self.autocasts),
-            move_to=move_to,
-        )
 
 
 def find_main_outputs(output: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
+from micro_batches import fake_batch
 from torch import nn
 
 from dit_lora.config.recipe import ModelConfig
@@ -19,7 +20,6 @@ from dit_lora.families import get_family
 from dit_lora.families.dit.classes import disable_label_dropout, initialize_weights
 from dit_lora.guard.comparison.parity import Difference, find_first_difference
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import EpsilonPrediction
 from dit_lora.numerics.streams import RandomStreams
 
@@ -123,9 +123,9 @@ def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -
     def forward() -> Any:
         return checkpoint.losses(model, batch, RandomStreams(0, range(size)))
 
-    micro_batch = MicroBatch((), 0, 0, 0, batch, forward, lambda _: micro_batch)
+    replayed = fake_batch((), 0, 0, 0, batch, forward, lambda _: replayed)
     switch = Fallback("kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference")
-    return find_first_difference(switch, lambda: micro_batch.forward().losses, model.train())
+    return find_first_difference(switch, lambda: replayed.forward().losses, model.train())
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["from scratch", "trained"])

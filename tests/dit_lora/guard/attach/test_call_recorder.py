@@ -10,6 +10,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
+from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.call_recorder import Recorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
@@ -172,7 +173,7 @@ def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:
     recorded.log.sample_names = ()
     outputs.append(model(inputs()[0][:2]))
     named_call, numbered_call = recorded.calls
-    batch = named_call.to_micro_batch(model, step=8, micro_step=1, rank=2)
+    batch = CallBatch.from_call(named_call, model, step=8, micro_step=1, rank=2)
     assert batch.ids == ("cat.mp4", "dog.mp4", "hen.mp4")
     assert (batch.step, batch.micro_step, batch.rank) == (8, 1, 2)
     single = batch.select_sample(1)
@@ -292,7 +293,7 @@ def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None
     torch.randn(9, generator=generator)
     state = generator.get_state()
     recorded.stop()
-    replay_micro_batch(recorded.calls[0].to_micro_batch(model, step=1, micro_step=0, rank=0), model)
+    replay_micro_batch(CallBatch.from_call(recorded.calls[0], model, step=1, micro_step=0, rank=0), model)
     assert torch.equal(generator.get_state(), state)
 
 
@@ -394,8 +395,8 @@ def test_calls_are_dropped_when_the_next_begins_after_a_step(is_closed: bool, nu
 
 def verdict_of(model: nn.Module, recorded: RecordedModel, *switches: Fallback) -> Any:
     recorded.stop()
-    batch = recorded.calls[0].to_micro_batch(model, step=5, micro_step=0, rank=0)
-    return diagnose(batch, DiagnosisContext(model, lambda: [], switches), kind="non_finite_loss")
+    batch = CallBatch.from_call(recorded.calls[0], model, step=5, micro_step=0, rank=0)
+    return diagnose(batch, DiagnosisContext(model, switches), kind="non_finite_loss")
 
 
 def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from micro_batches import FakeContext
 from safetensors.torch import load, save
 from torch import nn
 
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.finite_gate import Gate, take_step_unless_bad
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import find_bad_state
@@ -330,7 +330,7 @@ def test_rates_are_reported_with_what_prodigy_found(capsys: pytest.CaptureFixtur
 def test_bad_state_is_named_with_its_parameter(name: str, key: str, value: float, named: str) -> None:
     run = Training(name)
     run.train(1, 2)
-    context = DiagnosisContext(run.model, lambda: optimizer_state(run.optimizer).items())
+    context = FakeContext(model=run.model, state=lambda: optimizer_state(run.optimizer).items())
     batch: Any = SimpleNamespace(step=3, rank=0, micro_step=0)
     assert find_bad_state(batch, context) is None
     if key == "d":
