@@ -35,9 +35,7 @@ from dit_lora.config.recipe import GuardConfig, LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.monitor import Monitor
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.streams import RandomStreams
@@ -49,6 +47,7 @@ from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep
@@ -69,8 +68,8 @@ class NoRecovery:
 
     lr_scale = 1.0
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        raise RuntimeError(f"{trip}")
+    def recover(self, failure: RunFailure) -> int:
+        raise RuntimeError(f"{failure.kind} in step {failure.step}")
 
 
 @dataclass

@@ -15,8 +15,6 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.gradient_norms import choose_norm_function
 from dit_lora.fuse.patches import OPS, get_fusion
-from dit_lora.guard.finite_gate import StepFailure
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.memory import get_available_bytes
 from dit_lora.numerics.objectives import LossOutput
@@ -31,6 +29,7 @@ from dit_lora.training.execution.activations import advise_checkpointing, measur
 from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
 
@@ -234,8 +233,8 @@ class _NoRecovery:
 
     lr_scale = 1.0
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        raise RuntimeError(f"the guard tripped: {trip}")
+    def recover(self, failure: RunFailure) -> int:
+        raise RuntimeError(f"the guard tripped: {failure.kind} in step {failure.step}")
 
 
 @dataclass

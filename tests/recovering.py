@@ -19,7 +19,6 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.event import Event
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.recovery_policy import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
@@ -124,7 +123,7 @@ class Guarded:
         failed_positions = tuple((0, micro) for micro in sorted(m for m in by_micro_step if m is not None))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step])
-            return self.recovery.recover(StepFailure(step, kind, failed_positions), micro_batches, None)
+            return self.recovery.recover(recovery_module.RunFailure(step, kind, failed_positions, None, micro_batches))
 
     def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
         def never(*arguments: Any) -> Any:

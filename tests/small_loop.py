@@ -11,7 +11,6 @@ from torch import nn
 
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.data.loading.batch import Batch
-from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
@@ -20,6 +19,7 @@ from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 from dit_lora.training.step import StepResult
 
 
@@ -81,14 +81,14 @@ class FakeRecovery:
 
     lr_scale = 1.0
     answers: list[int] = field(default_factory=list)
-    trips: list[StepFailure] = field(default_factory=list)
+    trips: list[tuple[Any, ...]] = field(default_factory=list)
     ids: list[list[tuple[str, ...]]] = field(default_factory=list)
     controls: list[MicroBatch | None] = field(default_factory=list)
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        self.trips.append(trip)
-        self.ids.append([batch.ids for batch in micro_batches])
-        self.controls.append(control)
+    def recover(self, failure: RunFailure) -> int:
+        self.trips.append((failure.step, failure.kind, failure.failed_positions))
+        self.ids.append([batch.ids for batch in failure.micro_batches])
+        self.controls.append(failure.control)
         if not self.answers:
             raise TrippedError
         return self.answers.pop(0)

@@ -48,23 +48,23 @@ class BadStateError(DitLoraError):
     def __init__(self, message: str, kind: str, diagnosis: Diagnosis | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        """The `kind` of the `LoopFailure` that this error leads to."""
+        """The `kind` of the `RunFailure` that this error leads to."""
         self.diagnosis = diagnosis
         """The verdict if it is already known, equal on all ranks; else None."""
 
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A step that was not taken, or whose weight update must be undone; equal on all ranks."""
+    """A step that was not taken, or whose weight update must be undone.
+
+    `RunFailure` (training/recovery/recovery.py) and `LoopFailure` (guard/attach/recovery.py) add what a diagnosis of
+    their kind of loop needs.
+    """
 
     step: int
     kind: str
     """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights`,
-    `diverged_weights`, `diverged_averages` or `ranks_differ`."""
-    micro_batches: tuple[tuple[int, int], ...] = ()
-    """(rank, micro-step) of micro-batches with bad loss or data; empty if the whole step failed."""
-    diagnosis: Diagnosis | None = None
-    """The verdict if the cause is already known, so that nothing is replayed; else None."""
+    `diverged_weights`, `diverged_averages` or `ranks_differ`; other loops have more."""
 
 
 @dataclass

@@ -5,34 +5,21 @@ A loop implements a subclass: how it diagnoses, and which actions it can take. E
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, TypeVar
 
 from dit_lora.errors import format_list
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.event import Event, make_event
-from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery_policy import Action
 from dit_lora.numerics.ranks import gather_object
 
 # Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
 BAD_STATE_KINDS = ("non_finite_weights", "diverged_weights", "altered_state", "diverged_averages", "ranks_differ")
-# Causes for which every rank fails in the same way, and no sample is the cause.
-STATE_CAUSES = ("weights", "optimizer", "learning_rate")
 
-
-class FailedStep(Protocol):
-    """The properties of a failed step that every loop provides."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def kind(self) -> str: ...
-
-
-FailureT = TypeVar("FailureT", bound=FailedStep)
+FailureT = TypeVar("FailureT", bound=StepFailure)
 SourceT = TypeVar("SourceT")
 """The object that a loop diagnoses: a micro-batch, or a model call."""
 
@@ -46,44 +33,13 @@ class RankDiagnosis(Generic[SourceT]):
     """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """The actions that a loop supports after a failed step, in addition to skipping and rolling back."""
-
-    can_retry: bool
-    """True if it can repeat the step, unchanged or without a sample."""
-    can_exclude: bool
-    """True if it can exclude a sample permanently."""
-
-    def replace_unsupported(self, action: Action) -> Action:
-        """The action, or a skip that replaces it if the loop does not support it."""
-        is_unsupported = {"retry": not self.can_retry, "quarantine": not self.can_exclude}
-        if not is_unsupported.get(action.kind):
-            return action
-        return replace(action, kind="skip", replaced_kind=action.kind)
-
-
-@dataclass(frozen=True)
-class RecoveryResult:
-    """The action taken on a failed step."""
-
-    action: Action
-    description: str = ""
-    """Description of the action, appended to the step and its kind in the message."""
-    notes: Sequence[str] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Additional keys of the events."""
-    restored_step: int | None = None
-    """The step whose state the loop continues from; None if the state was not restored."""
-    should_log: bool = True
-
-
 class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
-    """The handling of a failed step; subclasses implement it for each kind of loop."""
+    """The handling of a failed step: `RunRecovery` is a run's, `LoopRecovery` (guard/attach) another loop's."""
 
-    capabilities: ClassVar[Capabilities]
+    unsupported_actions: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of actions that the loop does not support, and that a skip replaces."""
 
-    def resolve(self, failure: FailureT) -> RecoveryResult:
+    def resolve(self, failure: FailureT) -> Action:
         """Diagnose a failed step and act on it; returns the action taken. Collective.
 
         Raises:
@@ -93,7 +49,9 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         results = self.diagnose_step(failure)
         diagnoses = self.gather_diagnoses(failure, results)
         # From here on, every rank computes the same from the same diagnoses, without further communication.
-        chosen = self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses))
+        chosen = self.choose_action(failure, diagnoses)
+        if chosen.kind in self.unsupported_actions:
+            chosen = replace(chosen, kind="skip", replaced_kind=chosen.kind)
         action = self.replace_impossible(failure, chosen, diagnoses)
         duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
@@ -102,20 +60,20 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         ]
         # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
         events = self._write_bundles(failure, results, events)
-        result = self.apply_action(failure, diagnoses, action)
-        facts = result.facts
-        if result.action.replaced_kind:
-            facts = {**facts, "instead_of": result.action.replaced_kind}
-        events = [replace(event, action=result.action.kind, facts={**event.facts, **facts}) for event in events]
+        action = self.apply_action(failure, diagnoses, action)
+        facts = action.facts
+        if action.replaced_kind:
+            facts = {**facts, "instead_of": action.replaced_kind}
+        events = [replace(event, action=action.kind, facts={**event.facts, **facts}) for event in events]
         for event in events:
             self.write_event(event)
         # All ranks raise: a rank that continued would hang in the next collective.
-        if result.action.kind == "stop":
-            raise self.make_stop_error(failure, diagnoses, result, events[0])
-        if result.should_log:
-            head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}; {result.description}"
-            self.log(format_list(head, [*self.format_diagnoses(diagnoses), *result.notes]))
-        return result
+        if action.kind == "stop":
+            raise self.make_stop_error(failure, diagnoses, action, events[0])
+        if action.should_log:
+            head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}; {action.description}"
+            self.log(format_list(head, [*self.format_diagnoses(diagnoses), *action.notes]))
+        return action
 
     @property
     @abstractmethod
@@ -139,8 +97,8 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Write a bundle and return its path below the loop's folder; None if none was written."""
 
     @abstractmethod
-    def apply_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
-        """Carry out the action. Collective."""
+    def apply_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
+        """Carry out the action; returns it, or the one taken instead, with what was done. Collective."""
 
     @abstractmethod
     def write_event(self, event: Event) -> None:
@@ -148,7 +106,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
 
     @abstractmethod
     def make_stop_error(
-        self, failure: FailureT, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
+        self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action, event: Event
     ) -> NonFiniteError:
         """Prepare the state for a stop, and return the error that ends the loop. Collective."""
 
@@ -190,7 +148,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         ]
 
 
-def select_conclusive(failure: FailedStep, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+def select_conclusive(failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
     """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
     inconclusive = {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}

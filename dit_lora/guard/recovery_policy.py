@@ -1,23 +1,25 @@
 """Choose the recovery action for a failed step, within the limits of `guard.max_skips` and `guard.max_rollbacks`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.diagnosis import Diagnosis
 
 # Data that is stored bad will fail again; another noise, timestep or position in the run will not.
 _STORED_DATA_CAUSES = ("data", "labels")
-_STATE_CAUSES = ("weights", "optimizer", "learning_rate")
+# Causes for which every rank fails in the same way, and no sample is the cause.
+STATE_CAUSES = ("weights", "optimizer", "learning_rate")
 _COMPONENT_CAUSES = ("kernel", "attention_backend")
 
 
 @dataclass(frozen=True)
 class Action:
-    """The recovery action for a failed step."""
+    """The answer to a failed step: chosen by the policy, and completed by the loop that carries it out."""
 
     kind: str
-    """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
+    """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`; `report` if a loop can do nothing."""
     samples: tuple[str, ...] = ()
     """Samples to exclude. A `skip` without samples skips the whole step, since no sample is at fault."""
     fallbacks: tuple[str, ...] = ()
@@ -26,6 +28,15 @@ class Action:
     """The kind that was chosen, if the loop does not support it."""
     reason: str = ""
     """Reasons for not continuing, for `stop`."""
+    description: str = ""
+    """What was done, appended to the step and its kind in the message."""
+    notes: Sequence[str] = ()
+    """Further lines of the message."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Additional keys of the events."""
+    restored_step: int | None = None
+    """The step whose state the loop continues from; None if the state was not restored."""
+    should_log: bool = True
 
 
 @dataclass
@@ -74,7 +85,7 @@ class Policy:
         if faulty_ranks:
             return f"what else this run would compute on rank {faulty_ranks[0].rank} is not to be trusted"
         # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
-        if causes & set(_STATE_CAUSES):
+        if causes & set(STATE_CAUSES):
             return self._match_rollback(step, diagnoses) if action_kind == "rollback" else ""
         if causes & set(_COMPONENT_CAUSES):
             fallbacks = tuple(sorted({v.switch for v in diagnoses if v.switch}))

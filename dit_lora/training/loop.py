@@ -29,12 +29,12 @@ from dit_lora.data.loading.reading import Reader
 from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction
-from dit_lora.guard.finite_gate import BadStateError, Gate, StepFailure
+from dit_lora.guard.finite_gate import BadStateError, Gate
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.recovery import RunFailure, RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, LossFunction, ReplayableBatch, forward
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics, StepMetrics, build_local_metrics
@@ -297,7 +297,7 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
             return True
         except BadStateError as error:
             # The step was healthy, but the state that it led to is not worth keeping.
-            outcome = StepFailure(step.number, error.kind, diagnosis=error.diagnosis)
+            outcome = RunFailure(step.number, error.kind, diagnosis=error.diagnosis)
         except RolledBackError as back:
             # Late kernel parity has restored the state itself: there is no failed step to diagnose.
             loop.engine.discard_gradients()
@@ -308,7 +308,8 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
     # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
         loop.callbacks.end_unreadable_run(step.number - 1, step.read_error)
-    state.confirmed_step = loop.recovery.recover(outcome, step.micro_batches, state.control)
+    failure = replace(outcome, micro_batches=step.micro_batches, control=state.control)
+    state.confirmed_step = loop.recovery.recover(failure)
     return False
 
 
@@ -323,7 +324,7 @@ def _log_if_taken(loop: Loop, state: _LoopState) -> None:
                 loop.callbacks.log_step(outcome)
 
 
-def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | StepFailure:
+def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | RunFailure:
     """Wait for a step's metrics. The host reads nothing else from a step."""
     with pending.step.measure_time():
         metrics = pending.metrics.read()
@@ -331,13 +332,13 @@ def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | StepFailure
     return failure or _build_result(metrics, pending, loop.ranks_per_sample)
 
 
-def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> StepFailure | None:
+def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> RunFailure | None:
     """The failure of this step, equal on all ranks; None if it is healthy."""
     # One column per micro-step, one row per rank.
     _, accumulate = metrics.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (metrics.bad_data == _UNREAD_DATA).any():
-        return StepFailure(step, "unread_data")
+        return RunFailure(step, "unread_data")
     # The flags that gated the optimizer: each micro-step's loss, then gradients and weights.
     flags = metrics.flags > 0
     bad_losses = flags[:, :accumulate]
@@ -346,11 +347,11 @@ def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> Ste
     bad = (bad_losses | bad_data).view(-1, ranks_per_sample, accumulate).any(1)
     failed_positions = [(ranks_per_sample * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if failed_positions:
-        return StepFailure(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions))
+        return RunFailure(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions))
     # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = flags[:, accumulate:].any(0).tolist()
-    return next((StepFailure(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None)
+    return next((RunFailure(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None)
 
 
 def _build_result(metrics: StepMetrics, pending: _PendingStep, ranks_per_sample: int) -> StepResult:

@@ -28,17 +28,14 @@ from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.event import Event, make_event
 from dit_lora.guard.fallbacks import find_fallback
-from dit_lora.guard.finite_gate import NonFiniteError
+from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
-    STATE_CAUSES,
-    Capabilities,
     RankDiagnosis,
     RecoveryHandler,
-    RecoveryResult,
     format_diagnosis_lines,
 )
-from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 
 _LOG = logging.getLogger("dit_lora")
 BAD_WEIGHTS = "non_finite_weights"
@@ -60,11 +57,9 @@ _MAX_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class LoopFailure:
-    """A step that is not taken, or weights that must be restored."""
+class LoopFailure(StepFailure):
+    """A failed step of another loop, with everything needed to diagnose it."""
 
-    step: int
-    kind: str
     calls: Sequence[CapturedCall] = ()
     gradients: Sequence[str] = ()
     """Parameters with a bad gradient, if known."""
@@ -94,7 +89,8 @@ class LoopFailure:
 class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     """Finds the cause of a failed step and acts on it, identically on all ranks."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(can_retry=False, can_exclude=False)
+    # The guard cannot repeat a step of a loop that it does not run, nor take samples out of its data.
+    unsupported_actions: ClassVar[frozenset[str]] = frozenset({"retry", "quarantine"})
 
     host: Host
     state: LoopState
@@ -131,9 +127,9 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """
         self._is_independent = self.host.is_independent
         with self.host.limit_collectives():
-            result = self.resolve(failure)
+            action = self.resolve(failure)
         self.on_event()
-        return result.restored_step is not None
+        return action.restored_step is not None
 
     @property
     def collective_forward(self) -> bool:
@@ -194,10 +190,10 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         }
         return self._bundles.write(source, event.to_record(), facts, is_shared=self.collective_forward)
 
-    def apply_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
+    def apply_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
         # Snapshots hold no frozen weights, so this can only be reported.
         if failure.kind == ALTERED_FROZEN and action.kind != "stop":
-            return RecoveryResult(Action("report"), _FROZEN_HINT, facts={"guard": self.guard_id})
+            return Action("report", description=_FROZEN_HINT, facts={"guard": self.guard_id})
         if action.kind == "skip" and not failure.between_steps:
             self.budget.count_skipped(failure.step, diagnoses)
         # A check between steps loses no step.
@@ -217,7 +213,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if has_bad_state and restored_step is None and action.kind != "stop":
             self.has_given_up = True
             outcome = f"{action.reason}: nothing can be put back, and the loop goes on as it would without a guard"
-            return RecoveryResult(replace(action, kind="report"), outcome, facts=facts)
+            return replace(action, kind="report", description=outcome, facts=facts)
         undone_steps = ""
         if restored_step is not None:
             # Steps taken since the snapshot. The failed step itself was not taken.
@@ -234,7 +230,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         # After the first ten, show those whose number is a power of two.
         is_shown = self._num_logged <= _MAX_SHOWN or self._num_logged & (self._num_logged - 1) == 0
         should_log = not self._is_known_failure and is_shown
-        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=should_log)
+        return replace(action, description=outcome, facts=facts, restored_step=restored_step, should_log=should_log)
 
     def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
@@ -248,12 +244,12 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.folder = None
 
     def make_stop_error(
-        self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
+        self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action, event: Event
     ) -> NonFiniteError:
         state = "the weights are not to be used"
-        if result.restored_step is not None or not failure.has_bad_weights(diagnoses):
-            step = failure.step - 1 if result.restored_step is None else result.restored_step
-            state = result.description or "the weights are those of the step before"
+        if action.restored_step is not None or not failure.has_bad_weights(diagnoses):
+            step = failure.step - 1 if action.restored_step is None else action.restored_step
+            state = action.description or "the weights are those of the step before"
             if not self.host.uses_deepspeed:  # its engine holds them
                 folder = self.folder if self.folder is not None else self.host.folder
                 weights = {name: p.detach() for name, p in self.state.parameters.items()}
@@ -263,7 +259,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             state += f"; {_FROZEN_HINT}"
         self.on_event()
         head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}"
-        message = f"{head}; {state}; stopped: {result.action.reason}"
+        message = f"{head}; {state}; stopped: {action.reason}"
         return NonFiniteError(format_list(message, self.format_diagnoses(diagnoses)), event.to_record())
 
     def log(self, message: str) -> None:

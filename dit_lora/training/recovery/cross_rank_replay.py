@@ -11,9 +11,10 @@ from accelerate.utils import gather_object
 
 from dit_lora.guard.diagnosis import Cause, Diagnosis
 from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 
-DiagnosedBatches = list[tuple[MicroBatch, Diagnosis]]
+DiagnosedBatches = list[RankDiagnosis[MicroBatch]]
 _NUM_FURTHER_RUNS = 8
 """Number of further runs on each rank once one rank was healthy: all runs of a rank must agree."""
 IsHealthy = bool | None
@@ -34,9 +35,9 @@ def replay_on_other_ranks(
     if len(hosts) == 1:
         return local_diagnoses
     if diagnosis_context.collective_forward:
-        return [(micro_batch, _add_host(diagnosis, hosts)) for micro_batch, diagnosis in local_diagnoses]
+        return [replace(item, diagnosis=_add_host(item.diagnosis, hosts)) for item in local_diagnoses]
     # One micro-batch per rank is enough to test the rank.
-    suspected = [index for index, (_, diagnosis) in enumerate(local_diagnoses) if _is_from_replays(diagnosis)][:1]
+    suspected = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
     tried = list(local_diagnoses)
     # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
     for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
@@ -44,18 +45,18 @@ def replay_on_other_ranks(
             continue
         is_mine = PartialState().process_index == owner
         index = suspected[0] if is_mine else 0
-        shared_batch = diagnosis_context.share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner)
+        shared_batch = diagnosis_context.share_micro_batch(local_diagnoses[index].source if is_mine else None, owner)
         outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
         if not is_mine:
             continue
-        micro_batch, diagnosis = local_diagnoses[index]
-        conclusion = _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts)
-        tried[index] = (micro_batch, conclusion)
+        conclusion = _add_host(_conclude_from_outcomes(local_diagnoses[index].diagnosis, outcomes), hosts)
+        tried[index] = replace(local_diagnoses[index], diagnosis=conclusion)
         if conclusion.cause == "rank":
             # The rank's other micro-batches of the step failed there too, unless facts or chance explain them.
-            for number, (micro_batch, diagnosis) in enumerate(tried):
-                if _is_from_replays(diagnosis):
-                    tried[number] = (micro_batch, replace(conclusion, micro_step=diagnosis.micro_step))
+            for number, item in enumerate(tried):
+                if _is_from_replays(item.diagnosis):
+                    shared = replace(conclusion, micro_step=item.diagnosis.micro_step)
+                    tried[number] = replace(item, diagnosis=shared)
     return tried
 
 

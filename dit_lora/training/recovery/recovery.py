@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,14 +20,11 @@ from dit_lora.guard.fallbacks import find_fallback
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
-    STATE_CAUSES,
-    Capabilities,
     RankDiagnosis,
     RecoveryHandler,
-    RecoveryResult,
     format_diagnosis_lines,
 )
-from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
@@ -50,28 +47,23 @@ _ACTION_TEXTS = {
 
 
 @dataclass(frozen=True)
-class RunFailure:
-    """A failed step of a run, with everything needed to diagnose it."""
+class RunFailure(StepFailure):
+    """A failed step of a run, with everything needed to diagnose it. Equal on all ranks, except for micro-batches."""
 
-    failure: StepFailure
-    micro_batches: Sequence[MicroBatch]
-    control: MicroBatch | None
+    failed_positions: tuple[tuple[int, int], ...] = ()
+    """(rank, micro-step) of micro-batches with bad loss or data; empty if the whole step failed."""
+    diagnosis: Diagnosis | None = None
+    """The diagnosis if the cause is already known, so that nothing is replayed; else None."""
+    micro_batches: Sequence[MicroBatch] = ()
+    """This rank's micro-batches of the step."""
+    control: MicroBatch | None = None
     """A micro-batch of the last healthy step; None in the first step."""
-
-    @property
-    def step(self) -> int:
-        return self.failure.step
-
-    @property
-    def kind(self) -> str:
-        return self.failure.kind
 
 
 @dataclass
 class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     """Recovery of one run, with its list of actions. Every rank has an equal one."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(can_retry=True, can_exclude=True)
     diagnosis_context: DiagnosisContext
     engine: Engine
     policy: Policy
@@ -97,14 +89,15 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             "start_peak": self.diagnosis_context.start_peak,
         }
 
-    def recover(self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
+    def recover(self, failure: RunFailure) -> int:
         """Handle a failed step; returns the step to continue from. Collective.
 
-        `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on all ranks if no action applies.
+        Raises:
+            NonFiniteError: On all ranks, if no action applies.
         """
-        resolution = self.resolve(RunFailure(failure, micro_batches, control))
-        assert resolution.restored_step is not None  # a run's resolution always has a target
-        return resolution.restored_step
+        action = self.resolve(failure)
+        assert action.restored_step is not None  # a run's action always has a target
+        return action.restored_step
 
     @property
     def collective_forward(self) -> bool:
@@ -112,16 +105,15 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
 
     def diagnose_step(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
         # A failed step with a verdict was diagnosed where it was detected: nothing is replayed.
-        if failure.failure.diagnosis is not None:
+        if failure.diagnosis is not None:
             return []
-        diagnosed = self._diagnose(failure.failure, failure.micro_batches, failure.control)
         # Only other ranks can tell a bad sample from a bad rank.
-        diagnosed = replay_on_other_ranks(diagnosed, self.diagnosis_context, failure.kind)
-        return [RankDiagnosis(diagnosis, micro_batch) for micro_batch, diagnosis in diagnosed]
+        return replay_on_other_ranks(self._diagnose(failure), self.diagnosis_context, failure.kind)
 
     def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
-        diagnosis = failure.failure.diagnosis
-        return [diagnosis] if diagnosis is not None else super().gather_diagnoses(failure, results)
+        if failure.diagnosis is not None:
+            return [failure.diagnosis]
+        return super().gather_diagnoses(failure, results)
 
     def choose_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> Action:
         skipped = [v.sample_id for v in self.quarantine.records]
@@ -136,41 +128,42 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     def log(self, message: str) -> None:
         self.files.say(message)
 
-    def _diagnose(
-        self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> list[tuple[MicroBatch, Diagnosis]]:
+    def _diagnose(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
         context = self.diagnosis_context
         if failure.kind in BAD_STATE_KINDS:
-            last_batch = micro_batches[-1]
+            last_batch = failure.micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
             diagnosis = find_bad_state(last_batch, context) or diagnose_diverged_weights(last_batch, context)
             diagnoses = [replace(diagnosis, micro_step=None)]
             if context.collective_forward:
                 broadcast_object_list(diagnoses)
-            return [(last_batch, diagnoses[0])]
+            return [RankDiagnosis(diagnoses[0], last_batch)]
         if context.collective_forward:
-            return self._diagnose_collectively(failure, micro_batches, control)
+            return self._diagnose_collectively(failure)
         # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
         suspect_batches = [
             micro_batch
-            for micro_batch in micro_batches
-            if not failure.micro_batches or (micro_batch.rank, micro_batch.micro_step) in failure.micro_batches
+            for micro_batch in failure.micro_batches
+            if not failure.failed_positions or (micro_batch.rank, micro_batch.micro_step) in failure.failed_positions
         ]
+        control = failure.control
         # In the first step, use another micro-batch of the same step.
         if control is None:
-            control = next((micro_batch for micro_batch in micro_batches if micro_batch not in suspect_batches), None)
-        return [(b, diagnose(b, context, kind=failure.kind, control=control)) for b in suspect_batches]
+            control = next((batch for batch in failure.micro_batches if batch not in suspect_batches), None)
+        return [
+            RankDiagnosis(diagnose(batch, context, kind=failure.kind, control=control), batch)
+            for batch in suspect_batches
+        ]
 
-    def _diagnose_collectively(
-        self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> list[tuple[MicroBatch, Diagnosis]]:
+    def _diagnose_collectively(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
         """Diagnose each suspect micro-batch on all ranks, one after another.
 
         The diagnoses are equal on all ranks except for evidence that each rank gathers by itself.
         """
-        local_batches = {(batch.rank, batch.micro_step): batch for batch in micro_batches}
+        local_batches = {(batch.rank, batch.micro_step): batch for batch in failure.micro_batches}
         # Sorted: all ranks must take the same micro-batch at the same time.
-        positions = failure.micro_batches or sorted(gather_object(list(local_batches)))
+        positions = failure.failed_positions or sorted(gather_object(list(local_batches)))
+        control = failure.control
         if control is None:
             control = next((batch for position, batch in local_batches.items() if position not in positions), None)
         diagnosed = []
@@ -187,12 +180,12 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
             # The owner's verdict counts on every rank: the loop must not branch on local evidence.
             (diagnosis,) = broadcast_object_list([diagnosis], from_process=owner)
-            diagnosed.append((micro_batch, diagnosis))
+            diagnosed.append(RankDiagnosis(diagnosis, micro_batch))
             if diagnosis.cause in STATE_CAUSES:
                 break  # all ranks share the state: it is why the others fail
         return diagnosed
 
-    def _make_out_of_memory_error(self, failure: StepFailure, micro_batch: MicroBatch) -> NonFiniteError:
+    def _make_out_of_memory_error(self, failure: RunFailure, micro_batch: MicroBatch) -> NonFiniteError:
         """The error for a rank without memory for a shared forward pass, in which other ranks may wait forever."""
         rank = PartialState().process_index
         message = (
@@ -226,27 +219,29 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 self.snapshots.drop(step)
         return self.snapshots.steps
 
-    def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
-        result, before = _ACTION_TEXTS[action.kind], failure.step - 1
+    def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
+        text = _ACTION_TEXTS[action.kind]
+        before = failure.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.save_if_due(failure.step, self.state_dict())
-            return RecoveryResult(action, "left out, for no sample is at fault", restored_step=failure.step)
+            return replace(action, description="left out, for no sample is at fault", restored_step=failure.step)
         if action.kind in ("skip", "quarantine"):
             notes = self._exclude_samples(action, failure.step, diagnoses)
-            return RecoveryResult(action, result, notes, restored_step=before)
+            return replace(action, description=text, notes=notes, restored_step=before)
         if action.kind == "fallback":
             for name in action.fallbacks:
                 find_fallback(list(self.diagnosis_context.fallbacks), name).disable()
             # Saved in checkpoints: a resumed run keeps them off.
             self.state.switched_off += action.fallbacks
             notes = [f"{name} stays off for this run" for name in action.fallbacks]
-            return RecoveryResult(action, result, notes, restored_step=before)
+            return replace(action, description=text, notes=notes, restored_step=before)
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
             num_repeated = before - target
             repeated_text = f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
-            return RecoveryResult(action, f"{result} to step {target}{repeated_text}", notes, restored_step=target)
-        return RecoveryResult(action, result, restored_step=before)
+            description = f"{text} to step {target}{repeated_text}"
+            return replace(action, description=description, notes=notes, restored_step=target)
+        return replace(action, description=text, restored_step=before)
 
     def _roll_back(self, action: Action) -> tuple[int, list[str]]:
         """Restore a snapshot; returns its step and messages."""
@@ -298,12 +293,12 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return notes + (self.files.mark_bad_entries(action.samples) if action.kind == "quarantine" else [])
 
     def make_stop_error(
-        self, failure: RunFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
+        self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action, event: Event
     ) -> NonFiniteError:
         samples = [sample for diagnosis in diagnoses for sample in diagnosis.sample_ids]
-        notes = [*result.notes, *self.files.mark_bad_entries(samples)]
+        notes = [*action.notes, *self.files.mark_bad_entries(samples)]
         # May restore a snapshot; what is saved below is that state.
-        good = self._restore_last_good(failure.failure, diagnoses)
+        good = self._restore_last_good(failure, diagnoses)
         state = "not to be used" if good is None else f"those of step {good}"
         kind, advice = failure.kind.replace("_", " "), _advise_after_stop(diagnoses)
         try:
@@ -318,9 +313,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             notes.append(f"{error}")
         summary = f"step {failure.step}: {kind}; the weights are {state}"
         message = format_list(summary, self.format_diagnoses(diagnoses))
-        return NonFiniteError("\n".join([message, f"stopped: {result.action.reason}", *notes]), event.to_record())
+        return NonFiniteError("\n".join([message, f"stopped: {action.reason}", *notes]), event.to_record())
 
-    def _restore_last_good(self, failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
+    def _restore_last_good(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
         """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
 
         Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.

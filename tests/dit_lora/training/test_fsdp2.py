@@ -1,6 +1,5 @@
 """The loop over parameters that FSDP2 shards, on two gloo ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.families import get_family
 from dit_lora.guard.fallbacks import convert_to_fp32
-from dit_lora.guard.finite_gate import StepFailure, get_local_tensor
-from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.finite_gate import get_local_tensor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.dtensors import gather_full_tensor
 from dit_lora.numerics.objectives import LossOutput
@@ -34,6 +32,7 @@ from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 from dit_lora.training.step import StepResult
 
 STEPS, RANKS, ACCUMULATE = 4, 2, 2
@@ -74,13 +73,13 @@ class Recorder:
 
     def __init__(self, state: Any) -> None:
         self.state = state
-        self.trips: list[StepFailure] = []
+        self.trips: list[RunFailure] = []
         self.found: list[Tensors] = []
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        self.trips.append(trip)
+    def recover(self, failure: RunFailure) -> int:
+        self.trips.append(failure)
         self.found.append(self.state())
-        return trip.step - 1
+        return failure.step - 1
 
 
 def sharded(path: Path, accelerator: Accelerator) -> tuple[Any, nn.Module, torch.optim.AdamW]:
@@ -147,7 +146,7 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
         "trained": len(get_trainable_parameters(model)),
         "results": [(r.step, r.loss, r.grad_norm, sorted(r.losses)) for r in results],
         "states": states,
-        "trips": [(trip.step, trip.kind, trip.micro_batches) for trip in recovery.trips],
+        "trips": [(trip.step, trip.kind, trip.failed_positions) for trip in recovery.trips],
         "found": recovery.found,
     }
 

@@ -26,7 +26,7 @@ from small_loop import (
 from torch import distributed, nn
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.guard.finite_gate import BadStateError, StepFailure
+from dit_lora.guard.finite_gate import BadStateError
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.loop import Loop, train
@@ -121,7 +121,7 @@ def test_a_bad_loss_leaves_weights_and_moments_and_the_step_is_taken_again(value
     results = run(loop, 3, batches(6), on_step=lambda r: after.update({r.step: state_of(loop)}))
     assert equal(states[0], after[1])
     assert [result.step for result in results] == [1, 2, 3]
-    assert fake(loop).trips == [StepFailure(2, "non_finite_loss", ((0, 1),))]
+    assert fake(loop).trips == [(2, "non_finite_loss", ((0, 1),))]
     assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
     clean = build(accumulate=2)
     expected = run(clean, 3, batches(6))
@@ -156,7 +156,7 @@ def test_data_that_was_read_bad_trips_though_its_loss_is_finite() -> None:
     before: dict[int, list[torch.Tensor]] = {}
     with pytest.raises(TrippedError):
         run(loop, 2, data, on_step=lambda r: before.update({r.step: state_of(loop)}))
-    assert fake(loop).trips == [StepFailure(2, "bad_data", ((0, 0),))]
+    assert fake(loop).trips == [(2, "bad_data", ((0, 0),))]
     assert equal(state_of(loop), before[1])
 
 
@@ -193,7 +193,7 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(factor: floa
     before: dict[int, list[torch.Tensor]] = {}
     with pytest.raises(TrippedError):
         run(loop, 2, batches(2), on_step=lambda r: before.update({r.step: state_of(loop)}))
-    assert fake(loop).trips == [StepFailure(2, kind)]
+    assert fake(loop).trips == [(2, kind, ())]
     assert equal(state_of(loop), before[1])
 
 
@@ -222,7 +222,7 @@ def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
     with pytest.raises(TrippedError):
         run(loop, 3, batches(3), on_step=lambda r: (recorded.append(r.step), poison(r))[0])
     assert recorded == [1]
-    assert fake(loop).trips == [StepFailure(2, "non_finite_weights")]
+    assert fake(loop).trips == [(2, "non_finite_weights", ())]
 
 
 def test_a_state_that_is_not_worth_keeping_is_a_trip_of_its_step() -> None:
@@ -234,7 +234,7 @@ def test_a_state_that_is_not_worth_keeping_is_a_trip_of_its_step() -> None:
 
     loop = build(accumulate=2, answers=[0])
     results = run(loop, 3, batches(6), on_step=refuse)
-    assert fake(loop).trips == [StepFailure(2, "diverged_weights")]
+    assert fake(loop).trips == [(2, "diverged_weights", ())]
     assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
     assert fake(loop).controls[0].step == 1  # type: ignore[union-attr]
     assert [result.step for result in results] == [1, 1, 2, 3]

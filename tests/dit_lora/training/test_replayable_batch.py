@@ -20,13 +20,13 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.guard import replay as numerics_replay
-from dit_lora.guard.finite_gate import StepFailure
 from dit_lora.guard.replay import MicroBatch, Outcome
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 
 Gradients = dict[str, torch.Tensor]
 OPTIM = OptimConfig()
@@ -61,9 +61,9 @@ class Kept:
     micro_batches: Sequence[MicroBatch] = ()
     lr_scale: float = 1.0
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        assert trip.kind == "bad_data"
-        self.micro_batches = micro_batches
+    def recover(self, failure: RunFailure) -> int:
+        assert failure.kind == "bad_data"
+        self.micro_batches = failure.micro_batches
         raise StepEndedError
 
 

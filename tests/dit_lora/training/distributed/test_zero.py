@@ -18,8 +18,6 @@ from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
-from dit_lora.guard.finite_gate import StepFailure
-from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.replay import replay_micro_batch as replay
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
@@ -29,6 +27,7 @@ from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.recovery import RunFailure
 from dit_lora.training.step import StepResult
 
 pytestmark = [
@@ -70,14 +69,14 @@ class Recorder:
         self.found: list[Tensors] = []
         self.replayed: list[str] = []
 
-    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
-        self.trips.append((trip.step, trip.kind, trip.micro_batches))
+    def recover(self, failure: RunFailure) -> int:
+        self.trips.append((failure.step, failure.kind, failure.failed_positions))
         self.found.append(copied(self.engine.local_state_dict()))
-        for micro_batch in micro_batches:
-            if (micro_batch.rank, micro_batch.micro_step) in trip.micro_batches:
+        for micro_batch in failure.micro_batches:
+            if (micro_batch.rank, micro_batch.micro_step) in failure.failed_positions:
                 replay(micro_batch, self.engine.unwrapped_model)
                 self.replayed += micro_batch.ids
-        return trip.step - 1
+        return failure.step - 1
 
 
 def copied(tensors: Tensors) -> Tensors:
