@@ -116,7 +116,7 @@ class _LoopState:
     reader: Reader[Batch] = field(default_factory=Reader)
 
     def take_pending(self) -> _PendingStep | None:
-        """The pending step, which is no longer pending."""
+        """Take the pending step out of the state; None if there is none."""
         pending = self.pending
         self.pending = None
         return pending
