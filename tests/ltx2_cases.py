@@ -48,8 +48,8 @@ def for_recipe(path: Path, **sections: Any) -> Any:
 def batch_of(checkpoint: Any, *, sound: bool = False) -> dict[str, torch.Tensor]:
     """Three samples that differ in pixels, caption and sound."""
     generator = torch.Generator().manual_seed(0)
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     encode_audio = checkpoint.load_audio_encoder(torch.float32, CPU)
     rows = []
     for caption in CAPTIONS:

@@ -76,12 +76,12 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     assert json.loads((run / "verification.json").read_text())["passed"]
     # Samples are the stock pipeline's, with what trained and nothing else.
     checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(base)))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     sampling = Sampling(VideoShape(1, 64, 96), 2, 0.0, 0)
     for step in (0, 3):
         if step:
             pipeline.load_lora_weights(trained.parent, weight_name=trained.name)
-        frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
+        frames = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red disc"), sampling)
         sample = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
         assert sample.read_bytes() == write_sample(tmp_path / f"{step}", frames, 8).read_bytes()
 

@@ -53,7 +53,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     text = torch.randn(3, 226, 32, generator=g)
     model = Recorder(torch.randn(3, 3, 4, 4, 6, generator=g))
     batch = {"latent_mean": mean, "latent_logvar": logvar, "prompt_embeds": text}
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     scheduler = CogVideoXDPMScheduler.from_pretrained(tiny_checkpoints[variant], subfolder="scheduler")
     scale = AutoencoderKLCogVideoX.load_config(tiny_checkpoints[variant], subfolder="vae")["scaling_factor"]
@@ -82,7 +82,7 @@ def test_timesteps_are_uniform_over_the_whole_schedule(tiny_checkpoints: dict[st
         "latent_logvar": torch.zeros(count, 1, 1, 2, 2),
         "prompt_embeds": torch.zeros(count, 1, 1),
     }
-    output = checkpoint.losses(Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count)))
+    output = checkpoint.denoiser.losses(Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count)))
     assert output.timesteps.min() < 5
     assert output.timesteps.max() > 994
     assert abs(output.timesteps.float().mean() - 499.5) < 4 * 1000 / (12 * count) ** 0.5
@@ -141,7 +141,7 @@ def test_sampling_passes_on_every_setting(tiny_checkpoints: dict[str, Path]) -> 
 
     checkpoint = open_checkpoint(tiny_checkpoints["cogvideox-2b"])
     sampling = Sampling(VideoShape(13, 32, 48), inference_steps=7, guidance_scale=2.5, seed=5)
-    video = checkpoint.generate(Pipeline(), {"prompt": "x"}, sampling)
+    video = checkpoint.sampler.generate(Pipeline(), {"prompt": "x"}, sampling)
     assert {name: call_kwargs[name] for name in ("prompt", "num_frames", "height", "width")} == {
         "prompt": "x",
         "num_frames": 13,

@@ -103,19 +103,19 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     turns = in_turn(recipe.model_copy(update={"model": model}))
     checkpoint = get_family("wan").open(turns[0].model, turns[0])
     assert type(checkpoint).__name__ == kind
-    objective = checkpoint.objective
+    objective = checkpoint.denoiser.objective
     assert (objective.distribution.t_min, objective.distribution.t_max) == levels
     assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
-    shape, step = VideoShape.from_data(recipe.data), checkpoint.size_multiple
+    shape, step = VideoShape.from_data(recipe.data), checkpoint.info.size_multiple
     assert step == (32 if "5b" in stem else 16)
     num_tokens = ((shape.frames - 1) // 4 + 1) * (shape.height // step) * (shape.width // step)
     assert num_tokens == tokens
     assert f"{tokens:,} video tokens" in (ROOT / "recipes" / "wan" / f"{stem}.yaml").read_text()
     assert (turns[0].data.fps, checkpoint.text_tokens) == (24 if "5b" in stem else 16, 512)
     with pytest.raises(DitLoraError, match=f"width must be a multiple of {step}; got 840"):
-        checkpoint.check_shape(VideoShape(81, 480, 840))
+        checkpoint.info.check_shape(VideoShape(81, 480, 840))
     with pytest.raises(DitLoraError, match=f"height can be {1024 * step} at most"):
-        checkpoint.check_shape(VideoShape(81, 1025 * step, 832))
+        checkpoint.info.check_shape(VideoShape(81, 1025 * step, 832))
     if len(turns) == 2:
         low = get_family("wan").open(turns[1].model, turns[1])
         assert (low.objective.distribution.t_min, low.objective.distribution.t_max) == (

@@ -76,7 +76,7 @@ def test_the_files_say_the_kind_and_not_the_name(
     assert type(checkpoint).__name__ == kind
     chosen = kind == "WanTokenImageCheckpoint"
     expected = {"_class_name": "WanImageToVideoPipeline"} if chosen else {}
-    assert checkpoint.index_changes() == expected
+    assert checkpoint.info.index_changes() == expected
 
 
 @pytest.mark.parametrize(("variant", "boundary"), [("wan-2.2-t2v-a14b", 0.875), ("wan-2.2-i2v-a14b", 0.9)])
@@ -87,11 +87,13 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draw_functions(batch), CPU)["timestep"]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)["timestep"]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
-    assert checkpoint.timestep_range == (range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary)))
+    assert checkpoint.denoiser.timestep_range == (
+        range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
+    )
     # Logit-normal at shift 3 has s = 3u / (1 + 2u). Over 50,000 samples, a side has its median within 0.004.
     u = torch.sigmoid(torch.randn(50_000, generator=torch.Generator().manual_seed(1)))
     s = 3 * u / (1 + 2 * u)
@@ -176,8 +178,8 @@ def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path
     removed = dict.fromkeys(("scale_factor_spatial", "scale_factor_temporal"), "removed")
     path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **removed)
     checkpoint = opened(path)
-    assert checkpoint.size_multiple == 16
-    assert checkpoint.find_shape_errors(VideoShape(9, 64, 96)) == []
+    assert checkpoint.info.size_multiple == 16
+    assert checkpoint.info.find_shape_errors(VideoShape(9, 64, 96)) == []
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_task_is_refused_by_families_that_have_none(tiny_checkpoints: dict[str, 
 def test_text_is_512_tokens_with_zeros_behind_its_end(tiny_checkpoints: dict[str, Path]) -> None:
     """And cleaned as the pipeline does: white space, HTML. One caption's rows do not depend on the others."""
     checkpoint = opened(tiny_checkpoints["wan-2.1-i2v"])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     short, long = "a  cat &amp;amp; a dog ", "x" * 600
     embeds = encode([short, long])["prompt_embeds"]
     assert embeds.shape == (2, 512, 32)
@@ -259,7 +261,7 @@ def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monk
         monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
         messages.append(" ".join(checkpoint.notes(recipe_of(path))))
-        facts.append(checkpoint.text_cache_key())
+        facts.append(checkpoint.encoders.text_cache_key())
     assert "pip install ftfy" in messages[0]
     assert "ftfy" not in messages[1]
     assert facts[0] != facts[1]
@@ -330,7 +332,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():
-            return checkpoint.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
+            return checkpoint.denoiser.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
 
     i2v = {"model": {"task": "i2v"}}
     never, always = (losses(for_recipe(path, **i2v, data={"image_dropout": share})) for share in (0.0, 1.0))
@@ -354,17 +356,17 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     path = tiny_checkpoints["wan-2.2-ti2v-5b"]
     checkpoint = opened(path, task="i2v")
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     with torch.no_grad():
-        before = checkpoint.losses(transformer, batch, streams).losses
-        clean = checkpoint.clean_latents(batch, random_inputs)
-        noisy = checkpoint.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
-        velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
+        before = checkpoint.denoiser.losses(transformer, batch, streams).losses
+        clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
+        noisy = checkpoint.denoiser.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
+        velocity = checkpoint.denoiser.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, :, 1:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
-        assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
+        assert torch.equal(checkpoint.denoiser.losses(transformer, batch, streams).losses, before)
         batch["image_latents"] += 1
-        assert (checkpoint.losses(transformer, batch, streams).losses != before).all()
+        assert (checkpoint.denoiser.losses(transformer, batch, streams).losses != before).all()

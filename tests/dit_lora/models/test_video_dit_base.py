@@ -42,10 +42,10 @@ def test_a_base_without_weights_opens_from_scratch_alone(parts: dict[str, str], 
     with pytest.raises(DitLoraError, match=r"transformer: no \.safetensors file"):
         opened(path)
     checkpoint = opened(path, from_scratch={"num_layers": 2})
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     assert len(model.transformer_blocks) == 2
     assert model.config.text_dim == 16
-    pipeline = checkpoint.pipeline(torch.float32, model)
+    pipeline = checkpoint.sampler.pipeline(torch.float32, model)
     assert pipeline("a horse", num_frames=3, height=16, width=32, num_inference_steps=1).frames.shape == (
         1, 3, 16, 32, 3,
     )  # fmt: skip

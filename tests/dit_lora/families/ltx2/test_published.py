@@ -106,7 +106,7 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
         meta_model: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(False)
     assert sum(p.numel() for p in meta_model.parameters()) == num_parameters == counted(config_of(name))
     with torch.device("meta"):
-        targets = checkpoint.lora_targets(FAMILY.lora_targets)
+        targets = checkpoint.info.lora_targets(FAMILY.lora_targets)
         report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
     layers = adapted(meta_model)
     assert report.num_adapted == len(layers) == 48 * 2 * 4 == 384
@@ -138,14 +138,14 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     assert not checkpoint.has_sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
-    assert checkpoint.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
-    assert checkpoint.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
-    levels = checkpoint.objective.distribution
-    assert (levels.density, checkpoint.num_train_timesteps) == ("stretched_logit_normal", 1000)
+    assert checkpoint.denoiser.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
+    assert checkpoint.denoiser.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
+    levels = checkpoint.denoiser.objective.distribution
+    assert (levels.density, checkpoint.denoiser.num_train_timesteps) == ("stretched_logit_normal", 1000)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 752"):
-        checkpoint.check_shape(VideoShape(121, 512, 752))
+        checkpoint.info.check_shape(VideoShape(121, 512, 752))
     with pytest.raises(DitLoraError, match=r"frames must be 8n \+ 1; got 120"):
-        checkpoint.check_shape(VideoShape(120, 512, 768))
+        checkpoint.info.check_shape(VideoShape(120, 512, 768))
 
 
 @pytest.mark.parametrize("stem", ["2_t2v", "2.3_t2v"])
@@ -153,7 +153,7 @@ def test_a_caption_takes_in_the_cache_what_the_recipe_says(stem: str, tmp_path: 
     """What the connectors make of it, in place of all hidden states of Gemma: 367 MiB."""
     _, mebibytes = PUBLISHED[KINDS[stem][0]]
     checkpoint = opened(stem, tmp_path)
-    spec = checkpoint.text_spec(torch.bfloat16)
+    spec = checkpoint.encoders.text_spec(torch.bfloat16)
     size = sum(shape.numel() * dtype.itemsize for shape, dtype in spec.values())
     assert size / MIB == pytest.approx(mebibytes, rel=0.05)
     assert f"{size / 1e6:.1f} MB of cache a caption" in (RECIPES / f"{stem}.yaml").read_text()
