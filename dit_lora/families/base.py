@@ -152,12 +152,12 @@ class CheckpointInfo(ABC):
         side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
-    def with_recipe(self, recipe: Recipe, supported_options: Sequence[str]) -> Self:
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """The facts with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option.
 
         Args:
             recipe: The recipe to check and to apply.
-            supported_options: Options that the denoiser supports, of those that `refuse_options` rejects by default.
+            training_options: Options that the denoiser supports, of those that `refuse_options` rejects by default.
         """
         self.check_shape(VideoShape.from_data(recipe.data))
         # With two experts there is no default: an adapter belongs to one of them.
@@ -166,7 +166,7 @@ class CheckpointInfo(ABC):
             raise DitLoraError(f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both")
         # Sampling with the other expert's adapter only makes sense if there are two experts.
         expert_options = ("validation.other_expert",) if self.expert_names else ()
-        refuse_options(recipe, (*self.supported_options, *supported_options, *expert_options))
+        refuse_options(recipe, (*self.supported_options, *training_options, *expert_options))
         # References need the checkpoint's facts, so the recipe cannot check them by itself.
         problems = reference_errors(recipe, self.references)
         if problems:
@@ -265,8 +265,11 @@ class Denoiser(ABC):
     mask_floor: float = 0.0
     """Weight of the loss where a loss mask is black (`data.mask_floor`)."""
     transformer_class: ClassVar[Any]
-    supported_options: ClassVar[tuple[str, ...]] = ()
-    """Options that this objective supports, of those that `refuse_options` rejects by default."""
+
+    @property
+    def training_options(self) -> tuple[str, ...]:
+        """Options that this objective supports, of those that `refuse_options` rejects by default."""
+        return ()
 
     def apply_training_options(self, recipe: Recipe) -> Self:
         """The denoiser with the recipe's settings of the loss. Raises `DitLoraError` if it cannot train with them."""
@@ -442,7 +445,7 @@ class Checkpoint:
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        checkpoint = self._with_info(self.info.with_recipe(recipe, self.denoiser.supported_options))
+        checkpoint = self._with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
@@ -502,4 +505,4 @@ class InheritingCheckpoint(CheckpointInfo, Encoders, Denoiser, Sampler):
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        return self.with_recipe(recipe, ()).apply_training_options(recipe)
+        return self.with_recipe(recipe).apply_training_options(recipe)

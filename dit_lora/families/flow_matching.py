@@ -16,6 +16,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Denoiser, InheritingCheckpoint, TensorMap
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -27,10 +28,14 @@ class FlowDenoiser(Denoiser):
     """A denoiser that predicts the velocity from clean latents to noise."""
 
     objective: FlowMatching
-    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)
+    conditioning: Conditioning = field(default_factory=Conditioning)
+
+    @property
+    def training_options(self) -> tuple[str, ...]:
+        return ("train.timesteps", *self.conditioning.supported_options)
 
     def apply_training_options(self, recipe: Recipe) -> Self:
-        denoiser = super().apply_training_options(recipe)
+        denoiser = replace(super().apply_training_options(recipe), conditioning=self.conditioning.with_recipe(recipe))
         if recipe.train.timesteps is None:
             return denoiser
         # The timesteps of the recipe replace those of the checkpoint only where the recipe sets them.
@@ -96,18 +101,15 @@ class FlowDenoiser(Denoiser):
         }
         # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
-        return {**posterior, **noise_draws}
+        return {**posterior, **noise_draws, **self.conditioning.draw_functions(batch)}
 
     @abstractmethod
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
     def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
-        """Conditioning mask: 1 where latents are given clean, 0 where they are denoised. None without conditioning.
-
-        It broadcasts to the latents. Clean latents get no noise and no loss.
-        """
-        return None
+        """`Conditioning.mask` of this denoiser's conditioning."""
+        return self.conditioning.mask(batch, random_tensors)
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
@@ -154,3 +156,4 @@ class FlowCheckpoint(FlowDenoiser, InheritingCheckpoint):
     """A checkpoint that is all its roles at once, with flow matching."""
 
     info: Any = field(init=False, repr=False, compare=False)
+    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)

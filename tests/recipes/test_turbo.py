@@ -34,7 +34,7 @@ def under(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> Path:
     """An adapter of the layers' attention and feed-forward with the authors' names, as ai-toolkit writes it."""
     family = get_family("z_image")
     path = str(tiny_checkpoints["z-image-turbo"])
-    model = family.open(ModelConfig(family="z_image", path=path)).load_transformer(torch.float32)
+    model = family.open(ModelConfig(family="z_image", path=path)).denoiser.load_transformer(torch.float32)
     generator, tensors = torch.Generator().manual_seed(4), {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name.startswith("layers."):

@@ -41,7 +41,7 @@ QUERY = "transformer_blocks.0.attn1.to_q"
 def transformer(tiny_checkpoints: dict[str, Path]) -> Any:
     path = tiny_checkpoints["cogvideox-2b"]
     model = ModelConfig(family="cogvideox", path=str(path))
-    return get_family("cogvideox").open(model).load_transformer(torch.float32)
+    return get_family("cogvideox").open(model).denoiser.load_transformer(torch.float32)
 
 
 def adapted(model: Any, kind: Quantization, lora: LoraConfig | None = None) -> Any:

@@ -94,7 +94,7 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one(
     path = tiny_checkpoints["cogvideox-2b"]
     g = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (9, 3, 32, 48), generator=g).to(torch.uint8)
-    encoded = open_checkpoint(path).load_video_encoder(torch.float32, CPU)(pixels)
+    encoded = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)(pixels)
     vae = AutoencoderKLCogVideoX.from_pretrained(path, subfolder="vae")
     with torch.no_grad():
         posterior = vae.encode((pixels.float() / 127.5 - 1).permute(1, 0, 2, 3)[None]).latent_dist

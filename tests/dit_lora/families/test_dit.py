@@ -94,7 +94,7 @@ def test_every_block_sees_a_samples_own_label_and_torchs_generator_is_left_alone
     tiny: Path,
 ) -> None:
     """Diffusers drops a label in each block by itself, from the global generator."""
-    transformer = open_checkpoint(tiny).load_transformer(torch.float32).train()
+    transformer = open_checkpoint(tiny).denoiser.load_transformer(torch.float32).train()
     recorded_labels: list[torch.Tensor] = []
     for block in transformer.transformer_blocks:
         table = block.norm1.emb.class_embedder.embedding_table
@@ -117,7 +117,7 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one_in_f
     tiny: Path,
 ) -> None:
     pixels = torch.randint(0, 256, (1, 3, 32, 32), generator=torch.Generator().manual_seed(1))
-    encode = open_checkpoint(tiny).load_video_encoder(torch.bfloat16, CPU)
+    encode = open_checkpoint(tiny).encoders.load_video_encoder(torch.bfloat16, CPU)
     encoded = encode(pixels.to(torch.uint8))
     vae = AutoencoderKL.from_pretrained(tiny, subfolder="vae")
     with torch.no_grad():

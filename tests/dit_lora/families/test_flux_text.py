@@ -73,7 +73,7 @@ def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) 
 
 @pytest.mark.parametrize("variant", ["flux2-klein", "flux2-dev"])
 def test_what_text_depends_on_is_in_its_cache_key(tiny_checkpoints: dict[str, Path], variant: str) -> None:
-    facts = open_checkpoint(tiny_checkpoints[variant]).text_cache_key()
+    facts = open_checkpoint(tiny_checkpoints[variant]).encoders.text_cache_key()
     assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
     assert facts["tokens"] == 512
     assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")

@@ -170,7 +170,7 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     assert checkpoint.info.training_metadata()["reference_resolution"] == 48
     assert checkpoint.info.training_metadata()["reference_downscale_factor"] == 2
     assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {"reference_downscale_factor": 1}
-    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).training_metadata()
+    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).info.training_metadata()
     assert checkpoint.sampler.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 
 

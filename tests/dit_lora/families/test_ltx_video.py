@@ -186,7 +186,7 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
 ) -> None:
     path = tiny_checkpoints["ltx-video"]
     pixels = pixels_of(SHAPE, torch.Generator().manual_seed(2))
-    encoded = opened(path, "i2v").load_video_encoder(torch.bfloat16, CPU)(pixels)
+    encoded = opened(path, "i2v").encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     assert {tensor.dtype for tensor in encoded.values()} == {torch.float32}
     vae = AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae")
     assert torch.equal(encoded["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std]))
@@ -202,7 +202,7 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
 def test_an_image_of_the_clips_own_is_what_stands_in_front(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    encode = opened(tiny_checkpoints["ltx-video"], "i2v").load_video_encoder(torch.float32, CPU)
+    encode = opened(tiny_checkpoints["ltx-video"], "i2v").encoders.load_video_encoder(torch.float32, CPU)
     clip_pixels, image_pixels = (pixels_of(SHAPE, torch.Generator().manual_seed(n)) for n in (1, 2))
     own_encoding, expected = encode(clip_pixels, image_pixels[0]), encode(image_pixels)
     for name, tensor in encode(clip_pixels).items():
@@ -218,7 +218,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     """A share of the draws, `data.image_dropout`, has the loss of the task t2v, over all frames."""
     path = tiny_checkpoints["ltx-video"]
     batch = encoded_batch(open_subject(EVERY["ltx-video-i2v"], path))
-    transformer = opened(path).load_transformer(torch.float32)
+    transformer = opened(path).denoiser.load_transformer(torch.float32)
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():

@@ -132,4 +132,4 @@ def test_shapes_that_published_checkpoints_have_no_positions_for(tmp_path: Path)
     sliced.check_shape(VideoShape(81, 1360, 768))
     with pytest.raises(DitLoraError, match="width can be 2400 at most"):
         sliced.check_shape(VideoShape(81, 768, 2416))
-    opened("CogVideoX-5b", tmp_path, recipe).check_shape(VideoShape(81, 2416, 768))
+    opened("CogVideoX-5b", tmp_path, recipe).info.check_shape(VideoShape(81, 2416, 768))

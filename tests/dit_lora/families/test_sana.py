@@ -131,9 +131,9 @@ def test_noise_levels_are_logit_normal_and_shifted() -> None:
 def test_the_shift_is_the_checkpoints_own(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, scheduler: dict[str, Any], shift: float
 ) -> None:
-    assert open_checkpoint(tiny_checkpoints["sana-600m"]).objective.shift == 3.0
+    assert open_checkpoint(tiny_checkpoints["sana-600m"]).denoiser.objective.shift == 3.0
     path = changed(tiny_checkpoints["sana-600m"], tmp_path / "m", "scheduler", **scheduler)
-    assert open_checkpoint(path).objective == FlowMatching(shift, 1000)
+    assert open_checkpoint(path).denoiser.objective == FlowMatching(shift, 1000)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_the_timestep_is_scaled_as_the_config_says(tiny_checkpoints: dict[str, P
     path = changed(tiny_checkpoints["sana-600m"], tmp_path / "m", "transformer", timestep_scale=0.001)
     model = Recorder(torch.zeros(2, 4, 4, 6))
     batch = {"prompt_embeds": torch.zeros(2, 1, 32), "prompt_attention_mask": torch.ones(2, 1)}
-    open_checkpoint(path).predict(model, torch.zeros(2, 4, 4, 6), torch.tensor([500.0, 7.0]), batch)
+    open_checkpoint(path).denoiser.predict(model, torch.zeros(2, 4, 4, 6), torch.tensor([500.0, 7.0]), batch)
     torch.testing.assert_close(model.asked["timestep"], torch.tensor([0.5, 0.007]))
 
 

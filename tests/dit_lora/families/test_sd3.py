@@ -116,8 +116,8 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 ) -> None:
     tiny, size = tiny_checkpoints["sd3.5-large"], torch.Size([4, 6, 10])
     with pytest.raises(DitLoraError, match="does not shift by size; give a number"):
-        open_checkpoint(tiny).mu(size)
-    assert open_checkpoint(tiny).compute_shift(size) == 3
+        open_checkpoint(tiny).denoiser.mu(size)
+    assert open_checkpoint(tiny).denoiser.compute_shift(size) == 3
     file = "scheduler/scheduler_config.json"
     path = changed(tiny, tmp_path / "m", file, use_dynamic_shifting=True, base_shift=0.7)
     checkpoint, pipeline = open_checkpoint(path), StableDiffusion3Pipeline.from_pretrained(path)

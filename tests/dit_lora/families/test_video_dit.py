@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_cached_conditions_sample_what_the_prompt_samples(tiny_checkpoints: Tiny
 
 
 def test_each_frame_is_encoded_by_itself(tiny_checkpoints: Tiny) -> None:
-    encode = opened(tiny_checkpoints, "latte").load_video_encoder(torch.bfloat16, CPU)
+    encode = opened(tiny_checkpoints, "latte").encoders.load_video_encoder(torch.bfloat16, CPU)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (5, 3, 32, 48), generator=generator).to(torch.uint8)
     full_encoding, single_encoding = encode(pixels), encode(pixels[2:3])
@@ -292,7 +293,7 @@ def test_a_class_folder_without_media_is_named(tiny_checkpoints: Tiny, recipe_va
 
 
 def test_labels_outside_the_table_are_refused(tiny_checkpoints: Tiny) -> None:
-    pipeline = opened(tiny_checkpoints, "video-dit-class").pipeline(torch.float32)
+    pipeline = opened(tiny_checkpoints, "video-dit-class").sampler.pipeline(torch.float32)
     with pytest.raises(DitLoraError, match=r"class_labels must be in 0\.\.6"):
         pipeline(class_labels=torch.tensor([1, 7]))
     with pytest.raises(DitLoraError, match=r"no class a horse; there are(.|\n)*red disc"):

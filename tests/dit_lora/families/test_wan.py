@@ -104,7 +104,7 @@ def test_each_expert_draws_in_its_own_range_alone(
 def test_both_experts_are_two_models(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     first_expert, two = (
-        opened(path, part=part).load_transformer(torch.float32) for part in ("transformer", "transformer_2")
+        opened(path, part=part).denoiser.load_transformer(torch.float32) for part in ("transformer", "transformer_2")
     )
     assert not torch.equal(first_expert.proj_out.weight, two.proj_out.weight)
 
@@ -127,7 +127,7 @@ def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
 def test_published_shifts_are_the_default(tiny_checkpoints: dict[str, Path]) -> None:
     shifts = {"wan-2.1-t2v": 3.0, "wan-2.1-flf2v": 16.0, "wan-2.2-ti2v-5b": 5.0}
     for variant, shift in shifts.items():
-        objective = opened(tiny_checkpoints[variant]).objective
+        objective = opened(tiny_checkpoints[variant]).denoiser.objective
         assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
 
 
@@ -268,7 +268,7 @@ def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monk
 
 
 def test_loading_keeps_what_wan_keeps_in_fp32(tiny_checkpoints: dict[str, Path]) -> None:
-    model = opened(tiny_checkpoints["wan-2.1-i2v"]).load_transformer(torch.bfloat16)
+    model = opened(tiny_checkpoints["wan-2.1-i2v"]).denoiser.load_transformer(torch.bfloat16)
     wide = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
     assert {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.1.norm2.weight"} <= wide
     assert "condition_embedder.time_embedder.linear_1.weight" in wide
@@ -283,7 +283,7 @@ def test_the_condition_is_encoded_from_zero_pixels_behind_the_pictures(
     """Normalised posterior means of the whole video; the mask is 1 in all four channels where a picture stands."""
     path, has_last = tiny_checkpoints[variant], variant == "wan-2.1-flf2v"
     pixels = pixels_of(VideoShape(13, 64, 96), torch.Generator().manual_seed(2))
-    encoded = opened(path).load_video_encoder(torch.bfloat16, CPU)(pixels)
+    encoded = opened(path).encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     mask, condition = encoded["image_latents"].split((4, 16))
     assert encoded["image_latents"].dtype is encoded["image_embeds"].dtype is torch.float32
     assert encoded["image_embeds"].shape == (1 + has_last, 5, 16)
@@ -310,7 +310,7 @@ def test_an_image_of_the_clips_own_is_what_stands_in_front(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     for variant, task in (("wan-2.1-i2v", None), ("wan-2.2-ti2v-5b", "i2v")):
-        encode = opened(tiny_checkpoints[variant], task=task).load_video_encoder(torch.float32, CPU)
+        encode = opened(tiny_checkpoints[variant], task=task).encoders.load_video_encoder(torch.float32, CPU)
         clip_pixels, image_pixels = (
             pixels_of(VideoShape(9, 64, 96), torch.Generator().manual_seed(n)) for n in (1, 2)
         )
@@ -328,7 +328,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     path = tiny_checkpoints["wan-2.2-ti2v-5b"]
     case = EVERY["wan-2.2-ti2v-5b-i2v"]
     batch = encoded_batch(open_subject(case, path))
-    transformer = opened(path).load_transformer(torch.float32)
+    transformer = opened(path).denoiser.load_transformer(torch.float32)
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():

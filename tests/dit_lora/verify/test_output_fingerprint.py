@@ -60,7 +60,9 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
     """The checkpoint, its model, and the output recorded by a run with another timestep shift."""
     path = str(tiny_checkpoints["sd3.5-medium"])
     checkpoint: Any = get_family("sd3").open(ModelConfig(family="sd3", path=path))
-    shifted = replace(checkpoint, objective=replace(checkpoint.denoiser.objective, shift=9.0))
+    denoiser = checkpoint.denoiser
+    shifted_denoiser = replace(denoiser, objective=replace(denoiser.objective, shift=9.0))
+    shifted = replace(checkpoint, denoiser=shifted_denoiser)
     channels = checkpoint.info.transformer_config["in_channels"]
     size = torch.Size([channels, 8, 8])
     latents = dict.fromkeys(("latent_mean", "latent_logvar"), (size, torch.float32))

@@ -138,7 +138,7 @@ def test_only_1_5_is_given_an_offset_and_it_is_two(tiny_checkpoints: dict[str, P
 
 @pytest.mark.parametrize(("variant", "tokens"), [("cogvideox-5b-i2v", 226), ("cogvideox-1.5", 224)])
 def test_captions_are_as_long_as_the_config_says(tiny_checkpoints: dict[str, Path], variant: str, tokens: int) -> None:
-    encode = open_checkpoint(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
+    encode = open_checkpoint(tiny_checkpoints[variant]).encoders.load_text_encoder(torch.float32, CPU)
     assert encode(["a"])["prompt_embeds"].shape == (1, tokens, 32)
 
 
@@ -181,7 +181,7 @@ def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(tiny_checkpoints:
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
     pixels, image = frames_and_image()
     first_frame = image if own else pixels[0]
-    encode = open_checkpoint(path).load_video_encoder(torch.float32, CPU)
+    encode = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)
     encoded = encode(pixels, image if own else None)
     assert encoded["latent_mean"].shape == (4, 3, 8, 12)
     assert encoded["image_latent_mean"].shape == encoded["image_latent_logvar"].shape
@@ -227,7 +227,7 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
 
     monkeypatch.setattr(AutoencoderKLCogVideoX, "encode", spy)
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
-    encoder = open_checkpoint(path).load_video_encoder(torch.float32, CPU)
+    encoder = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)
     g, logs = torch.Generator().manual_seed(3), []
     for _ in range(40):
         pixels = torch.randint(0, 256, (1, 3, 32, 48), generator=g).to(torch.uint8)
@@ -308,9 +308,9 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
     Image.new("RGB", (96, 64), "red").save(picture)
     sampling = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
-        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, sampling)
+        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).sampler.generate(None, {}, sampling)
     with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
-        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(None, {}, replace(sampling, image=picture))
+        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).sampler.generate(None, {}, replace(sampling, image=picture))
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-1.5", "cogvideox-1.5-i2v"])

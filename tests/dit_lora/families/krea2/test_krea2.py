@@ -194,7 +194,7 @@ def test_guidance_adds_to_the_prediction_and_0_is_off(raw: Path) -> None:
 
 
 def test_norms_stay_in_fp32(raw: Path) -> None:
-    transformer = opened(raw).load_transformer(torch.bfloat16)
+    transformer = opened(raw).denoiser.load_transformer(torch.bfloat16)
     dtypes: dict[torch.dtype, set[str]] = {}
     for name, parameter in transformer.named_parameters():
         kind = name.split(".")[-2] if name.endswith(".weight") else name.split(".")[-1]

@@ -338,7 +338,7 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Pat
 
 
 def test_the_names_of_sounds_layers_are_all(tiny_checkpoints: dict[str, Path]) -> None:
-    model = opened(tiny_checkpoints["ltx-2"]).load_transformer(torch.float32)
+    model = opened(tiny_checkpoints["ltx-2"]).denoiser.load_transformer(torch.float32)
     attentions = [n for n, m in model.transformer_blocks[0].named_children() if hasattr(m, "to_q")]
     assert set(attentions) == {"attn1", "attn2", *SOUND_ATTENTIONS}
 
@@ -349,7 +349,7 @@ def test_one_step_is_refused_where_the_scheduler_makes_nan_of_it(
     path = tiny_checkpoints["ltx-2.3"]
     sampling = Sampling(NATIVE, 1, 1.0, seed=0)
     with pytest.raises(DitLoraError, match="inference steps must be 2 or more"):
-        opened(path).generate(None, {}, sampling)
+        opened(path).sampler.generate(None, {}, sampling)
     settings = {"prompts": ["a"], "inference_steps": 1}
     with pytest.raises(DitLoraError, match=r"validation\.inference_steps must be 2 or more"):
         for_recipe(path, validation=settings)

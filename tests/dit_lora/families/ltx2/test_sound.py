@@ -257,7 +257,7 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = with_sound(path, "t2v")
     assert checkpoint.info.training_metadata() == {"sound": True}
-    assert opened(path).training_metadata() == {}
+    assert opened(path).info.training_metadata() == {}
     assert opened(path).with_training_metadata(checkpoint.info.training_metadata()).has_sound
     assert not opened(path).with_training_metadata({}).has_sound
 
@@ -283,7 +283,7 @@ def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Pat
     assert sound.waveform.std() > 0
     assert sound.rate == stock.vocoder.config.output_sampling_rate
     assert torch.equal(video, checkpoint.sampler.generate(pipeline, prompt_kwargs, sampling))
-    samples, none = opened(path).generate_with_sound(pipeline, prompt_kwargs, sampling)
+    samples, none = opened(path).sampler.generate_with_sound(pipeline, prompt_kwargs, sampling)
     assert none is None
     assert torch.equal(video, samples)
 

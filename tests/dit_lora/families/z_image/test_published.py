@@ -72,7 +72,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
 
 def test_a_caption_costs_two_and_a_half_mib_and_its_mask(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "z_image" / "base.yaml")
-    spec = opened("Z-Image", tmp_path, recipe).text_spec(torch.bfloat16)
+    spec = opened("Z-Image", tmp_path, recipe).encoders.text_spec(torch.bfloat16)
     bytes_of = {name: size.numel() * dtype.itemsize for name, (size, dtype) in spec.items()}
     assert bytes_of == {"prompt_embeds": 2.5 * 2**20, "prompt_attention_mask": 512}
 

@@ -55,11 +55,11 @@ def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Pat
     )["input_ids"]
     with torch.no_grad():
         states = pipeline.text_encoder(tokens, output_hidden_states=True).hidden_states
-    encoded = opened(path).load_text_encoder(torch.float32, CPU)(["a cat"])
+    encoded = opened(path).encoders.load_text_encoder(torch.float32, CPU)(["a cat"])
     embeds = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
     assert len(states) == 4
     torch.testing.assert_close(embeds, states[2][0], rtol=1e-5, atol=1e-5)
-    assert opened(path).text_cache_key()["tokens"] == 512
+    assert opened(path).encoders.text_cache_key()["tokens"] == 512
 
 
 def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) -> None:

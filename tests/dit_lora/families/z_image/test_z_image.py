@@ -81,7 +81,7 @@ def test_in_bf16_latents_are_rounded_and_the_time_is_not(path: Path) -> None:
     batch = {**some_batch(), "prompt_embeds": some_batch()["prompt_embeds"].bfloat16()}
     model, t = Recorder(torch.zeros(3, 4, 4, 6).bfloat16()), torch.tensor([371.3, 804.9, 5.99])
     noisy = torch.randn(3, 4, 4, 6)
-    prediction = opened(path).predict(model, noisy, t, batch)
+    prediction = opened(path).denoiser.predict(model, noisy, t, batch)
     latents, timesteps, _ = model.asked
     assert torch.equal(torch.stack(latents)[:, :, 0], noisy.bfloat16())
     assert torch.equal(timesteps, (1000 - t) / 1000)
@@ -218,7 +218,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
         r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
         r"|cap_embedder\.1|t_embedder\.mlp\.[02]"
     )
-    model = opened(path).load_transformer(torch.float32)
+    model = opened(path).denoiser.load_transformer(torch.float32)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
@@ -306,12 +306,14 @@ def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positio
     assert checkpoint.denoiser.predict(transformer, noisy, t, batch).isfinite().all()
     short = changed(path, tmp_path / "short", "transformer", axes_lens=[514, 2, 2])
     with pytest.raises(DitLoraError, match=r"data\.width can be 32 at most"):
-        opened(short).check_shape(VideoShape(1, 32, 48))
+        opened(short).info.check_shape(VideoShape(1, 32, 48))
 
 
 def test_pictures_are_encoded_in_fp32_whatever_the_policy(path: Path) -> None:
     pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
-    full, half = (opened(path).load_video_encoder(dtype, CPU)(pixels) for dtype in (torch.float32, torch.bfloat16))
+    full, half = (
+        opened(path).encoders.load_video_encoder(dtype, CPU)(pixels) for dtype in (torch.float32, torch.bfloat16)
+    )
     vae = ZImagePipeline.from_pretrained(path).vae
     with torch.no_grad():
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist
