@@ -445,18 +445,19 @@ class Checkpoint:
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        checkpoint = self._with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
+        checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
-        return self._with_info(self.info.with_training_metadata(metadata))
+        return self.with_info(self.info.with_training_metadata(metadata))
 
     def with_index_changes(self, index: Mapping[str, Any]) -> Self:
         """The checkpoint with the changes of `index_changes` applied."""
-        return self._with_info(self.info.with_index_changes(index))
+        return self.with_info(self.info.with_index_changes(index))
 
-    def _with_info(self, info: CheckpointInfo) -> Self:
+    def with_info(self, info: CheckpointInfo) -> Self:
+        """The checkpoint with these facts in all roles."""
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 
