@@ -107,7 +107,7 @@ class FlowDenoiser(Denoiser):
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
-    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
+    def _conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
         """`Conditioning.mask` of this denoiser's conditioning."""
         return self.conditioning.mask(batch, random_tensors)
 
@@ -116,7 +116,7 @@ class FlowDenoiser(Denoiser):
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws)
+        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self._conditioning_mask(batch, draws)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.

@@ -183,7 +183,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
         return self._replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
-    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+    def _conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Conditioning mask (B, 1, F, 1, 1): 1 at the first frame of samples that keep their image, else 0."""
         frames = batch["latent_mean"].shape[2]
         is_first_frame = torch.arange(frames, device=batch["latent_mean"].device) == 0
@@ -203,7 +203,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
         # (B, F), 0 at frames that are given clean.
-        frame_timesteps = (1 - self.conditioning_mask(batch, random_tensors)).flatten(1) * timesteps[:, None]
+        frame_timesteps = (1 - self._conditioning_mask(batch, random_tensors)).flatten(1) * timesteps[:, None]
         # (B, F, tokens per frame) -> (B, S)
         token_timesteps = frame_timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
         return self.run_transformer(transformer, noisy, token_timesteps, batch)
@@ -217,5 +217,5 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
     def _replace_first_frame(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        conditioning_mask = self.conditioning_mask(batch, random_tensors)
+        conditioning_mask = self._conditioning_mask(batch, random_tensors)
         return torch.where(conditioning_mask > 0, batch["image_latents"].float(), latents)

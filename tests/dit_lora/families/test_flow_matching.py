@@ -130,7 +130,7 @@ def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpo
 class Inpainting(SanaCheckpoint):
     """Sana that is given the left column of the latents clean."""
 
-    def conditioning_mask(self, batch: Any, given: Any) -> torch.Tensor:
+    def _conditioning_mask(self, batch: Any, given: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
         conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
         conditioning_mask[..., 0] = 1
