@@ -76,7 +76,7 @@ def text_spec(path: Path, name: str) -> TensorSpec:
     recipe = load_recipe(RECIPES / MODELS[name])
     model = recipe.model.model_copy(update={"path": str(path)})
     recipe = recipe.model_copy(update={"model": model})
-    return get_family(model.family).open(model, recipe).text_spec(torch.bfloat16)
+    return get_family(model.family).open(model, recipe).encoders.text_spec(torch.bfloat16)
 
 
 def encoder_of(spec: TensorSpec) -> Callable[[], Tensors]:

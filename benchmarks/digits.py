@@ -254,7 +254,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     index = read_run_metadata(file)["index"] if file else None
     config = ModelConfig(family="dit", path=str(model))
     checkpoint = get_family("dit").open(config, index=index)
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     if adapter:
         load_adapter(pipeline, adapter)
     pipeline.set_progress_bar_config(disable=True)
@@ -262,7 +262,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     for name in NAMES:
         if name not in pipeline.labels:
             continue
-        rows = checkpoint.prompt_kwargs(name)["class_labels"] * args.per_class
+        rows = checkpoint.sampler.prompt_kwargs(name)["class_labels"] * args.per_class
         images = pipeline(
             rows,
             guidance_scale=args.guidance,

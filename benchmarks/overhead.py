@@ -161,7 +161,9 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
     journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
 
     def on_step(result: StepResult) -> None:
-        line = build_metrics_line(result, {"loss_by_timestep": average_by_timestep(result, checkpoint.timestep_range)})
+        line = build_metrics_line(
+            result, {"loss_by_timestep": average_by_timestep(result, checkpoint.denoiser.timestep_range)}
+        )
         journal.write_step(line, watcher.collect_statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()

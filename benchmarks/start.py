@@ -105,7 +105,7 @@ def write_images(folder: Path, samples: int) -> None:
 
 def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Random latents and the classes' entries, as shards."""
-    plan = make_plan(recipe, checkpoint, torch.float32, samples_per_step=4, quiet=False)
+    plan = make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=4, quiet=False)
     latents = {name: torch.randn(4, 4, 4) for name in ("latent_mean", "latent_logvar")}
     videos = TensorCache(recipe.cache_dir / "videos")
     missing = [entry for entry in plan.planned_samples if not videos.is_complete(entry.video.key)]

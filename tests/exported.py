@@ -45,7 +45,7 @@ def trained(
 ) -> Trained:
     model_family = get_family(family)
     checkpoint = model_family.open(ModelConfig(family=family, path=str(base)))
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     size = {"block_size": rank} if kind == "oft" else {"rank": rank, "alpha": alpha}
     lora = LoraConfig(kind=kind, targets=targets, **size)
     attach_lora(model, lora, model_family.lora_targets, seed=0)
@@ -67,7 +67,7 @@ def trained(
     if kind in PEFT_ONLY_KINDS:
         save_chat_adapter(model, folder, metadata)
     else:
-        save_adapter(model, checkpoint.pipeline_class, folder, metadata)
+        save_adapter(model, checkpoint.info.pipeline_class, folder, metadata)
     return Trained(folder, model.eval(), base, checkpoint)
 
 

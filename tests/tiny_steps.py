@@ -96,7 +96,7 @@ def tiny_step(
     family = get_family(case.family)
     config = ModelConfig(family=case.family, path=str(paths[variant]), from_scratch=scratch)
     checkpoint = family.open(config)
-    transformer = checkpoint.load_transformer(torch.bfloat16 if mixed == "bf16" else torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.bfloat16 if mixed == "bf16" else torch.float32)
     attach_lora(transformer, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -112,8 +112,8 @@ def tiny_step(
 def _batch(checkpoint: Checkpoint, variant: str, generator: torch.Generator) -> Tensors:
     case = VARIANTS[variant]
     shape = case.native
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     size = (shape.frames, 3, shape.height, shape.width)
     rows = []
     for caption in case.captions[:2]:

@@ -113,7 +113,7 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         audited_samples, caption_findings, notes = audit_conversations(recipe, checkpoint, progress=True)
         return Audit(recipe.data.path or "data.sources", merge_audits(audited_samples, caption_findings), tuple(notes))
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
-    audit = audit_recipe(recipe, family.open(recipe.model))
+    audit = audit_recipe(recipe, family.open(recipe.model).encoders)
     return add_encoding_findings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
 
 
@@ -132,24 +132,24 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     return Audit(path, merge_audits(audited_samples, _collect_scan_findings(sources), captions), notes)
 
 
-def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
+def audit_recipe(recipe: Recipe, encoders: Encoders, *, progress: bool = True) -> Audit:
     """Audit the data of a recipe with its shapes and its model's tokenizer.
 
     Files audited before are not decoded again.
     """
     data, root = recipe.data, recipe.cache_dir
     # The only recipe setting that a checkpoint needs to compute the sizes of references.
-    checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
+    info = replace(encoders.info, reference_resolution=data.reference_resolution)
     sources = scan_sources(data, root)
     # The samples as training would form them: windows, buckets and references.
-    samples = find_samples(recipe, checkpoint, samples_per_step=recipe.train.batch_size, quiet=not progress)
+    samples = find_samples(recipe, info, samples_per_step=recipe.train.batch_size, quiet=not progress)
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_FILE)
     audited_samples = audit_media(
         sources.clips,
         data,
         shapes=samples.shapes,
-        reference_shape=checkpoint.references.encoded_shape if checkpoint.references else None,
+        reference_shape=info.references.encoded_shape if info.references else None,
         memo=memo,
         digests=digests,
         show_progress=progress,
@@ -157,7 +157,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     # Digests of the files' contents, so that unchanged files are not read again.
     digests.save()
     # A family without a text limit is conditioned on classes: its captions are labels.
-    limit = checkpoint.load_text_limit()
+    limit = encoders.load_text_limit()
     notes: list[str] = [*samples.notes, *summarise_pairs(audited_samples)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:

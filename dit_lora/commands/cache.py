@@ -106,7 +106,10 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
         # Keys contain the dtype of encoding, which depends on this machine.
         dtype = choose_precision(recipe.model.dtype, device).dtype
         second = open_sampling_checkpoint(recipe, checkpoint)
-        plan = make_plan(recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second)
+        second_encoders = None if second is None else second.encoders
+        plan = make_plan(
+            recipe, checkpoint.encoders, dtype, samples_per_step=1, quiet=False, sampling_encoders=second_encoders
+        )
         keys_of_each.append(dict(zip(_CACHE_NAMES, plan.keys, strict=True)))
 
     def prune_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.PruneResult:

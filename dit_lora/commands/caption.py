@@ -98,7 +98,7 @@ def load_text_limit(recipe: str | None) -> TextLimit | None:
     loaded = load_recipe(recipe)
     if loaded.model.family in CHAT_FAMILIES:
         raise DitLoraError(f"{recipe} trains a chat model, which reads conversations, not captions")
-    limit: TextLimit | None = get_family(loaded.model.family).open(loaded.model).load_text_limit()
+    limit: TextLimit | None = get_family(loaded.model.family).open(loaded.model).encoders.load_text_limit()
     if limit is None:
         raise DitLoraError(f"{recipe} trains on classes, not on captions")
     return limit

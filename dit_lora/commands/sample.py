@@ -102,11 +102,11 @@ def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
     # Training may have added classes to the model's index.
     index = None if source.is_pipeline else source.metadata.get("index")
     family = get_family(model.family)
-    sampler: Sampler = family.open(model, index=index).with_training_metadata(source.metadata)
+    sampler: Sampler = family.open(model, index=index).with_training_metadata(source.metadata).sampler
     video = source.metadata.get("video", {})
     shape = VideoShape(*(_get_value(name, getattr(request, name), video) for name in ("frames", "height", "width")))
     # Before the pipeline is loaded.
-    sampler.check_shape(shape)
+    sampler.info.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
     _load_adapters(request, pipeline, sources, family.comfyui)

@@ -71,7 +71,7 @@ class StoredWeights:
     conversion joins or permutes them.
     """
 
-    def __init__(self, location: CheckpointLocation, checkpoint: Denoiser, model: nn.Module) -> None:
+    def __init__(self, location: CheckpointLocation, denoiser: Denoiser, model: nn.Module) -> None:
         """Open the checkpoint for a model of its architecture, whose values are not used.
 
         Raises:
@@ -85,13 +85,13 @@ class StoredWeights:
         with ExitStack() as open_files:
             self._open_files = open_files
             try:
-                self._index_tensors(location, checkpoint, expected)
+                self._index_tensors(location, denoiser, expected)
             except (OSError, SafetensorError) as error:
                 raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
             # All names and shapes are known here, and no tensor has been read.
             differing = {name: shape for name, shape in expected.items() if self.shapes.get(name) != shape}
             if differing:
-                expected_model = f"{checkpoint.transformer_class.__name__} of {checkpoint.path.name}"
+                expected_model = f"{denoiser.transformer_class.__name__} of {denoiser.info.path.name}"
                 summary = f"{location.source} is of another model than {expected_model}"
                 pairs = [(name, self.shapes.get(name, "not there"), shape) for name, shape in differing.items()]
                 mismatches = [f"{name}: {stored}, the model has {shape}" for name, stored, shape in pairs]
@@ -110,11 +110,11 @@ class StoredWeights:
         return self._tensor_readers[name]()
 
     def _index_tensors(
-        self, location: CheckpointLocation, checkpoint: Denoiser, expected: Mapping[str, list[int]]
+        self, location: CheckpointLocation, denoiser: Denoiser, expected: Mapping[str, list[int]]
     ) -> None:
         if not location.path.is_file():
-            folder = location.get_component_dir(checkpoint.part)
-            _require_class(location.source, folder, checkpoint.transformer_class)
+            folder = location.get_component_dir(denoiser.info.part)
+            _require_class(location.source, folder, denoiser.transformer_class)
             for file in list_weight_files(folder):
                 self._add_file(file, "")
             return
@@ -128,7 +128,7 @@ class StoredWeights:
                 self._add_file(location.path, prefix)
                 return
         # No prefix fits: the names are those of the published model, not of Diffusers.
-        self._convert_file(location, checkpoint)
+        self._convert_file(location, denoiser)
 
     def _add_file(self, file: Path, prefix: str) -> None:
         """Add the tensors of a file whose names begin with this prefix."""
@@ -147,10 +147,10 @@ class StoredWeights:
         if unsupported:
             raise _make_quantization_error(self._source, unsupported)
 
-    def _convert_file(self, location: CheckpointLocation, checkpoint: Denoiser) -> None:
+    def _convert_file(self, location: CheckpointLocation, denoiser: Denoiser) -> None:
         """Add the tensors of a file with other names, converted by Diffusers' `from_single_file`."""
-        read = getattr(checkpoint.transformer_class, "from_single_file", None)
-        name = checkpoint.transformer_class.__name__
+        read = getattr(denoiser.transformer_class, "from_single_file", None)
+        name = denoiser.transformer_class.__name__
         if read is None:
             raise DitLoraError(
                 f"{location.source} has other names than {name}, whose single files Diffusers does not read"
@@ -158,7 +158,7 @@ class StoredWeights:
         try:
             # `config` and `subfolder` point to local files, so that Diffusers downloads nothing.
             model = read(
-                str(location.path), config=str(checkpoint.path), subfolder=checkpoint.part, local_files_only=True
+                str(location.path), config=str(denoiser.info.path), subfolder=denoiser.info.part, local_files_only=True
             )
         except CONVERTER_ERRORS as error:
             reason = str(error).strip().partition("\n")[0]

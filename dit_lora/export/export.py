@@ -112,7 +112,7 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
         results = []
         if request.rank is not None:
             name = " + ".join(str(source.file) for source in sources)
-            adapter, result = lower_rank(adapter, request.rank, name, checkpoint.part)
+            adapter, result = lower_rank(adapter, request.rank, name, checkpoint.info.part)
             results.append(result)
         # Where ComfyUI ignores a family's alpha, alpha / rank is multiplied into B.
         folding_formats = ("folded",) if adapter.family.comfyui.reads_alpha else ("folded", "comfyui")
@@ -249,7 +249,7 @@ def _load_adapters(
     sources: Sequence[ResultSource], weights: Sequence[float], family: DiffusionFamily, checkpoint: Checkpoint
 ) -> ExportedAdapter:
     """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
-    new_model, pipeline_class = partial(build_empty_model, checkpoint), checkpoint.pipeline_class
+    new_model, pipeline_class = partial(build_empty_model, checkpoint.denoiser), checkpoint.info.pipeline_class
     models = []
     # Only LoRAs can be combined: concatenating their factors adds their products.
     not_lora = [f"{source.file}: {kind}" for source in sources if (kind := find_non_lora_kind(source.file))]
@@ -280,11 +280,11 @@ def _load_adapters(
     return ExportedAdapter(total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model)
 
 
-def build_empty_model(checkpoint: Denoiser) -> Any:
+def build_empty_model(denoiser: Denoiser) -> Any:
     """A model of this checkpoint without weights; its configs are enough."""
     # Sums and scales need no base weights, only the names and shapes of the architecture.
     with torch.device("meta"), build_from_configs():
-        model = checkpoint.load_transformer(torch.float32)
+        model = denoiser.load_transformer(torch.float32)
     return replace_weights_with_zeros(model)
 
 
@@ -336,7 +336,7 @@ def _export_merged(
 ) -> None:
     # Open the checkpoint again, this time with its weights: until here only its configs were needed.
     checkpoint = adapter.family.open(model, index=index)
-    base, source = checkpoint.path, checkpoint.path / checkpoint.part
+    base, source = checkpoint.path, checkpoint.path / checkpoint.info.part
     changes = get_weight_changes(adapter.model, ADAPTER_NAME)
     weights = get_base_weights(adapter.model)
     dtype = find_widest_dtype(source)
@@ -346,16 +346,16 @@ def _export_merged(
         staging_dir,
         changes,
         weights,
-        config_changes=checkpoint.config_changes(),
-        index_changes=checkpoint.index_changes(),
+        config_changes=checkpoint.info.config_changes(),
+        index_changes=checkpoint.info.index_changes(),
         training_metadata=adapter.metadata,
-        part=checkpoint.part,
+        part=checkpoint.info.part,
         progress=make_progress_bar("merging", "tensor", quiet=False),
     )
     # Compare the files, not the tensors in memory: the folder only gets its name after this.
     say("reading it back")
     merged = model.model_copy(update={"path": str(staging_dir), "revision": None})
-    require_merged_weights(source, adapter.family.open(merged).load_transformer(dtype), changes, weights)
+    require_merged_weights(source, adapter.family.open(merged).denoiser.load_transformer(dtype), changes, weights)
 
 
 def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:

@@ -66,8 +66,8 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
     with config_only_model(model) as configs:
         # Two full pipelines of an expert family have two transformers to compare, anything else has one.
         opened = family.open(configs)
-        if opened.expert_names and tuned.is_pipeline and base.is_pipeline:
-            parts = tuple(opened.expert_names)
+        if opened.info.expert_names and tuned.is_pipeline and base.is_pipeline:
+            parts = tuple(opened.info.expert_names)
         else:
             parts = (_find_common_part(tuned, base),)
         results = {}
@@ -117,14 +117,14 @@ def _extract_part(
     family: DiffusionFamily,
 ) -> tuple[ExportedAdapter, LowRankResult] | None:
     """One transformer's LoRA on a model without weights, and its report; None if nothing differs."""
-    new_model = partial(build_empty_model, checkpoint)
+    new_model = partial(build_empty_model, checkpoint.denoiser)
     # This model provides names and shapes, and later carries the adapter. It has no weights of its own.
     model = new_model()
     with (
-        StoredWeights(tuned_location, checkpoint, model) as tuned_weights,
-        StoredWeights(base_location, checkpoint, model) as base_weights,
+        StoredWeights(tuned_location, checkpoint.denoiser, model) as tuned_weights,
+        StoredWeights(base_location, checkpoint.denoiser, model) as base_weights,
     ):
-        result = _compute_differences(tuned_weights, base_weights, model, request.rank_choice, checkpoint.part)
+        result = _compute_differences(tuned_weights, base_weights, model, request.rank_choice, checkpoint.info.part)
     # Identical transformers: with two experts, one may be untouched.
     if not result.layers and not result.excluded_energy:
         return None
@@ -135,7 +135,7 @@ def _extract_part(
     layers = {layer.name: layer.factors for layer in result.layers}
     attach_layers(model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}")
     metadata = _build_metadata(request, tuned_location, base_location, checkpoint, family, result)
-    return ExportedAdapter(model, metadata, family, checkpoint.pipeline_class, new_model), result
+    return ExportedAdapter(model, metadata, family, checkpoint.info.pipeline_class, new_model), result
 
 
 @torch.no_grad()
@@ -199,9 +199,9 @@ def _build_metadata(
         # These digests are never saved to the file.
         digests = Digests(request.output_dir.with_name(f".{request.output_dir.name}.digests"))
         # The digest lets `verify` recognise the base that the LoRA belongs to.
-        metadata["transformer_digest"] = digests.hash_component(base_location.get_component_dir(checkpoint.part))
-    if checkpoint.expert_names:
-        metadata["part"] = checkpoint.part
+        metadata["transformer_digest"] = digests.hash_component(base_location.get_component_dir(checkpoint.info.part))
+    if checkpoint.info.expert_names:
+        metadata["part"] = checkpoint.info.part
     metadata["extracted"] = {
         "from": get_public_name(tuned_location.source),
         "layers": len(result.layers),

@@ -2,15 +2,15 @@
 
 A checkpoint holds facts and pure functions. It has no optimizer, training loop or logging, so no family can bypass the
 guard. `Encoders` compute the tensors that are cached per sample, the `Denoiser` is the model that trains, and the
-`Sampler` generates videos with it. Code that needs one role asks for that role. A family's `Checkpoint` implements all
-three and contains only what is specific to the family.
+`Sampler` generates videos with it. All three share the checkpoint's facts, `CheckpointInfo`. Code that needs one role
+takes that role as its argument. A family implements the roles and contains only what is specific to it.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -89,6 +89,14 @@ class CheckpointInfo(ABC):
     part: str = "transformer"
     """The component that is trained. `transformer_2` is the second expert, for the lower noise levels."""
 
+    supported_options: ClassVar[tuple[str, ...]] = ()
+    """Options that this checkpoint supports, of those that `refuse_options` rejects by default."""
+
+    @property
+    @abstractmethod
+    def pipeline_class(self) -> Any:
+        """The stock Diffusers pipeline class of this checkpoint."""
+
     @property
     def expert_names(self) -> Mapping[str, str]:
         """Names of the experts by component, such as `{"transformer": "high_noise"}`. Empty with one denoiser."""
@@ -97,6 +105,16 @@ class CheckpointInfo(ABC):
     @property
     def references(self) -> ReferenceSpec | None:
         """The references that the model accepts; None if it accepts none."""
+        return None
+
+    @property
+    def image_arguments(self) -> tuple[str, ...]:
+        """Images that a video starts or ends with, by pipeline argument (`image`, `last_image`). Empty if none."""
+        return ()
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """Names of the classes in the checkpoint's files; None if it is not class-conditional."""
         return None
 
     @property
@@ -119,10 +137,64 @@ class CheckpointInfo(ABC):
         if reason is not None:
             raise DitLoraError(reason)
 
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Names of the layers that are adapted by default: the family's `defaults`, plus config-dependent ones."""
+        return tuple(defaults)
 
-class Encoders(CheckpointInfo):
+    def training_metadata(self) -> dict[str, Any]:
+        """Family-specific training metadata, stored in an adapter's header in addition to the common fields."""
+        side = self.reference_resolution
+        return {} if side is None else {"reference_resolution": side}
+
+    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+        """The facts with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
+        # Adapters that do not record the setting keep the value that the checkpoint was opened with.
+        side = metadata.get("reference_resolution", self.reference_resolution)
+        return replace(self, reference_resolution=side)
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        """The facts with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option.
+
+        Args:
+            recipe: The recipe to check and to apply.
+            training_options: Options that the denoiser supports, of those that `refuse_options` rejects by default.
+        """
+        self.check_shape(VideoShape.from_data(recipe.data))
+        # With two experts there is no default: an adapter belongs to one of them.
+        if self.expert_names and recipe.model.part is None:
+            experts = " or ".join(f"{part} ({name})" for part, name in self.expert_names.items())
+            raise DitLoraError(f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both")
+        # Sampling with the other expert's adapter only makes sense if there are two experts.
+        expert_options = ("validation.other_expert",) if self.expert_names else ()
+        refuse_options(recipe, (*self.supported_options, *training_options, *expert_options))
+        # References need the checkpoint's facts, so the recipe cannot check them by itself.
+        problems = reference_errors(recipe, self.references)
+        if problems:
+            raise DitLoraError(format_list(f"{self.path.name} cannot use this recipe", problems))
+        return replace(self, reference_resolution=recipe.data.reference_resolution)
+
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
+        """Messages about these facts that are printed when a run begins."""
+        return []
+
+    def index_changes(self) -> dict[str, Any]:
+        """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
+        return {}
+
+    def config_changes(self) -> dict[str, Any]:
+        """Changes to the transformer's config that belong to `index_changes`."""
+        return {}
+
+    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
+        """The facts with the changes of `index_changes` applied."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoders(ABC):
     """The role that computes a sample's cached tensors, and the keys under which they are cached."""
 
+    info: CheckpointInfo
     transform: ClassVar[str]
     """Version of the pixel encoding. It is part of a sample's cache key, so it must change when the encoding does."""
     text_postprocessors: ClassVar[Mapping[str, Any]] = {}
@@ -135,11 +207,19 @@ class Encoders(CheckpointInfo):
 
     def text_cache_key(self) -> Mapping[str, Any]:
         """Cache key of the text embedding: every input other than caption and dtype. Paths are hashed by content."""
-        return {"text_encoder": self.path / "text_encoder", "tokenizer": self.path / "tokenizer"}
+        path = self.info.path
+        return {"text_encoder": path / "text_encoder", "tokenizer": path / "tokenizer"}
 
     def latent_cache_key(self) -> Mapping[str, Any]:
         """Cache key of a clip's tensors: every input other than pixels and dtype. Paths are hashed by content."""
-        return {"vae": self.path / "vae", "transform": self.transform}
+        return {"vae": self.info.path / "vae", "transform": self.transform}
+
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
+        # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
+        return load_pretrained(
+            self.info.pipeline_class, self.info.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+        ).to(device)
 
     @abstractmethod
     def load_text_limit(self) -> TextLimit | None:
@@ -177,13 +257,23 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denoiser(CheckpointInfo):
+class Denoiser(ABC):
     """The role that is trained: the transformer and its loss."""
 
+    info: CheckpointInfo
     objective: Objective
     mask_floor: float = 0.0
     """Weight of the loss where a loss mask is black (`data.mask_floor`)."""
     transformer_class: ClassVar[Any]
+
+    @property
+    def training_options(self) -> tuple[str, ...]:
+        """Options that this objective supports, of those that `refuse_options` rejects by default."""
+        return ()
+
+    def apply_training_options(self, recipe: Recipe) -> Self:
+        """The denoiser with the recipe's settings of the loss. Raises `DitLoraError` if it cannot train with them."""
+        return replace(self, mask_floor=recipe.data.mask_floor)
 
     @property
     def num_train_timesteps(self) -> int:
@@ -201,7 +291,8 @@ class Denoiser(CheckpointInfo):
         With `model.from_scratch` its weights are random instead, drawn from torch's default generator.
         """
         # `part` names the folder, so each of two experts is loaded without the other one.
-        return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
+        info = self.info
+        return load_or_init(self.transformer_class, info.path, dtype, info.from_scratch, info.part)
 
     @abstractmethod
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
@@ -232,23 +323,20 @@ class Denoiser(CheckpointInfo):
 
         Raises `DitLoraError` for families without a rule to split their tokens.
         """
-        raise DitLoraError(f"{self.path.name}: no rule says which tokens its ranks could share")
+        raise DitLoraError(f"{self.info.path.name}: no rule says which tokens its ranks could share")
 
 
-class Sampler(CheckpointInfo):
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
     """The role that generates videos: the stock pipeline and its arguments."""
 
+    info: CheckpointInfo
     output_field: ClassVar[str] = "frames"
     """The field of the pipeline's output: `frames` for videos, or `images`."""
     guidance_batch_size: ClassVar[int] = 2
     """Batch size of one transformer call when a single video is sampled with guidance."""
     guidance_threshold: ClassVar[float] = 1.0
     """Classifier-free guidance runs only if `guidance_scale` is above this value."""
-
-    @property
-    @abstractmethod
-    def pipeline_class(self) -> Any:
-        """The stock Diffusers pipeline class of this checkpoint."""
 
     @property
     def fp32_components(self) -> tuple[str, ...]:
@@ -262,7 +350,7 @@ class Sampler(CheckpointInfo):
     def move_to_device(self, pipeline: Any, device: torch.device) -> None:
         """Move a whole pipeline to a device. With two experts, a GPU holds one of the pipeline's models at a time."""
         # Each component is copied to the GPU when the pipeline calls it, and off again when the next one runs.
-        if self.expert_names and device.type == "cuda":
+        if self.info.expert_names and device.type == "cuda":
             pipeline.enable_model_cpu_offload(device=device)
         else:
             pipeline.to(device)
@@ -275,10 +363,12 @@ class Sampler(CheckpointInfo):
             dtypes = {**dict.fromkeys(self.fp32_components, torch.float32), "default": dtype}
         # A component that is passed to from_pretrained is used in place of the stored one; None leaves it out.
         if transformer is not None:
-            init_kwargs[self.part] = transformer
+            init_kwargs[self.info.part] = transformer
         if not text:
             init_kwargs |= {"text_encoder": None, "tokenizer": None}
-        return load_pretrained(self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **init_kwargs)
+        return load_pretrained(
+            self.info.pipeline_class, self.info.path, dtype=dtypes, use_safetensors=True, **init_kwargs
+        )
 
     @abstractmethod
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
@@ -297,16 +387,11 @@ class Sampler(CheckpointInfo):
         """Further pipeline arguments for these sampling settings. They override those of `arguments`."""
         return {}
 
-    @property
-    def image_arguments(self) -> tuple[str, ...]:
-        """Images that a video starts or ends with, by pipeline argument (`image`, `last_image`). Empty if none."""
-        return ()
-
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Pipeline arguments for the references of one sample."""
         # Limit references by `data.reference_resolution` here too, so that samples see them at the sizes of training.
-        pictures = read_references(self.path.name, self.references, sampling.references)
-        scaled_pictures = [scale_image(picture, self.reference_resolution) for picture in pictures]
+        pictures = read_references(self.info.path.name, self.info.references, sampling.references)
+        scaled_pictures = [scale_image(picture, self.info.reference_resolution) for picture in pictures]
         return {"image": scaled_pictures} if scaled_pictures else {}
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
@@ -314,7 +399,7 @@ class Sampler(CheckpointInfo):
         files = {"image": sampling.image, "last_image": sampling.last_image}
         output = pipeline(
             **prompt_kwargs,
-            **read_conditioning_images(self.path.name, self.image_arguments, files, sampling.shape),
+            **read_conditioning_images(self.info.path.name, self.info.image_arguments, files, sampling.shape),
             **self.reference_kwargs(sampling),
             # Where both have a key, the value of the sampling settings counts.
             **self.shape_kwargs(sampling.shape) | self.sampling_kwargs(sampling),
@@ -337,38 +422,79 @@ class Sampler(CheckpointInfo):
         return self.generate(pipeline, prompt_kwargs, sampling), None
 
 
-class Checkpoint(Encoders, Denoiser, Sampler):
-    """An opened checkpoint of a family, in all three roles. `Family.open` creates it, as stored or for a recipe."""
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint of a family. `Family.open` creates it, as stored or for a recipe."""
 
-    supported_options: ClassVar[tuple[str, ...]] = ()
-    """Options that this checkpoint supports, of those that `refuse_options` rejects by default."""
-
-    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
-        # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
-        return load_pretrained(
-            self.pipeline_class, self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
-        ).to(device)
+    info: CheckpointInfo
+    encoders: Encoders
+    denoiser: Denoiser
+    sampler: Sampler
 
     @property
-    def class_names(self) -> Sequence[str] | None:
-        """Names of the classes in the checkpoint's files; None if it is not class-conditional."""
-        return None
+    def path(self) -> Path:
+        return self.info.path
 
-    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Names of the layers that are adapted by default: the family's `defaults`, plus config-dependent ones."""
-        return tuple(defaults)
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        """`Denoiser.draw_functions`, for the training loop, which chat models share."""
+        return self.denoiser.draw_functions(batch)
 
-    def training_metadata(self) -> dict[str, Any]:
-        """Family-specific training metadata, stored in an adapter's header in addition to the common fields."""
-        side = self.reference_resolution
-        return {} if side is None else {"reference_resolution": side}
+    def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
+        """`Denoiser.losses`, for the training loop, which chat models share."""
+        return self.denoiser.losses(model, batch, streams)
+
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
+        checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
+        return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
-        # Adapters that do not record the setting keep the value that the checkpoint was opened with.
-        side = metadata.get("reference_resolution", self.reference_resolution)
-        return replace(self, reference_resolution=side)
+        return self.with_info(self.info.with_training_metadata(metadata))
+
+    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
+        """The checkpoint with the changes of `index_changes` applied."""
+        return self.with_info(self.info.with_index_changes(index))
+
+    def with_info(self, info: CheckpointInfo) -> Self:
+        """The checkpoint with these facts in all roles."""
+        roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
+        return replace(self, info=info, **roles)
+
+    def notes(self, recipe: Recipe) -> list[str]:
+        """Messages about this checkpoint that are printed when a run begins."""
+        info, timesteps = self.info, self.denoiser.timestep_range
+        if not info.expert_names:
+            return info.recipe_notes(recipe)
+        # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
+        name = info.expert_names[info.part].replace("_", " ")
+        return [
+            f"expert: {name} ({info.part}), timesteps {timesteps[0]} to {timesteps[-1]}",
+            *info.recipe_notes(recipe),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InheritingCheckpoint(CheckpointInfo, Encoders, Denoiser, Sampler):
+    """A checkpoint that is all its roles at once. Families that are composed of three roles do not need it."""
+
+    # Each role reads the facts from `info`, which is the checkpoint itself.
+    info: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "info", self)
+
+    @property
+    def encoders(self) -> Self:
+        return self
+
+    @property
+    def denoiser(self) -> Self:
+        return self
+
+    @property
+    def sampler(self) -> Self:
+        return self
 
     def notes(self, recipe: Recipe) -> list[str]:
         """Messages about this checkpoint that are printed when a run begins."""
@@ -380,29 +506,4 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        self.check_shape(VideoShape.from_data(recipe.data))
-        # With two experts there is no default: an adapter belongs to one of them.
-        if self.expert_names and recipe.model.part is None:
-            experts = " or ".join(f"{part} ({name})" for part, name in self.expert_names.items())
-            raise DitLoraError(f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both")
-        # Sampling with the other expert's adapter only makes sense if there are two experts.
-        expert_options = ("validation.other_expert",) if self.expert_names else ()
-        refuse_options(recipe, (*self.supported_options, *expert_options))
-        # References need the checkpoint's facts, so the recipe cannot check them by itself.
-        problems = reference_errors(recipe, self.references)
-        if problems:
-            raise DitLoraError(format_list(f"{self.path.name} cannot use this recipe", problems))
-        side, floor = recipe.data.reference_resolution, recipe.data.mask_floor
-        return replace(self, reference_resolution=side, mask_floor=floor)
-
-    def index_changes(self) -> dict[str, Any]:
-        """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
-        return {}
-
-    def config_changes(self) -> dict[str, Any]:
-        """Changes to the transformer's config that belong to `index_changes`."""
-        return {}
-
-    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
-        """The checkpoint with the changes of `index_changes` applied."""
-        return self
+        return self.with_recipe(recipe).apply_training_options(recipe)

@@ -5,9 +5,9 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch import nn
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, TensorMap
+from dit_lora.families.base import Denoiser, InheritingCheckpoint, TensorMap
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -23,19 +24,22 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowCheckpoint(Checkpoint):
-    """A checkpoint that predicts the velocity from clean latents to noise."""
+class FlowDenoiser(Denoiser):
+    """A denoiser that predicts the velocity from clean latents to noise."""
 
     objective: FlowMatching
-    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)
+    conditioning: Conditioning = field(default_factory=Conditioning)
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().apply_recipe(recipe)
+    @property
+    def training_options(self) -> tuple[str, ...]:
+        return ("train.timesteps", *self.conditioning.supported_options)
+
+    def apply_training_options(self, recipe: Recipe) -> Self:
+        denoiser = replace(super().apply_training_options(recipe), conditioning=self.conditioning.with_recipe(recipe))
         if recipe.train.timesteps is None:
-            return checkpoint
+            return denoiser
         # The timesteps of the recipe replace those of the checkpoint only where the recipe sets them.
-        objective = checkpoint._apply_timesteps_config(recipe.train.timesteps)
-        return replace(checkpoint, objective=objective)
+        return replace(denoiser, objective=denoiser._apply_timesteps_config(recipe.train.timesteps))
 
     def _apply_timesteps_config(self, config: TimestepsConfig) -> FlowMatching:
         """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
@@ -47,8 +51,8 @@ class FlowCheckpoint(Checkpoint):
         if low >= high or low > overrides.get("t_min", low) or high < overrides.get("t_max", high):
             raise DitLoraError(
                 f"train.timesteps: t_min={overrides.get('t_min', low):g}, t_max={overrides.get('t_max', high):g} is "
-                f"not within the noise levels that {self.part} of {self.path.name} is used at: from {levels.t_min:g} "
-                f"on and below {levels.t_max:g}"
+                f"not within the noise levels that {self.info.part} of {self.info.path.name} is used at: from "
+                f"{levels.t_min:g} on and below {levels.t_max:g}"
             )
         if overrides.get("density", levels.density) != levels.density:
             # The parameters of the family's density do not apply to another density.
@@ -73,7 +77,8 @@ class FlowCheckpoint(Checkpoint):
             DitLoraError: The pipeline does not shift by size.
         """
         raise DitLoraError(
-            f"train.timesteps: shift=tokens: the pipeline of {self.path.name} does not shift by size; give a number"
+            f"train.timesteps: shift=tokens: the pipeline of {self.info.path.name} does not shift by size; give a "
+            "number"
         )
 
     def compute_shift(self, size: torch.Size) -> float:
@@ -96,25 +101,22 @@ class FlowCheckpoint(Checkpoint):
         }
         # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
-        return {**posterior, **noise_draws}
+        return {**posterior, **noise_draws, **self.conditioning.draw_functions(batch)}
 
     @abstractmethod
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
-    def conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
-        """Conditioning mask: 1 where latents are given clean, 0 where they are denoised. None without conditioning.
-
-        It broadcasts to the latents. Clean latents get no noise and no loss.
-        """
-        return None
+    def _conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
+        """`Conditioning.mask` of this denoiser's conditioning."""
+        return self.conditioning.mask(batch, random_tensors)
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws)
+        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self._conditioning_mask(batch, draws)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
@@ -147,3 +149,11 @@ class FlowCheckpoint(Checkpoint):
     ) -> torch.Tensor:
         """Predict for a training step. Families that need random tensors beyond noise and timestep override this."""
         return self.predict(transformer, noisy, timesteps, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowCheckpoint(FlowDenoiser, InheritingCheckpoint):
+    """A checkpoint that is all its roles at once, with flow matching."""
+
+    info: Any = field(init=False, repr=False, compare=False)
+    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)

@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
+from dit_lora.families.base import InheritingCheckpoint, TensorMap, Tensors, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import sample_posterior
@@ -25,7 +25,7 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integer
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisePredictionCheckpoint(Checkpoint):
+class NoisePredictionCheckpoint(InheritingCheckpoint):
     """A checkpoint that predicts noise, and optionally its variance, on latents of an AutoencoderKL for each frame."""
 
     objective: EpsilonPrediction

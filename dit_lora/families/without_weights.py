@@ -149,7 +149,7 @@ def is_data_available(recipe: Recipe) -> bool:
 
 
 def _add_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    stored_names = checkpoint.class_names
+    stored_names = checkpoint.info.class_names
     if stored_names is None:
         return recipe
     # Any valid class will do: only the number of rows and the shapes matter here.

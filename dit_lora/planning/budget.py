@@ -251,7 +251,7 @@ def _compute_phase_peaks(
     text = estimator.caption_encoder
     if text is not None:
         phases["captions"] = compute_encoder_peak(text)
-    elif "text_encoder" in estimator.checkpoint.text_cache_key():
+    elif "text_encoder" in estimator.checkpoint.encoders.text_cache_key():
         uncounted.append("captions: text_encoder/config.json is not there, so the text encoder is not counted")
     phases["clips"] = compute_encoder_peak(estimator.video_encoder)
     phases["training"] = at_training

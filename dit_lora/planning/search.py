@@ -249,14 +249,14 @@ def _iterate_smaller_shapes(recipe: Recipe, estimator: MemoryEstimator) -> Itera
     for scale in _SHAPE_SCALES:
         # The largest number of frames that the checkpoint accepts.
         for frames in range(int(data.frames * scale), 1, -1):
-            if checkpoint.unsupported_reason(VideoShape(frames, data.height, data.width)) is None:
+            if checkpoint.info.unsupported_reason(VideoShape(frames, data.height, data.width)) is None:
                 yield {"data.frames": frames}
                 break
     # Height and width must be multiples of it.
-    step = checkpoint.size_multiple
+    step = checkpoint.info.size_multiple
     for scale in _SHAPE_SCALES:
         height, width = (max(step, round(side * scale / step) * step) for side in (data.height, data.width))
-        if checkpoint.unsupported_reason(VideoShape(data.frames, height, width)) is None:
+        if checkpoint.info.unsupported_reason(VideoShape(data.frames, height, width)) is None:
             yield {"data.height": height, "data.width": width}
 
 

@@ -132,7 +132,7 @@ class MemoryEstimator:
 
         def load() -> nn.Module:
             # The base without an adapter, whose layers have the names that quantization uses.
-            load_base = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            load_base = self.checkpoint.load_model if self.is_chat else self.checkpoint.denoiser.load_transformer
             with _build_on_meta():
                 base_model: nn.Module = load_base(self.dtype)
             return base_model
@@ -158,7 +158,7 @@ class MemoryEstimator:
         # A set: samples of equal shape need one computation. Without data, all buckets of the recipe.
         used = {sample.shape for sample in self.samples or ()}
         buckets = used or list_buckets(
-            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
+            self.recipe.data, self.checkpoint.info.size_multiple, self.checkpoint.info.unsupported_reason
         )
         shapes = [self._add_references(shape) for shape in buckets]
         return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
@@ -168,12 +168,12 @@ class MemoryEstimator:
         """Samples of a diffusion model's dataset; None if `data.path` does not exist here, and for chat models."""
         if self.is_chat or not is_data_available(self.recipe):
             return None
-        return find_samples(self.recipe, self.checkpoint, samples_per_step=1, quiet=True).usable
+        return find_samples(self.recipe, self.checkpoint.info, samples_per_step=1, quiet=True).usable
 
     def _add_references(self, shape: VideoShape) -> VideoShape:
         """The shape with as many references as a validation prompt has; unchanged if the data has them."""
         # None for models without references.
-        takes = self.checkpoint.references
+        takes = self.checkpoint.info.references
         if takes is None or shape.references or self.samples is not None:
             return shape
         number = max((len(files) for files in self.recipe.validation.references), default=0)
@@ -188,7 +188,7 @@ class MemoryEstimator:
         """Shapes and dtypes of a sample's cached tensors: the encoders' outputs for its pixels and its caption."""
         encoded, _ = self._encode_fake_sample(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in encoded.items()}
-        text = self.checkpoint.text_spec(self.dtype)
+        text = self.checkpoint.encoders.text_spec(self.dtype)
         return video | text | (build_preserve_spec(text) if self.recipe.train.preserve else {})
 
     def _encode_fake_sample(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
@@ -210,7 +210,7 @@ class MemoryEstimator:
             encoder_tensors = [t for module in encoders for t in (*module.parameters(), *module.buffers())]
             # Tensors that exist before are not counted in the peak.
             with AllocationTracker([*encoder_tensors, pixels]) as live:
-                sound, sound_format, fps = None, self.checkpoint.sound_format, self.recipe.data.fps
+                sound, sound_format, fps = None, self.checkpoint.encoders.sound_format, self.recipe.data.fps
                 # Silent audio, (channels, samples), if both model and data have audio.
                 if sound_format is not None and fps is not None:
                     silence = torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps))
@@ -230,7 +230,7 @@ class MemoryEstimator:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # Models that are loaded inside are built from their configs, with fake weights, and collected in the list.
         with fake, build_from_configs() as built:
-            encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
+            encode = self.checkpoint.encoders.load_video_encoder(self.dtype, CPU)
         return encode, built, fake
 
     @cached_property
@@ -270,10 +270,10 @@ class MemoryEstimator:
             models = build_text_encoders(path, self.dtype)
             connectors = [
                 kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
-                for name, kind in self.checkpoint.text_postprocessors.items()
+                for name, kind in self.checkpoint.encoders.text_postprocessors.items()
             ]
         # The maximum number of tokens of a caption, if the family sets one.
-        limit, peak_bytes = self.checkpoint.text_cache_key().get("tokens"), 0
+        limit, peak_bytes = self.checkpoint.encoders.text_cache_key().get("tokens"), 0
         for model in models:
             config: Any = model.config
             # T5 has relative positions, so its config has no limit.
@@ -313,9 +313,9 @@ class MemoryEstimator:
 
     def measure_inference_peak(self, recipe: Recipe) -> int:
         """Peak bytes of one denoising call in validation. Guidance may double the batch."""
-        guided = recipe.validation.guidance_scale > self.checkpoint.guidance_threshold
+        guided = recipe.validation.guidance_scale > self.checkpoint.sampler.guidance_threshold
         # Guidance may run the conditional and the unconditional prediction as one batch.
-        size = self.checkpoint.guidance_batch_size if guided else 1
+        size = self.checkpoint.sampler.guidance_batch_size if guided else 1
         model = self.get_model(recipe)
 
         def measure_denoising() -> int:

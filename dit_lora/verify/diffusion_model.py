@@ -46,7 +46,7 @@ class DiffusionReferenceModel(ReferenceModel):
 
     @property
     def name(self) -> str:
-        return self.checkpoint.pipeline_class.__name__
+        return self.checkpoint.info.pipeline_class.__name__
 
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
         """Shapes and dtypes of a sample as in the run, and the random numbers drawn for it.
@@ -59,9 +59,9 @@ class DiffusionReferenceModel(ReferenceModel):
         if not full_size:
             # A few patches, so that the check is cheap compared with a training step.
             # In pixels: height and width must be multiples of `size_multiple`.
-            max_side = _MAX_SIDE_PATCHES * self.checkpoint.size_multiple
+            max_side = _MAX_SIDE_PATCHES * self.checkpoint.info.size_multiple
             small = VideoShape(shape.frames, min(shape.height, max_side), min(shape.width, max_side))
-            if self.checkpoint.unsupported_reason(small) is None:
+            if self.checkpoint.info.unsupported_reason(small) is None:
                 video = _shrink_spec(video, shape, small)
         tensors = {}
         for name, (size, dtype) in {**video, **clips.text_spec}.items():
@@ -80,7 +80,7 @@ class DiffusionReferenceModel(ReferenceModel):
         # Only the batch's shapes decide about the random values, so any batch of these shapes will do.
         batch = {name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = RandomStreams(SEED, [SEED])
-        values = {name: draw(streams(name)) for name, draw in self.checkpoint.draw_functions(batch).items()}
+        values = {name: draw(streams(name)) for name, draw in self.checkpoint.denoiser.draw_functions(batch).items()}
         scalars = {}
         for name, value in values.items():
             if value.numel() == 1:
@@ -107,7 +107,7 @@ class DiffusionReferenceModel(ReferenceModel):
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             streams = RandomStreams(seed, [seed], RandomInputs(seed, (seed,), ahead))
-            self.checkpoint.losses(model, batch, streams)
+            self.checkpoint.denoiser.losses(model, batch, streams)
         finally:
             handle.remove()
         output: torch.Tensor | list[torch.Tensor] = outputs[-1][0]
@@ -115,7 +115,7 @@ class DiffusionReferenceModel(ReferenceModel):
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         """A fresh transformer with the checkpoint's weights, on the CPU."""
-        return self.checkpoint.load_transformer(dtype).eval()
+        return self.checkpoint.denoiser.load_transformer(dtype).eval()
 
     def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:
         """Load the adapter and its base weights as users of the stock pipeline do. Returns the model with them.
@@ -132,7 +132,7 @@ class DiffusionReferenceModel(ReferenceModel):
         Its converters do not support every layer and every alpha of other programs' formats.
         """
         # A file that Diffusers reads without conversion is checked by names and values elsewhere (`keys`).
-        pipeline_class = self.checkpoint.pipeline_class
+        pipeline_class = self.checkpoint.info.pipeline_class
         if is_in_peft_format(file) or not is_converted_lora(file, read_pipeline_state_dict(pipeline_class, file)):
             return
         families = (get_family(name) for name in DIFFUSION_FAMILIES)
@@ -149,7 +149,7 @@ class DiffusionReferenceModel(ReferenceModel):
 
         Raises `DitLoraError` with all tensors of another program's format that the loader ignores.
         """
-        pipeline_class = self.checkpoint.pipeline_class
+        pipeline_class = self.checkpoint.info.pipeline_class
         try:
             state = read_pipeline_state_dict(pipeline_class, file)
         except CONVERTER_ERRORS as error:
@@ -161,18 +161,18 @@ class DiffusionReferenceModel(ReferenceModel):
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def list_weight_files(self) -> list[Path]:
-        return sorted((self.checkpoint.path / self.checkpoint.part).glob("*.safetensors"))
+        return sorted((self.checkpoint.path / self.checkpoint.info.part).glob("*.safetensors"))
 
     def compute_digest(self) -> str:
         """Digest of the transformer's files."""
         # No cached digests: a file that changed without a new modification time must not pass.
-        return Digests(Path(os.devnull)).hash_component(self.checkpoint.path / self.checkpoint.part)
+        return Digests(Path(os.devnull)).hash_component(self.checkpoint.path / self.checkpoint.info.part)
 
     def _build_pipeline(self, model: nn.Module) -> Any:
         """The stock pipeline with this transformer and no other component."""
         # model_index.json lists each component as [library, class]; options have plain values.
         index = read_component_config(self.checkpoint.path)
-        transformer_names = ("transformer", self.checkpoint.part)
+        transformer_names = ("transformer", self.checkpoint.info.part)
         # None for text encoders, VAE and others: Diffusers then does not load them.
         component_names = [name for name, value in index.items() if isinstance(value, list)]
         other_names = [name for name in component_names if name not in (*transformer_names, "scheduler")]
@@ -181,7 +181,7 @@ class DiffusionReferenceModel(ReferenceModel):
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
-        return load_pretrained(self.checkpoint.pipeline_class, self.checkpoint.path, **components)
+        return load_pretrained(self.checkpoint.info.pipeline_class, self.checkpoint.path, **components)
 
 
 def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer) -> str | None:

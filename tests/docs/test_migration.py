@@ -321,7 +321,7 @@ def test_each_layout_that_a_page_shows_is_read_at_its_strength(
     assert key.split(".", 1)[0] in (DOCS / f"migrate_{page}.md").read_text()
     family = get_family(variant.split("-")[0])
     checkpoint = family.open(ModelConfig(family=family.name, path=str(tiny_checkpoints[variant])))
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     torch.manual_seed(0)
     sides = [model.get_submodule(name).weight.shape for name in layers]
     down, up = torch.randn(3, sides[0][1]), torch.randn(sum(side[0] for side in sides), 3)
@@ -329,7 +329,7 @@ def test_each_layout_that_a_page_shows_is_read_at_its_strength(
     if alpha is not None:
         tensors[f"{key}.alpha"] = torch.tensor(alpha)
     save_file(tensors, tmp_path / "theirs.safetensors")
-    read = read_lora(tmp_path / "theirs.safetensors", model, family.comfyui, checkpoint.pipeline_class).layers
+    read = read_lora(tmp_path / "theirs.safetensors", model, family.comfyui, checkpoint.info.pipeline_class).layers
     assert set(read) == set(layers)
     change = torch.cat([read[name].alpha / 3 * read[name].b @ read[name].a for name in layers])
     torch.testing.assert_close(change, (alpha or 3.0) / 3 * up @ down)

@@ -43,7 +43,7 @@ def open_subject(case: Case, path: Path) -> Subject:
 def stock_pipeline(subject: Subject) -> Any:
     """The checkpoint in its pipeline, as Diffusers loads it."""
     components = dict.fromkeys(subject.case.without)
-    return subject.checkpoint.pipeline_class.from_pretrained(subject.path, **components)
+    return subject.checkpoint.info.pipeline_class.from_pretrained(subject.path, **components)
 
 
 def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:
@@ -66,7 +66,7 @@ def encoded_text(
     shape: VideoShape,
 ) -> dict[str, torch.Tensor]:
     """One caption's tensors without the batch, encoded with its references where the model does so."""
-    takes = subject.checkpoint.references
+    takes = subject.checkpoint.info.references
     if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
         embeddings = encode.encode_with_references(caption, references, shape)
@@ -89,9 +89,9 @@ def encoded_batch(subject: Subject, shape: VideoShape | None = None, size: int =
 
 def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.Tensor]:
     checkpoint, generator = subject.checkpoint, torch.Generator().manual_seed(0)
-    takes, sizes = checkpoint.references, subject.case.references
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    takes, sizes = checkpoint.info.references, subject.case.references
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     if takes is not None:
         encoded = tuple(takes.encoded_shape(image_size.height, image_size.width, shape) for image_size in sizes)
         shape = replace(shape, references=encoded)
@@ -108,28 +108,28 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
 
 def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """The samples of a prompt as text and as cached tensors with those of "", and the batch sizes of the calls."""
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     sampling = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
-    full = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, full.transformer, text=False)
+    full = checkpoint.sampler.pipeline(torch.float32)
+    cached = checkpoint.sampler.pipeline(torch.float32, full.transformer, text=False)
     batches: list[int] = []
     for pipeline in (full, cached):
         pipeline.set_progress_bar_config(disable=True)
     full.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: batches.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    from_text = checkpoint.generate(full, checkpoint.prompt_kwargs("a cat"), sampling)
+    from_text = checkpoint.sampler.generate(full, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
     seen_batches = list(batches)
-    conditions = checkpoint.prompt_kwargs(encode(["a cat"]), encode([""]))
-    return from_text, checkpoint.generate(cached, conditions, sampling), seen_batches
+    conditions = checkpoint.sampler.prompt_kwargs(encode(["a cat"]), encode([""]))
+    return from_text, checkpoint.sampler.generate(cached, conditions, sampling), seen_batches
 
 
 def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:
-    transformer = subject.checkpoint.load_transformer(torch.float32)
+    transformer = subject.checkpoint.denoiser.load_transformer(torch.float32)
     attach_lora(
         transformer,
         LoraConfig(rank=4, alpha=alpha),
-        subject.checkpoint.lora_targets(subject.family.lora_targets),
+        subject.checkpoint.info.lora_targets(subject.family.lora_targets),
         seed=0,
     )
     generator = torch.Generator().manual_seed(2)

@@ -157,7 +157,7 @@ def test_these_pipelines_take_lokr_by_load_lora_weights(
 ) -> None:
     lora_main([*arguments(name), *words_of("lokr"), "train.steps=1", f"run.dir={tmp_path / 'run'}"])
     recipe = load_recipe(tmp_path / "run" / "config.yaml")
-    pipeline = get_family(recipe.model.family).open(recipe.model).pipeline(torch.float32)
+    pipeline = get_family(recipe.model.family).open(recipe.model).sampler.pipeline(torch.float32)
     pipeline.load_lora_weights(tmp_path / "run" / "adapter")
     stored = load_file(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors")
     state = get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")

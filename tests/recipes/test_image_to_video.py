@@ -46,7 +46,7 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     """By `data.image_column`; a clip without one gives its first frame."""
     lora_main([*args, "data.image_column=first", "data.image_noise=false"])
     model = ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-1.5-i2v"]))
-    encode = get_family("cogvideox").open(model).load_video_encoder(torch.float32, torch.device("cpu"))
+    encode = get_family("cogvideox").open(model).encoders.load_video_encoder(torch.float32, torch.device("cpu"))
     size = {"height": 32, "width": 48}
     num_images = 0
     videos = TensorCache(tmp_path / "cache" / "videos")

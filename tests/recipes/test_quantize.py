@@ -79,7 +79,7 @@ def stock_lora(run: Path) -> dict[str, torch.Tensor]:
         model = PeftModel.from_pretrained(model, run / "adapter").base_model.model
     else:
         # Of its text encoders and processors nothing is asked.
-        pipeline = checkpoint.pipeline(torch.float32, text=False)
+        pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(run / "adapter", adapter_name="default")
         model = pipeline.transformer
     return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
@@ -90,7 +90,7 @@ def computed_bytes(run: Path, kind: Quantization | None) -> int:
     family = get_family(recipe.model.family)
     checkpoint = family.open(recipe.model)
     is_chat = recipe.model.family in CHAT_FAMILIES
-    model = (checkpoint.load_model if is_chat else checkpoint.load_transformer)(torch.float32)
+    model = (checkpoint.load_model if is_chat else checkpoint.denoiser.load_transformer)(torch.float32)
     trained = find_base_members(model, recipe.optim.groups, family.group_patterns)
     return count_quantized_bytes(model.to("meta"), kind, trained)
 

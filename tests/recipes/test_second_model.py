@@ -60,8 +60,8 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
         return
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(turbo)))
     sampling = Sampling(VideoShape(9, 32, 48), 2, guidance, 3)
-    pipeline = checkpoint.pipeline(torch.float32)
-    expected = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), sampling)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
+    expected = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red square"), sampling)
     assert samples[0].read_bytes() == write_sample(tmp_path / "base", expected, 8).read_bytes()
     sample_kwargs = {
         "inference_steps": 2,

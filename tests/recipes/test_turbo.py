@@ -34,7 +34,7 @@ def under(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> Path:
     """An adapter of the layers' attention and feed-forward with the authors' names, as ai-toolkit writes it."""
     family = get_family("z_image")
     path = str(tiny_checkpoints["z-image-turbo"])
-    model = family.open(ModelConfig(family="z_image", path=path)).load_transformer(torch.float32)
+    model = family.open(ModelConfig(family="z_image", path=path)).denoiser.load_transformer(torch.float32)
     generator, tensors = torch.Generator().manual_seed(4), {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
@@ -76,12 +76,12 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     assert json.loads((run / "verification.json").read_text())["passed"]
     # Samples are the stock pipeline's, with what trained and nothing else.
     checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(base)))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     sampling = Sampling(VideoShape(1, 64, 96), 2, 0.0, 0)
     for step in (0, 3):
         if step:
             pipeline.load_lora_weights(trained.parent, weight_name=trained.name)
-        frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
+        frames = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red disc"), sampling)
         sample = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
         assert sample.read_bytes() == write_sample(tmp_path / f"{step}", frames, 8).read_bytes()
 

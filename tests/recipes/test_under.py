@@ -57,13 +57,13 @@ def shown(run: Path, step: int) -> Path:
 def sampled(model: str, out: Path, **adapters: Path) -> Path:
     """What the stock pipeline makes with these adapters."""
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=model))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     for name, file in adapters.items():
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=name)
     if adapters:
         pipeline.set_adapters([*adapters])
     sampling = Sampling(VideoShape(9, 32, 48), 2, 6.0, 0)
-    frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), sampling)
+    frames = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red square"), sampling)
     return write_sample(out, frames, 8)
 
 

@@ -37,7 +37,7 @@ def test_a_run_at_other_noise_levels_is_verified(
     args = [*smoke_args(name, tiny_checkpoints, shape_clips, tmp_path), *nothing_shown]
     recipe = load_recipe(args[0], args[1:])
     checkpoint = get_family(recipe.model.family).open(recipe.model)
-    if recipe.train.mode == "full" or not isinstance(checkpoint.objective, FlowMatching):
+    if recipe.train.mode == "full" or not isinstance(checkpoint.denoiser.objective, FlowMatching):
         pytest.skip("trains no adapter, or is not trained by flow matching")
     for number, levels in enumerate(LEVELS[: 3 if name.startswith("wan_2.2") else None]):
         run = tmp_path / f"run_{number}"

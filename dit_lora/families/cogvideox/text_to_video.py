@@ -17,7 +17,15 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    InheritingCheckpoint,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
@@ -29,7 +37,7 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integer
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXCheckpoint(Checkpoint):
+class CogVideoXCheckpoint(InheritingCheckpoint):
     """A CogVideoX text-to-video checkpoint."""
 
     objective: VPrediction

@@ -16,9 +16,20 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.opening import (
     fill_defaults,
@@ -40,17 +51,14 @@ TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for par
 
 
 @dataclass(frozen=True, kw_only=True)
-class SD3Checkpoint(FlowCheckpoint):
-    """A Stable Diffusion 3 or 3.5 text-to-image checkpoint."""
+class SD3Info(CheckpointInfo):
+    """The facts of a Stable Diffusion 3 or 3.5 checkpoint."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
     clip_tokens: int
     """Number of CLIP tokens, which come before T5's."""
     pipeline_class: ClassVar[Any] = StableDiffusion3Pipeline
-    transformer_class: ClassVar[Any] = SD3Transformer2DModel
-    transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output_field = "images"
 
     @property
     def size_multiple(self) -> int:
@@ -81,17 +89,28 @@ class SD3Checkpoint(FlowCheckpoint):
         second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()
         return (*defaults, *queries, *(f"attn2.{name}" for name in second))
 
+    @property
+    def text_tokens(self) -> int:
+        """Number of T5 tokens of every caption: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Encoders(Encoders):
+    info: SD3Info
+    transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+
     def load_text_limit(self) -> TextLimit:
         """The limit of T5. The CLIPs read the first 77 tokens of a caption."""
-        return load_text_limit(self.path, self.text_tokens, folder="tokenizer_3")
+        return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_3")
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        folders = {name: self.path / name for name in TEXT_COMPONENTS}
-        return {**folders, "tokens": self.text_tokens}
+        folders = {name: self.info.path / name for name in TEXT_COMPONENTS}
+        return {**folders, "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         # CLIP's and T5's tokens follow each other in one sequence.
-        config, tokens = self.transformer_config, self.clip_tokens + self.text_tokens
+        config, tokens = self.info.transformer_config, self.info.clip_tokens + self.info.text_tokens
         return {
             "prompt_embeds": (torch.Size((tokens, config["joint_attention_dim"])), dtype),
             "pooled_prompt_embeds": (torch.Size((config["pooled_projection_dim"],)), dtype),
@@ -109,7 +128,7 @@ class SD3Checkpoint(FlowCheckpoint):
                 prompt_3=None,
                 device=device,
                 do_classifier_free_guidance=False,
-                max_sequence_length=self.text_tokens,
+                max_sequence_length=self.info.text_tokens,
             )
             return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
@@ -119,18 +138,25 @@ class SD3Checkpoint(FlowCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Denoiser(FlowDenoiser):
+    info: SD3Info
+    transformer_class: ClassVar[Any] = SD3Transformer2DModel
 
     def mu(self, size: torch.Size) -> float:
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
-        if not self.scheduler["use_dynamic_shifting"]:
+        if not self.info.scheduler["use_dynamic_shifting"]:
             return super().mu(size)
-        return compute_mu(self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2)
+        num_patches = size[-2] * size[-1] // self.info.transformer_config["patch_size"] ** 2
+        return compute_mu(self.info.scheduler, num_patches)
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return shift_and_scale_latents(latents, self.vae_config)
+        return shift_and_scale_latents(latents, self.info.vae_config)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -145,6 +171,12 @@ class SD3Checkpoint(FlowCheckpoint):
             return_dict=False,
         )[0]
 
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Sampler(Sampler):
+    info: SD3Info
+    output_field = "images"
+
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # None leaves all three encoders and tokenizers out.
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
@@ -156,13 +188,8 @@ class SD3Checkpoint(FlowCheckpoint):
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of T5 tokens of every caption: the pipeline's default."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
 
-
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
@@ -170,9 +197,14 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoin
     require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
-    return SD3Checkpoint(
+    info = SD3Info(
         **fields,
         scheduler=scheduler,
         clip_tokens=read_component_config(path, "text_encoder")["max_position_embeddings"],
-        objective=build_flow_matching(scheduler),
+    )
+    return Checkpoint(
+        info=info,
+        encoders=SD3Encoders(info=info),
+        denoiser=SD3Denoiser(info=info, objective=build_flow_matching(scheduler)),
+        sampler=SD3Sampler(info=info),
     )

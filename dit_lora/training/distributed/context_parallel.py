@@ -9,7 +9,7 @@ from torch import nn
 
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Denoiser, TrainableCheckpoint
+from dit_lora.families.base import Checkpoint, TrainableCheckpoint
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.token_split import (
     TOKEN_EXCHANGE_BACKENDS,
@@ -51,7 +51,7 @@ def enable_context_parallel(
     if not has_context_plan(model):
         raise DitLoraError(f"{option}: {type(model).__name__} has no plan for its tokens; CogVideoX has one")
     # Only diffusion transformers have such a plan.
-    denoiser = cast(Denoiser, checkpoint)
+    denoiser = cast(Checkpoint, checkpoint).denoiser
     tokens = {denoiser.count_tokens(entry.shape) for entry in data.training_set.entries}
     # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = find_context_problems(model, degree, tokens)

@@ -96,7 +96,7 @@ def _describe_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, 
     shapes = Counter(str(entry.shape or default_shape) for entry in entries)
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
-    by_class = "class_labels" in setup.checkpoint.prompt_kwargs(clips[0].caption)
+    by_class = "class_labels" in setup.checkpoint.sampler.prompt_kwargs(clips[0].caption)
     facts: dict[str, Any] = {
         "kind": "images" if recipe.data.max_frames == 1 else "clips",
         "clips": len(clips),
@@ -143,9 +143,9 @@ def _summarize(values: Sequence[float]) -> dict[str, float]:
 
 def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     """The pipeline's class, and the arguments that validation passes to it, for the most common kind of clip."""
-    checkpoint, recipe, cls = setup.checkpoint, setup.recipe, setup.checkpoint.pipeline_class
+    checkpoint, recipe, cls = setup.checkpoint, setup.recipe, setup.checkpoint.info.pipeline_class
     # Any clip will do: only the kinds of arguments are read.
-    prompt_kwargs = dict(checkpoint.prompt_kwargs(clips[0].caption))
+    prompt_kwargs = dict(checkpoint.sampler.prompt_kwargs(clips[0].caption))
     references = int(next(iter(_count_references(clips)), 0))
     called, output = _record_call(setup, prompt_kwargs, references)
     is_own_class = cls.__module__.startswith("dit_lora.")
@@ -157,10 +157,10 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),
-        "from_image": "image" in checkpoint.image_arguments,
+        "from_image": "image" in checkpoint.info.image_arguments,
         "to_image": "last_image" in called,
         "references": references,
-        "reference_clips": bool(checkpoint.references and checkpoint.references.is_clip),
+        "reference_clips": bool(checkpoint.info.references and checkpoint.info.references.is_clip),
         "reference_resolution": recipe.data.reference_resolution,
         "arguments": {
             name: value
@@ -171,7 +171,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "seed": recipe.validation.seed,
         "fps": recipe.data.fps,
         "dtype": str(setup.session.precision.dtype),
-        "in_fp32": list(checkpoint.fp32_components),
+        "in_fp32": list(checkpoint.sampler.fp32_components),
     }
 
 
@@ -203,10 +203,10 @@ def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], referenc
     shape = VideoShape.from_data(setup.recipe.data)
     # An image-to-video family opens its first frame, so create one.
     with tempfile.TemporaryDirectory() as folder:
-        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.image_arguments}
+        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.info.image_arguments}
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
-        supported = checkpoint.references
+        supported = checkpoint.info.references
         frames = shape.frames if supported and supported.is_clip else 1
         # (frames, H, W, 3)
         black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)
@@ -214,5 +214,5 @@ def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], referenc
         files = [write_sample(Path(folder) / f"reference_{k}", black, fps) for k in range(references)]
         inputs: dict[str, Any] = {**pictures, "references": tuple(files), "fps": fps}
         sampling = Sampling(shape, settings.inference_steps, settings.guidance_scale, settings.seed, **inputs)
-        checkpoint.generate(recorder, prompt_kwargs, sampling)
+        checkpoint.sampler.generate(recorder, prompt_kwargs, sampling)
     return recorder.call_kwargs, recorder.output_name

@@ -29,7 +29,7 @@ FAMILY = get_family("cogvideox")
 @pytest.fixture
 def transformer(tiny_checkpoints: dict[str, Path]) -> torch.nn.Module:
     path = str(tiny_checkpoints["cogvideox-5b"])
-    model = FAMILY.open(ModelConfig(family="cogvideox", path=path)).load_transformer(torch.float32)
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=path)).denoiser.load_transformer(torch.float32)
     attach_lora(model, LoraConfig(rank=4, alpha=7), FAMILY.lora_targets, seed=0)
     return model
 

@@ -70,7 +70,7 @@ def exported(one: Trained, to: ExportFormat, *others: Trained, **kwargs: Any) ->
 
 def fresh(one: Trained) -> Any:
     """The stock pipeline of the base."""
-    return one.checkpoint.pipeline(torch.float32, text=False)
+    return one.checkpoint.sampler.pipeline(torch.float32, text=False)
 
 
 @pytest.mark.parametrize(("family", "variant"), MODELS)

@@ -127,12 +127,12 @@ def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, list[Tiny]]:
         for variant in get_family(family).tiny_variants:
             path = str(tiny_checkpoints[variant])
             checkpoint = get_family(family).open(ModelConfig(family=family, path=path))
-            model = checkpoint.load_transformer(torch.float32)
+            model = checkpoint.denoiser.load_transformer(torch.float32)
             layers = tuple(find_adaptable_layers(model))
             if layers in known_layers:
                 continue
             known_layers.add(layers)
-            tiny = Tiny(model, family, checkpoint.pipeline_class, published_layers(model, family))
+            tiny = Tiny(model, family, checkpoint.info.pipeline_class, published_layers(model, family))
             models.setdefault(family, []).append(tiny)
     return models
 

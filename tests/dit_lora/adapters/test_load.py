@@ -40,7 +40,7 @@ def wan(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Trained:
 
 
 def loaded(one: Trained, family: str, file: Path) -> Tensors:
-    pipeline = one.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = one.checkpoint.sampler.pipeline(torch.float32, text=False)
     load_adapter(pipeline, file, get_family(family).comfyui)
     return deltas(pipeline.transformer)
 

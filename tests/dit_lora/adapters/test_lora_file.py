@@ -47,12 +47,12 @@ def make(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Make:
 
 
 def fresh(one: Trained) -> Any:
-    return one.checkpoint.load_transformer(torch.float32)
+    return one.checkpoint.denoiser.load_transformer(torch.float32)
 
 
 def read(one: Trained, file: Path, family: str = "cogvideox") -> LoraFile:
     names = get_family(family).comfyui
-    return read_lora(file, fresh(one), names, one.checkpoint.pipeline_class)
+    return read_lora(file, fresh(one), names, one.checkpoint.info.pipeline_class)
 
 
 def attached(one: Trained, stored: LoraFile, family: str = "cogvideox") -> Any:
@@ -158,12 +158,12 @@ def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_pat
     model = attached(adapter, read(adapter, tmp_path / "k.safetensors"))
     assert_same(deltas(model), expected)
     # As Diffusers loads what is saved of it.
-    adapter.checkpoint.pipeline_class.save_lora_weights(
+    adapter.checkpoint.info.pipeline_class.save_lora_weights(
         tmp_path / "saved",
         transformer_lora_layers={n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()},
         transformer_lora_adapter_metadata=get_adapter_config(model),
     )
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "saved")
     assert_same(deltas(pipeline.transformer), expected)
 
@@ -200,7 +200,7 @@ def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(mak
     }
     file = adapter.folder.parent / "same.safetensors"
     save_file(tensors, file)
-    lora_file = read_lora(file, fresh(adapter), names, adapter.checkpoint.pipeline_class)
+    lora_file = read_lora(file, fresh(adapter), names, adapter.checkpoint.info.pipeline_class)
     assert all(
         torch.equal(tensors[f"transformer.{n}.lora_B.weight"], layer.b) for n, layer in lora_file.layers.items()
     )
@@ -219,7 +219,7 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         file = exported(adapter, "comfyui")
         output_dir = file.parent / "back"
         export(ExportRequest((file,), "diffusers", output_dir, model=str(adapter.base)))
-        pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+        pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(output_dir)
         assert_same(deltas(pipeline.transformer), deltas(adapter.model))
         metadata = read_run_metadata(output_dir / ADAPTER_FILE)
@@ -315,7 +315,7 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
 def test_joined_layers_come_apart_at_the_models_own_widths(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers' converter has the published widths of FLUX's single blocks written into it."""
     checkpoint = get_family("flux").open(ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"])))
-    model, key = checkpoint.load_transformer(torch.float32), "lora_unet_single_blocks_0_linear1"
+    model, key = checkpoint.denoiser.load_transformer(torch.float32), "lora_unet_single_blocks_0_linear1"
     for rows in (224, 225):
         down, up = torch.randn(3, 32), torch.randn(rows, 3)
         tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
@@ -471,6 +471,6 @@ def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
     adapter = make()
     model = fresh(adapter)
     quantize_base(model, "int8")
-    lora_file = read_lora(adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.pipeline_class)
+    lora_file = read_lora(adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.info.pipeline_class)
     attach_lora_file(model, lora_file, CONTINUED, (), seed=0)
     assert_same(deltas(model), deltas(adapter.model))

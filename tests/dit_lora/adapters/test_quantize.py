@@ -42,7 +42,7 @@ QUERY = "transformer_blocks.0.attn1.to_q"
 def transformer(tiny_checkpoints: dict[str, Path]) -> Any:
     path = tiny_checkpoints["cogvideox-2b"]
     model = ModelConfig(family="cogvideox", path=str(path))
-    return get_family("cogvideox").open(model).load_transformer(torch.float32)
+    return get_family("cogvideox").open(model).denoiser.load_transformer(torch.float32)
 
 
 def adapted(model: Any, kind: Quantization, lora: LoraConfig | None = None) -> Any:
@@ -180,9 +180,9 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
     """It compares shapes of weights with the file's, and widens layers: those in 4 bits stay as they are."""
     family = get_family("flux")
     checkpoint = family.open(ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"])))
-    trained, quantized_model = (checkpoint.load_transformer(torch.float32) for _ in range(2))
+    trained, quantized_model = (checkpoint.denoiser.load_transformer(torch.float32) for _ in range(2))
     attach_lora(trained, LoraConfig(rank=4), family.lora_targets, seed=0)
-    file = save_adapter(moved(trained), checkpoint.pipeline_class, tmp_path, {"family": "flux"})
+    file = save_adapter(moved(trained), checkpoint.info.pipeline_class, tmp_path, {"family": "flux"})
     quantize_base(quantized_model, kind)
     layers = [module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)]
     DiffusionReferenceModel(checkpoint).load_adapter(quantized_model, file)

@@ -29,15 +29,15 @@ def stored(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Any, dict
     """A checkpoint, and an adapter of layers that the family's targets have only in part."""
     base = tiny_checkpoints["cogvideox-2b"]
     adapter = trained("cogvideox", base, tmp_path / "one", rank=3, targets=("to_q", "ff.net.2"))
-    model = adapter.checkpoint.load_transformer(torch.float32)
-    pipeline = adapter.checkpoint.pipeline_class
+    model = adapter.checkpoint.denoiser.load_transformer(torch.float32)
+    pipeline = adapter.checkpoint.info.pipeline_class
     file = read_lora(adapter.folder / ADAPTER_FILE, model, FAMILY.comfyui, pipeline)
     return adapter.checkpoint, dict(file.layers)
 
 
 def model_of(stored: tuple[Any, dict[str, StoredLayer]], dtype: torch.dtype) -> Any:
     checkpoint, layers = stored
-    model = checkpoint.load_transformer(dtype)
+    model = checkpoint.denoiser.load_transformer(dtype)
     configs = build_frozen_configs(model, [layers, layers])
     attach_lora(model, LoraConfig(rank=4), FAMILY.lora_targets, seed=0)
     attach_frozen_adapters(model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)})
@@ -75,7 +75,7 @@ def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) ->
 
 def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
     model, checkpoint = model_of(stored, torch.float32), stored[0]
-    base, before = output(checkpoint.load_transformer(torch.float32).eval()), trainable(model)
+    base, before = output(checkpoint.denoiser.load_transformer(torch.float32).eval()), trainable(model)
     full_output = output(model)
     with disable_frozen_adapters(model):
         assert torch.equal(output(model), base)  # B of the trained one is zero
@@ -85,7 +85,7 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
     assert torch.equal(output(model), full_output)
     with disable_frozen_adapters(model, keep_active=["under_0"]):
         half_output = output(model)
-    expected = checkpoint.load_transformer(torch.float32)
+    expected = checkpoint.denoiser.load_transformer(torch.float32)
     for name, layer in stored[1].items():
         expected.get_submodule(name).weight.data += 0.5 * layer.alpha / layer.rank * layer.b @ layer.a
     torch.testing.assert_close(half_output, output(expected.eval()), rtol=1e-4, atol=1e-5)

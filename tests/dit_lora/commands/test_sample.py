@@ -51,10 +51,10 @@ def pixels(path: Path) -> Any:
 def stock(base: Path, seed: int, put: Callable[[Any], None]) -> Any:
     """What the stock pipeline makes of the prompt, once `put` has loaded what it is to have."""
     checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(base)))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     put(pipeline)
     sampling = Sampling(VideoShape(1, 64, 64), 2, 1.0, seed)
-    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.prompt_kwargs(PROMPT), sampling)
+    frames, _ = checkpoint.sampler.generate_with_sound(pipeline, checkpoint.sampler.prompt_kwargs(PROMPT), sampling)
     return frames[0].numpy()
 
 

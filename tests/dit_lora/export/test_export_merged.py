@@ -80,7 +80,7 @@ def test_stock_diffusers_loads_base_plus_adapter(
     output_folder = merged(trained_adapter)
     kind = VideoDiTPipeline if family == "video_dit" else DiffusionPipeline
     pipeline: Any = kind.from_pretrained(output_folder)
-    assert type(pipeline) is trained_adapter.checkpoint.pipeline_class
+    assert type(pipeline) is trained_adapter.checkpoint.info.pipeline_class
     updates, names = deltas(trained_adapter.model), dict(trained_adapter.model.named_parameters())
     old, new = stored(base), stored(output_folder)
     assert old.keys() == new.keys()

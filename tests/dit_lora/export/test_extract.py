@@ -96,13 +96,15 @@ def test_a_merged_adapter_comes_back(
     assert {layer.name for layer in extraction.layers} == expected.keys()
     assert extraction.energy_share == pytest.approx(1, abs=1e-10)
     assert not extraction.excluded_energy
-    pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
+    pipeline = with_lora(trained_adapter.checkpoint.sampler.pipeline(torch.float32, text=False))
     step = tiny_step(tiny_checkpoints, variant)
     before = output(step, pipeline.transformer)
     pipeline.load_lora_weights(output_folder)
     loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
     assert_near(loaded_updates, expected)
-    model = trained_adapter.checkpoint.transformer_class.from_pretrained(merged_folder, subfolder="transformer")
+    model = trained_adapter.checkpoint.denoiser.transformer_class.from_pretrained(
+        merged_folder, subfolder="transformer"
+    )
     expected_output = output(step, model)
     assert (before - expected_output).abs().max() > 1e-2
     torch.testing.assert_close(output(step, pipeline.transformer), expected_output, rtol=1e-4, atol=1e-4)
@@ -195,7 +197,7 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
         assert 0.9 <= layer.energy_share < 1
     assert len(set(ranks.values())) > 1
     step = tiny_step({"cogvideox-2b": base}, "cogvideox-2b")
-    pipeline = step.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = step.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "out")
     for name, delta in deltas(pipeline.transformer).items():
         u, s, v = torch.linalg.svd(new[f"{name}.weight"].double() - old[f"{name}.weight"].double())
@@ -225,7 +227,7 @@ def test_both_experts_come_back_in_a_file_each(tiny_checkpoints: dict[str, Path]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["out_high_noise.safetensors", "out_low_noise.safetensors"]
     expected = deltas(trained_adapter.model)
-    pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = trained_adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "out" / files[0])
     pipeline.load_lora_weights(tmp_path / "out" / files[1], load_into_transformer_2=True)
     assert_near({n: d for n, d in deltas(pipeline.transformer).items() if d.any()}, expected)
@@ -266,7 +268,7 @@ def test_single_files_and_folders_of_a_transformer(tiny_checkpoints: dict[str, P
     for number, (tuned_source, base_source, options) in enumerate(cases):
         output_folder = tmp_path / f"out{number}"
         extracted(tuned_source, base_source, output_folder, **options)
-        pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
+        pipeline = trained_adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(output_folder)
         assert_near(deltas(pipeline.transformer), expected)
         assert read_run_metadata(output_folder / ADAPTER_FILE)["base_model"] == base.name

@@ -50,7 +50,7 @@ def test_the_update_is_the_nearest_of_that_rank(
     """By `torch.linalg.svd` of every product, alpha over rank in it; as the stock pipeline loads it."""
     trained_adapter = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6)
     lowered_result = lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
-    pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
+    pipeline = with_lora(trained_adapter.checkpoint.sampler.pipeline(torch.float32, text=False))
     pipeline.load_lora_weights(tmp_path / "out")
     loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
     expected = deltas(trained_adapter.model)
@@ -84,7 +84,7 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
     tensors = load_file(tmp_path / "out" / ADAPTER_FILE)
     config = trained_adapter.model.peft_config["default"]
     assert isinstance(config, LoraConfig)
-    wrapped = PeftModel(build_empty_model(trained_adapter.checkpoint), config, adapter_name="six")
+    wrapped = PeftModel(build_empty_model(trained_adapter.checkpoint.denoiser), config, adapter_name="six")
     parameters = dict(trained_adapter.model.named_parameters())
     with torch.no_grad():
         for name, parameter in wrapped.base_model.model.named_parameters():

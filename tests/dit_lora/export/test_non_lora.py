@@ -45,7 +45,7 @@ def test_merged_weights_are_what_the_adapted_layers_compute(
         ExportRequest((trained_adapter.folder,), "merged", tmp_path / "out", model=str(trained_adapter.base))
     )
     checkpoint = get_family("flux2").open(ModelConfig(family="flux2", path=str(output_folder)))
-    merged = checkpoint.load_transformer(torch.float32)
+    merged = checkpoint.denoiser.load_transformer(torch.float32)
     adapted = layers(trained_adapter.model)
     assert len(adapted) > 4
     for name, layer in adapted.items():
@@ -64,7 +64,7 @@ def test_it_goes_to_peft_and_back_bit_for_bit(
     output_folder = export(
         ExportRequest((trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base))
     )
-    base_model = trained_adapter.checkpoint.load_transformer(torch.float32)
+    base_model = trained_adapter.checkpoint.denoiser.load_transformer(torch.float32)
     loaded_layers = layers(peft.PeftModel.from_pretrained(base_model, str(output_folder)).eval())
     for name, layer in layers(trained_adapter.model).items():
         x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(len(name)))

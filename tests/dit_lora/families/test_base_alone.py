@@ -15,7 +15,7 @@ from dit_lora.training.execution.base_alone import (
 
 @torch.no_grad()
 def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return subject.checkpoint.losses(model.eval(), batch, RandomStreams(0, [0, 1, 2])).losses
+    return subject.checkpoint.denoiser.losses(model.eval(), batch, RandomStreams(0, [0, 1, 2])).losses
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -53,7 +53,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     text = torch.randn(3, 226, 32, generator=g)
     model = Recorder(torch.randn(3, 3, 4, 4, 6, generator=g))
     batch = {"latent_mean": mean, "latent_logvar": logvar, "prompt_embeds": text}
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     scheduler = CogVideoXDPMScheduler.from_pretrained(tiny_checkpoints[variant], subfolder="scheduler")
     scale = AutoencoderKLCogVideoX.load_config(tiny_checkpoints[variant], subfolder="vae")["scaling_factor"]
@@ -82,7 +82,7 @@ def test_timesteps_are_uniform_over_the_whole_schedule(tiny_checkpoints: dict[st
         "latent_logvar": torch.zeros(count, 1, 1, 2, 2),
         "prompt_embeds": torch.zeros(count, 1, 1),
     }
-    output = checkpoint.losses(Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count)))
+    output = checkpoint.denoiser.losses(Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count)))
     assert output.timesteps.min() < 5
     assert output.timesteps.max() > 994
     assert abs(output.timesteps.float().mean() - 499.5) < 4 * 1000 / (12 * count) ** 0.5
@@ -94,7 +94,7 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one(
     path = tiny_checkpoints["cogvideox-2b"]
     g = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (9, 3, 32, 48), generator=g).to(torch.uint8)
-    encoded = open_checkpoint(path).load_video_encoder(torch.float32, CPU)(pixels)
+    encoded = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)(pixels)
     vae = AutoencoderKLCogVideoX.from_pretrained(path, subfolder="vae")
     with torch.no_grad():
         posterior = vae.encode((pixels.float() / 127.5 - 1).permute(1, 0, 2, 3)[None]).latent_dist
@@ -141,7 +141,7 @@ def test_sampling_passes_on_every_setting(tiny_checkpoints: dict[str, Path]) -> 
 
     checkpoint = open_checkpoint(tiny_checkpoints["cogvideox-2b"])
     sampling = Sampling(VideoShape(13, 32, 48), inference_steps=7, guidance_scale=2.5, seed=5)
-    video = checkpoint.generate(Pipeline(), {"prompt": "x"}, sampling)
+    video = checkpoint.sampler.generate(Pipeline(), {"prompt": "x"}, sampling)
     assert {name: call_kwargs[name] for name in ("prompt", "num_frames", "height", "width")} == {
         "prompt": "x",
         "num_frames": 13,

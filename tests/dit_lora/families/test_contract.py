@@ -61,7 +61,7 @@ def test_every_variant_of_every_family_is_under_the_contract() -> None:
 
 
 def guidance_of(case: Case, checkpoint: Checkpoint) -> float:
-    return checkpoint.guidance_threshold if case.guidance is None else case.guidance
+    return checkpoint.sampler.guidance_threshold if case.guidance is None else case.guidance
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -77,23 +77,23 @@ def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Te
 
 
 def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
-    transformer = subject.checkpoint.load_transformer(torch.float32)
+    transformer = subject.checkpoint.denoiser.load_transformer(torch.float32)
     batch = encoded_batch(subject)
-    output = subject.checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2]))
+    output = subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2]))
     assert output.losses.shape == output.timesteps.shape == (3,)
     assert output.losses.dtype is torch.float32
     assert torch.isfinite(output.losses).all()
     assert output.timesteps.min() >= 0
-    assert output.timesteps.max() < subject.checkpoint.num_train_timesteps
+    assert output.timesteps.max() < subject.checkpoint.denoiser.num_train_timesteps
 
 
 def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     """Alone or in a batch, and whatever its neighbours are."""
-    transformer = subject.checkpoint.load_transformer(torch.float32)
+    transformer = subject.checkpoint.denoiser.load_transformer(torch.float32)
     batch = encoded_batch(subject)
-    losses = subject.checkpoint.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
+    losses = subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = subject.checkpoint.losses(transformer, single_batch, RandomStreams(0, [5])).losses
+    second_losses = subject.checkpoint.denoiser.losses(transformer, single_batch, RandomStreams(0, [5])).losses
     torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
@@ -108,14 +108,14 @@ class NothingToDraw(RandomStreams):
 def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Subject) -> None:
     """The draws are known from shapes alone; those of other samples are not taken for these."""
     checkpoint, batch = subject.checkpoint, encoded_batch(subject)
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
-    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.draw_functions(shapes), CPU)
+    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.draw_functions(shapes), CPU)
     ahead = RandomInputs(0, (4, 5, 6), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def losses(streams: RandomStreams) -> torch.Tensor:
-        return checkpoint.losses(transformer, batch, streams).losses
+        return checkpoint.denoiser.losses(transformer, batch, streams).losses
 
     now = losses(RandomStreams(0, [4, 5, 6]))
     assert torch.equal(losses(NothingToDraw(0, [4, 5, 6], ahead)), now)
@@ -141,7 +141,7 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
     transformer = adapted(subject)
     batch = encoded_batch(subject)
-    subject.checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2])).losses.mean().backward()
+    subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2])).losses.mean().backward()
     for name, parameter in transformer.named_parameters():
         if is_lora_a(name) or is_lora_b(name):
             assert parameter.grad is not None, name
@@ -153,17 +153,17 @@ def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -
 def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Subject, tmp_path: Path) -> None:
     """Positions, text length, layout and first image agree: same inputs, bitwise the same output."""
     case, checkpoint = subject.case, subject.checkpoint
-    transformer = checkpoint.load_transformer(case.call_dtype).eval()
-    encode_text = checkpoint.load_text_encoder(case.call_dtype, CPU)
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    pipeline = checkpoint.pipeline(case.call_dtype)
+    transformer = checkpoint.denoiser.load_transformer(case.call_dtype).eval()
+    encode_text = checkpoint.encoders.load_text_encoder(case.call_dtype, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    pipeline = checkpoint.sampler.pipeline(case.call_dtype)
     pipeline.set_progress_bar_config(disable=True)
     recorded = record_calls(getattr(pipeline, case.part))
     for shape in case.shapes:
         image_kwargs, sample = pictures_of(case, shape, tmp_path)
         recorded.clear()
         sampling = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **image_kwargs)
-        checkpoint.generate(pipeline, checkpoint.prompt_kwargs(case.captions[1]), sampling)
+        checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(case.captions[1]), sampling)
         caption, references = case.captions[1], sample.references
         row = sample.encode(encode_video, shape) | encoded_text(subject, encode_text, caption, references, shape)
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, sampling.seed)
@@ -171,7 +171,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Sub
         assert calls
         for call, expected in calls:
             with torch.no_grad():
-                prediction = checkpoint.predict(transformer, case.noisy(call), case.timesteps(call), batch)
+                prediction = checkpoint.denoiser.predict(transformer, case.noisy(call), case.timesteps(call), batch)
             # Behind the noisy tokens are those of references, of which nothing is asked.
             output = expected[:, : prediction.shape[1]] if case.references else expected
             assert torch.equal(prediction, case.predicted(output))
@@ -188,20 +188,20 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
     for case in (item for item in CASES if item.variant == variant and not item.references):
         subject = open_subject(case, tiny_checkpoints[variant])
         checkpoint = subject.checkpoint
-        encode = checkpoint.load_text_encoder(case.call_dtype, CPU)
+        encode = checkpoint.encoders.load_text_encoder(case.call_dtype, CPU)
         captions = [encode([case.captions[index]]) for index in (0, 2)]
         text = {name: torch.cat([caption[name] for caption in captions]) for name in captions[0]}
         images, sample = pictures_of(case, case.native, tmp_path)
-        pipeline = checkpoint.pipeline(case.call_dtype, text=False)
+        pipeline = checkpoint.sampler.pipeline(case.call_dtype, text=False)
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
         sampling = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
-        empty = encode(["", ""]) if sampling.guidance_scale > checkpoint.guidance_threshold else None
-        checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
-        row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
+        empty = encode(["", ""]) if sampling.guidance_scale > checkpoint.sampler.guidance_threshold else None
+        checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(text, empty), sampling)
+        row = checkpoint.encoders.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
         batch = case.as_sampled({**both, **text}, sampling.seed)
-        transformer = checkpoint.load_transformer(case.call_dtype).eval()
+        transformer = checkpoint.denoiser.load_transformer(case.call_dtype).eval()
         calls = [call for call in calls if case.compared(call[0])]
         assert calls
         for call, expected in calls:
@@ -209,7 +209,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
             assert len(noisy) == 2
             assert not torch.equal(noisy[0], noisy[1])
             with torch.no_grad():
-                prediction = checkpoint.predict(transformer, noisy, case.timesteps(call), batch)
+                prediction = checkpoint.denoiser.predict(transformer, noisy, case.timesteps(call), batch)
             assert torch.equal(prediction, case.predicted(expected))
 
 
@@ -240,7 +240,7 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
     """Distilled checkpoints are sampled so; a prompt's tensors are given, as validation does."""
     case, checkpoint = subject.case, subject.checkpoint
     images, sample = pictures_of(case, case.native, tmp_path)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     text, empty = (
         {
             name: tensor[None]
@@ -248,11 +248,11 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
         }
         for caption in (case.captions[1], "")
     )
-    pipeline = checkpoint.pipeline(torch.float32, text=False)
+    pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls = record_calls(getattr(pipeline, case.part))
     sampling = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, **images)
-    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
+    video = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(text, empty), sampling)
     assert calls
     assert all(len(case.noisy(call)) == 1 for call, _ in calls)
     assert len(video.unique()) > 1
@@ -264,16 +264,16 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     if "latent_logvar" in batch:  # DC-AE has no posterior
         batch["latent_logvar"] = torch.full_like(batch["latent_logvar"], -60.0)  # no noise
     recorded = {}
-    original = subject.checkpoint.objective.add_noise
+    original = subject.checkpoint.denoiser.objective.add_noise
 
-    class Spy(type(subject.checkpoint.objective)):  # type: ignore[misc]
+    class Spy(type(subject.checkpoint.denoiser.objective)):  # type: ignore[misc]
         def add_noise(self, clean: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             recorded["clean"] = clean
             return original(clean, *rest)
 
-    spy = Spy(**vars(subject.checkpoint.objective))
-    checkpoint = type(subject.checkpoint)(**{**vars(subject.checkpoint), "objective": spy})
-    checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, RandomStreams(0, [0]))
+    spy = Spy(**vars(subject.checkpoint.denoiser.objective))
+    denoiser = replace(subject.checkpoint.denoiser, objective=spy)
+    denoiser.losses(denoiser.load_transformer(torch.float32), batch, RandomStreams(0, [0]))
     pipeline = stock_pipeline(subject)
     with torch.no_grad():
         pipeline.vae.double()  # in fp32 a decoder makes more of the latents' rounding
@@ -290,15 +290,15 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
     """alpha below, at and above the rank of 4; loaded with no extra argument, output bitwise equal."""
     transformer = adapted(subject, alpha=alpha)
     part = subject.case.part
-    save_adapter(transformer, subject.checkpoint.pipeline_class, tmp_path, {"part": part})
+    save_adapter(transformer, subject.checkpoint.info.pipeline_class, tmp_path, {"part": part})
     pipeline = stock_pipeline(subject)
-    base = subject.checkpoint.load_transformer(torch.float32)
+    base = subject.checkpoint.denoiser.load_transformer(torch.float32)
     load_adapter(pipeline, tmp_path)
     batch = encoded_batch(subject)
 
     def losses(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
-            return subject.checkpoint.losses(model.eval(), batch, RandomStreams(0, [4, 5, 6])).losses
+            return subject.checkpoint.denoiser.losses(model.eval(), batch, RandomStreams(0, [4, 5, 6])).losses
 
     trained, loaded, untrained = map(losses, (transformer, getattr(pipeline, part), base))
     assert torch.equal(trained, loaded)
@@ -308,8 +308,8 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
 
 def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) -> None:
     """Loaded with dtype=, and the loss is fp32 whatever the model computes in."""
-    half = subject.checkpoint.load_transformer(torch.bfloat16)
-    full = subject.checkpoint.load_transformer(torch.float32)
+    half = subject.checkpoint.denoiser.load_transformer(torch.bfloat16)
+    full = subject.checkpoint.denoiser.load_transformer(torch.float32)
     buffers, stored = dict(full.named_buffers()), half.state_dict()
     for name, buffer in half.named_buffers():
         # A table that was learned is a weight of the checkpoint, in its dtype.
@@ -318,12 +318,12 @@ def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) ->
         assert torch.equal(buffer, expected), name
     batch = encoded_batch(subject)
     streams = RandomStreams(0, [0, 1, 2])
-    exact = subject.checkpoint.losses(full, batch, streams).losses
+    exact = subject.checkpoint.denoiser.losses(full, batch, streams).losses
     rounded = {
         name: tensor.bfloat16() if tensor.is_floating_point() and "latent" not in name else tensor
         for name, tensor in batch.items()
     }
-    losses = subject.checkpoint.losses(half, rounded, streams).losses
+    losses = subject.checkpoint.denoiser.losses(half, rounded, streams).losses
     assert losses.dtype is torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
 
@@ -332,9 +332,9 @@ def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(subject: Subject)
     assert subject.case.refused
     for shape, message in subject.case.refused:
         with pytest.raises(DitLoraError, match=message):
-            subject.checkpoint.check_shape(shape)
+            subject.checkpoint.info.check_shape(shape)
     for shape in subject.case.shapes:
-        subject.checkpoint.check_shape(shape)
+        subject.checkpoint.info.check_shape(shape)
 
 
 def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: Subject, tmp_path: Path) -> None:
@@ -353,24 +353,24 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: Subject
 
 def test_sides_come_in_the_steps_that_buckets_are_made_of(subject: Subject) -> None:
     checkpoint, native = subject.checkpoint, subject.case.native
-    step = checkpoint.size_multiple
+    step = checkpoint.info.size_multiple
     assert native.height % step == native.width % step == 0
-    checkpoint.check_shape(native)
+    checkpoint.info.check_shape(native)
     for sides in ({"height": native.height + step // 2}, {"width": native.width + step // 2}):
         with pytest.raises(DitLoraError):
-            checkpoint.check_shape(replace(native, **sides))
+            checkpoint.info.check_shape(replace(native, **sides))
 
 
 def test_the_text_limit_is_what_the_encoder_gives(subject: Subject) -> None:
     """As many tokens as the embedding of a caption far too long has, where it has one row a token."""
-    limit = subject.checkpoint.load_text_limit()
-    encode = subject.checkpoint.load_text_encoder(torch.float32, CPU)
+    limit = subject.checkpoint.encoders.load_text_limit()
+    encode = subject.checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     if limit is None:
         (label,) = encode(subject.case.captions[:1]).values()
         assert not label.is_floating_point()
         return
     assert len(limit.tokenizer("a word " * 200).input_ids) > limit.max_tokens
-    takes = subject.checkpoint.references
+    takes = subject.checkpoint.info.references
     if takes is not None and takes.is_encoded_with_caption:
         return  # whose pipelines cut none: a test of their own holds the limit
     embedding = next(t for t in encode(["a word " * 200]).values() if t.is_floating_point())

@@ -68,7 +68,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     """Posterior draw, latent scale, noise, timestep, noise target: each from its own stream."""
     checkpoint, batch = open_checkpoint(tiny), a_batch()
     model = Recorder(torch.randn(3, 8, 4, 4, generator=torch.Generator().manual_seed(1)))
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     scheduler = DDIMScheduler.from_pretrained(tiny, subfolder="scheduler")
     std = (0.5 * batch["latent_logvar"].double()).exp()
@@ -83,7 +83,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     expected = scheduler.add_noise(clean, noise, timesteps)
     torch.testing.assert_close(model.asked["noisy"].double(), expected, rtol=1e-5, atol=1e-5)
     squared = (model.answer[:, :4].double() - noise).square().flatten(1).mean(1)
-    bound = checkpoint.objective.compute_variational_bound(
+    bound = checkpoint.denoiser.objective.compute_variational_bound(
         model.answer[:, :4], model.answer[:, 4:], clean.float(), expected.float(), timesteps
     )
     assert (bound > 1e-3).all()
@@ -94,7 +94,7 @@ def test_every_block_sees_a_samples_own_label_and_torchs_generator_is_left_alone
     tiny: Path,
 ) -> None:
     """Diffusers drops a label in each block by itself, from the global generator."""
-    transformer = open_checkpoint(tiny).load_transformer(torch.float32).train()
+    transformer = open_checkpoint(tiny).denoiser.load_transformer(torch.float32).train()
     recorded_labels: list[torch.Tensor] = []
     for block in transformer.transformer_blocks:
         table = block.norm1.emb.class_embedder.embedding_table
@@ -117,7 +117,7 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one_in_f
     tiny: Path,
 ) -> None:
     pixels = torch.randint(0, 256, (1, 3, 32, 32), generator=torch.Generator().manual_seed(1))
-    encode = open_checkpoint(tiny).load_video_encoder(torch.bfloat16, CPU)
+    encode = open_checkpoint(tiny).encoders.load_video_encoder(torch.bfloat16, CPU)
     encoded = encode(pixels.to(torch.uint8))
     vae = AutoencoderKL.from_pretrained(tiny, subfolder="vae")
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_sampling_passes_on_every_setting(tiny: Path) -> None:
 
     checkpoint = open_checkpoint(tiny)
     sampling = Sampling(VideoShape(1, 32, 32), inference_steps=7, guidance_scale=2.5, seed=5)
-    image = checkpoint.generate(Pipeline(), checkpoint.prompt_kwargs("tabby cat"), sampling)
+    image = checkpoint.sampler.generate(Pipeline(), checkpoint.sampler.prompt_kwargs("tabby cat"), sampling)
     assert call_kwargs["class_labels"] == [281]
     assert (call_kwargs["num_inference_steps"], call_kwargs["guidance_scale"]) == (7, 2.5)
     assert call_kwargs["generator"].initial_seed() == 5
@@ -149,14 +149,14 @@ def test_sampling_passes_on_every_setting(tiny: Path) -> None:
 def test_an_adapter_is_loaded_weighted_unloaded_and_leaves_the_pipelines_name(tiny: Path, tmp_path: Path) -> None:
     """Diffusers' DiT has no LoRA loader of its own."""
     checkpoint = open_checkpoint(tiny)
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     attach_lora(transformer, LoraConfig(rank=4), get_family("dit").lora_targets, seed=0)
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             if is_lora_b(name):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=g))
-    save_adapter(transformer, checkpoint.pipeline_class, tmp_path / "adapter", {})
+    save_adapter(transformer, checkpoint.info.pipeline_class, tmp_path / "adapter", {})
 
     pipeline: Any = DiTPipeline.from_pretrained(tiny)
     latents = torch.randn(2, 4, 4, 4, generator=g)
@@ -223,7 +223,8 @@ def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(tiny: P
     change_json(path / "model_index.json", transformer=["diffusers", "Transformer2DModel"])
     checkpoint = open_checkpoint(path)
     transformer, expected = (
-        opened_checkpoint.load_transformer(torch.float32) for opened_checkpoint in (checkpoint, open_checkpoint(tiny))
+        opened_checkpoint.denoiser.load_transformer(torch.float32)
+        for opened_checkpoint in (checkpoint, open_checkpoint(tiny))
     )
     pairs = zip(transformer.parameters(), expected.parameters(), strict=True)
     assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in pairs)
@@ -237,7 +238,7 @@ def test_a_fresh_dit_starts_as_the_paper_says(tiny: Path) -> None:
     """Blocks are the identity and the output is zero; embedders N(0, 0.02), alike in all blocks."""
     checkpoint = open_checkpoint(tiny, {"num_layers": 3, "num_attention_heads": 4})
     torch.manual_seed(0)
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 4, 64, generator=g)
     labels, t = torch.tensor([3, 1000]), torch.tensor([5, 900])
@@ -256,7 +257,7 @@ def test_a_fresh_dit_starts_as_the_paper_says(tiny: Path) -> None:
     weight = transformer.pos_embed.proj.weight.flatten(1)
     assert abs(weight.std() - (2 / sum(weight.shape)) ** 0.5) < 0.02
     torch.manual_seed(0)
-    second_transformer = checkpoint.load_transformer(torch.float32)
+    second_transformer = checkpoint.denoiser.load_transformer(torch.float32)
     pairs = zip(transformer.parameters(), second_transformer.parameters(), strict=True)
     assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in pairs)
 
@@ -285,7 +286,7 @@ def trained_checkpoint(values: Values) -> Any:
 
 def loss_of(checkpoint: Any) -> torch.Tensor:
     model = Recorder(torch.randn(3, 8, 4, 4, generator=torch.Generator().manual_seed(1)))
-    return checkpoint.losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
+    return checkpoint.denoiser.losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
 
 
 def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -> None:

@@ -66,7 +66,7 @@ def some_batch(checkpoint: Any, dtype: torch.dtype = torch.float32) -> dict[str,
     """Three samples of 4 x 6 latents and 512 tokens."""
     g = torch.Generator().manual_seed(0)
     batch = {"latent_mean": torch.randn(3, 4, 4, 6, generator=g)}
-    for name, (size, _) in checkpoint.text_spec(dtype).items():
+    for name, (size, _) in checkpoint.encoders.text_spec(dtype).items():
         batch[name] = torch.randn(3, *size, generator=g).to(dtype)
     if "flux2" not in checkpoint.path.name:
         batch["latent_logvar"] = torch.randn(3, 4, 4, 6, generator=g)
@@ -84,7 +84,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(tiny_checkpoints: dic
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint)
     model = Recorder(torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)))
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     latents = batch["latent_mean"].double()
     if "latent_logvar" in batch:
@@ -116,7 +116,7 @@ def test_the_timestep_is_rounded_before_it_is_divided(tiny_checkpoints: dict[str
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint, torch.bfloat16)
     model, t = Recorder(torch.zeros(3, 6, 16)), torch.tensor([371.3, 804.9, 5.99])
-    checkpoint.predict(model, torch.randn(3, 6, 16), t, batch)
+    checkpoint.denoiser.predict(model, torch.randn(3, 6, 16), t, batch)
     timestep = model.asked["timestep"]
     assert torch.equal(timestep, t.bfloat16() / 1000)
     assert not torch.equal(timestep, (t / 1000).bfloat16())
@@ -146,16 +146,16 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     for step in range(1, 11):
         height, width = 192 * step, 256 + 64 * step
-        kwargs = {"height": height, "width": width, **checkpoint.prompt_kwargs(text_of(batch))}
+        kwargs = {"height": height, "width": width, **checkpoint.sampler.prompt_kwargs(text_of(batch))}
         with pytest.raises(StopHereError):
             pipeline(**kwargs)
         size = torch.Size([4, height // 8, width // 8])
         mu = scales[-1]
         if FAMILY[variant] == "flux2":
             mu = pytest.approx(0.5 + (12 * step * (16 + 4 * step) - 256) * 0.65 / 3840)
-        assert checkpoint.mu(size) == mu
-        shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.mu(size))
-        assert checkpoint.compute_shift(size) == shift
+        assert checkpoint.denoiser.mu(size) == mu
+        shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.denoiser.mu(size))
+        assert checkpoint.denoiser.compute_shift(size) == shift
     assert len(set(scales)) == 10
 
 
@@ -177,9 +177,9 @@ def test_guidance_is_embedded_at_the_recipes_value_and_recorded(
     checkpoint = open_checkpoint(path).apply_recipe(recipe)
     expected = 1.0 if value is None else value
     model, batch = Recorder(torch.zeros(3, 6, 16)), some_batch(checkpoint, torch.bfloat16)
-    checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
     assert torch.equal(model.asked["guidance"], torch.full([3], expected))
-    assert checkpoint.training_metadata() == {"guidance_scale": expected}
+    assert checkpoint.info.training_metadata() == {"guidance_scale": expected}
     assert any(f"guidance of {expected:g}" in line for line in checkpoint.notes(recipe))
 
 
@@ -253,8 +253,8 @@ def test_pictures_are_encoded_in_fp32_whatever_the_policy(tiny_checkpoints: dict
     path = tiny_checkpoints[variant]
     checkpoint = open_checkpoint(path)
     pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
-    full = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
-    half = checkpoint.load_video_encoder(torch.bfloat16, CPU)(pixels)
+    full = checkpoint.encoders.load_video_encoder(torch.float32, CPU)(pixels)
+    half = checkpoint.encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     for name, tensor in full.items():
         assert tensor.dtype is half[name].dtype is torch.float32
         assert torch.equal(tensor, half[name])
@@ -280,14 +280,14 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
     """Sides are multiples of 16; the stock pipeline's limit is 1024x1024."""
     opened = open_checkpoint(tiny_checkpoints["flux2-klein"])
     checkpoint = opened.with_training_metadata({"reference_resolution": resolution})
-    shape = checkpoint.references.encoded_shape(1200, 1200, VideoShape(1, 64, 64))
+    shape = checkpoint.info.references.encoded_shape(1200, 1200, VideoShape(1, 64, 64))
     assert (shape.height, shape.width) == expected
     picture = Image.new("RGB", (1200, 1200), "red")
-    encode = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
     encoded = encode.encode_references([pixels], VideoShape(1, 64, 64))["reference_0"]
     assert encoded.shape[-2:] == (expected[0] // 8, expected[1] // 8)
-    pipeline = checkpoint.pipeline(torch.float32, text=False)
+    pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
     sent = scale_image(picture, resolution)
     if sent.width * sent.height > 1024 * 1024:
         sent = pipeline.image_processor._resize_to_target_area(sent, 1024 * 1024)
@@ -303,8 +303,8 @@ def test_flux2s_targets_follow_the_number_of_its_blocks(
     config = {"num_layers": layers, "num_single_layers": single}
     path = changed(tiny, tmp_path / "m", "transformer", **config)
     checkpoint = open_checkpoint(path)
-    model = checkpoint.transformer_class.from_config(checkpoint.transformer_config)
-    targets = checkpoint.lora_targets(get_family("flux2").lora_targets)
+    model = checkpoint.denoiser.transformer_class.from_config(checkpoint.info.transformer_config)
+    targets = checkpoint.info.lora_targets(get_family("flux2").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     double = {
@@ -318,8 +318,8 @@ def test_flux2s_targets_follow_the_number_of_its_blocks(
 
 def test_flux1s_targets_leave_out_the_head(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints["flux-dev"])
-    model = checkpoint.load_transformer(torch.float32)
-    targets = checkpoint.lora_targets(get_family("flux").lora_targets)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
+    targets = checkpoint.info.lora_targets(get_family("flux").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     assert len(adapted) == 2 * 12 + 2 * 3
@@ -329,20 +329,22 @@ def test_flux1s_targets_leave_out_the_head(tiny_checkpoints: dict[str, Path]) ->
 @pytest.mark.parametrize("variant", ["flux-dev", "flux2-klein", "flux2-dev"])
 def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
-    full_pipeline = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    full_pipeline = checkpoint.sampler.pipeline(torch.float32)
+    cached = checkpoint.sampler.pipeline(torch.float32, full_pipeline.transformer, text=False)
     calls: list[int] = []
     for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
     full_pipeline.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: calls.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
+    video_of_text = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
     # klein calls it once more for "", and none makes a batch of two.
     assert calls == [1] * (4 if variant == "flux2-klein" else 2)
-    tensors = checkpoint.generate(cached, checkpoint.prompt_kwargs(encode(["a cat"]), encode([""])), sampling)
+    tensors = checkpoint.sampler.generate(
+        cached, checkpoint.sampler.prompt_kwargs(encode(["a cat"]), encode([""])), sampling
+    )
     assert video_of_text.shape == (1, 32, 64, 3)
     assert video_of_text.float().std() > 1
     assert torch.equal(video_of_text, tensors)

@@ -50,8 +50,8 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
 ) -> None:
     path, generator = tiny_checkpoints[variant], torch.Generator().manual_seed(6)
     checkpoint = get_family("flux2").open(ModelConfig(family="flux2", path=str(path)))
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     batch = {
         "latent_mean": torch.stack([encode_picture(picture)["latent_mean"] for picture in pictures]),
@@ -59,11 +59,11 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     }
     noise = torch.randn(3, 15, 16, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
-    sigma = checkpoint.draw_functions(batch)["timestep"]([generator] * 3)
+    sigma = checkpoint.denoiser.draw_functions(batch)["timestep"]([generator] * 3)
     ahead = RandomInputs(0, (0, 1, 2), {"noise": noise, "timestep": sigma})
     with torch.no_grad():
-        transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
+        transformer = checkpoint.denoiser.load_transformer(torch.float32)
+        ours = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         theirs = losses_by_diffusers(path, torch.cat(pictures), noise, sigma)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -19,8 +19,8 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = open_checkpoint(path), DiffusionPipeline.from_pretrained(path)
     captions = ["A Red cat on\na mat", "", "fish"]
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
-    spec = checkpoint.text_spec(torch.float32)
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(captions)
+    spec = checkpoint.encoders.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     for row, caption in enumerate(captions):
         with torch.no_grad():
@@ -28,7 +28,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
         for tensor, theirs in zip(encoded.values(), stock, strict=False):
             assert torch.equal(tensor[row], theirs[0])
     assert not torch.equal(encoded["prompt_embeds"][0], encoded["prompt_embeds"][2])
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
+    half = checkpoint.encoders.load_text_encoder(torch.bfloat16, CPU)(captions)
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
@@ -39,8 +39,8 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
     """A token more, and the end of the template is cut off."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     limit, pipeline = (
-        checkpoint.load_text_limit(),
-        checkpoint.load_text_pipeline(torch.float32, CPU),
+        checkpoint.encoders.load_text_limit(),
+        checkpoint.encoders.load_text_pipeline(torch.float32, CPU),
     )
     token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
@@ -73,7 +73,7 @@ def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) 
 
 @pytest.mark.parametrize("variant", ["flux2-klein", "flux2-dev"])
 def test_what_text_depends_on_is_in_its_cache_key(tiny_checkpoints: dict[str, Path], variant: str) -> None:
-    facts = open_checkpoint(tiny_checkpoints[variant]).text_cache_key()
+    facts = open_checkpoint(tiny_checkpoints[variant]).encoders.text_cache_key()
     assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
     assert facts["tokens"] == 512
     assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")
@@ -88,26 +88,26 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     path = tiny_checkpoints[variant]
     checkpoint = open_checkpoint(path)
     captions = ("a cat", "", "a longer caption, of a green square below a blue disc")
-    text = checkpoint.load_text_encoder(dtype, CPU)(captions)
-    pipeline = checkpoint.pipeline(dtype, text=False)
+    text = checkpoint.encoders.load_text_encoder(dtype, CPU)(captions)
+    pipeline = checkpoint.sampler.pipeline(dtype, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], torch.Tensor]] = []
     pipeline.transformer.register_forward_hook(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.prompt_kwargs(text),
-        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
+        **checkpoint.sampler.prompt_kwargs(text),
+        **checkpoint.sampler.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,
         generator=torch.Generator().manual_seed(1),
     )
-    transformer = checkpoint.load_transformer(dtype).eval()
+    transformer = checkpoint.denoiser.load_transformer(dtype).eval()
     batch = {"latent_mean": torch.empty(3, 4, 6, 10), **text}
     assert len(calls) == 3
     for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            prediction = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
+            prediction = checkpoint.denoiser.predict(transformer, call["hidden_states"], t.repeat(3), batch)
         assert prediction.dtype is expected.dtype is dtype
         assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3

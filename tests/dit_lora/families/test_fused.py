@@ -30,7 +30,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
+    return subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
 
 
 def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> Values:
@@ -68,7 +68,7 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(model_subject: Subje
     assert len(switches) > 2
 
     def forward() -> torch.Tensor:
-        return model_subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1])).losses
+        return model_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
 
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
         with record_grad_flags(model) as learning:
@@ -111,7 +111,7 @@ def test_checkpointing_recomputes_the_same_bits(model_subject: Subject) -> None:
 def test_an_adapter_trained_fused_works_in_the_stock_pipeline(model_subject: Subject, tmp_path: Path) -> None:
     model, batch = fuse_all(adapted(model_subject)), encoded_batch(model_subject)
     part = model_subject.case.part
-    save_adapter(model, model_subject.checkpoint.pipeline_class, tmp_path, {"part": part})
+    save_adapter(model, model_subject.checkpoint.info.pipeline_class, tmp_path, {"part": part})
     pipeline = stock_pipeline(model_subject)
     load_adapter(pipeline, tmp_path)
     with torch.no_grad():

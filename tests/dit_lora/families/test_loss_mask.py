@@ -1,6 +1,6 @@
 """Masks of the loss, over every family: what is outside of one is not learned, bit for bit; a floor weighs it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,16 +13,17 @@ from dit_lora.numerics.streams import RandomStreams
 
 
 def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A checkpoint whose network is not run, with its clean latents: its prediction is a random leaf tensor."""
+    """A denoiser whose network is not run, with its clean latents: its prediction is a random leaf tensor."""
     recorded: dict[str, torch.Tensor] = {}
-    original = subject.checkpoint.objective
+    denoiser: Any = subject.checkpoint.denoiser
+    original = denoiser.objective
 
     class Objective(type(original)):  # type: ignore[misc]
         def add_noise(self, clean: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             recorded["clean"] = clean
-            return original.add_noise(clean, *rest)  # type: ignore[attr-defined,no-any-return]
+            return original.add_noise(clean, *rest)  # type: ignore[no-any-return]
 
-    class Predicting(type(subject.checkpoint)):  # type: ignore[misc]
+    class Predicting(type(denoiser)):  # type: ignore[misc]
         def predict(self, transformer: Any, noisy: torch.Tensor, *rest: Any) -> torch.Tensor:
             channels = 2 if getattr(self, "has_learned_variance", False) else 1
             generator = torch.Generator().manual_seed(1)
@@ -32,12 +33,12 @@ def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
 
         predict_in_training = _predict_in_training = predict
 
-    objective = Objective(**vars(original))
-    return Predicting(**{**vars(subject.checkpoint), "objective": objective}), recorded
+    values = {field.name: getattr(denoiser, field.name) for field in fields(denoiser) if field.init}
+    return Predicting(**{**values, "objective": Objective(**vars(original))}), recorded
 
 
-def losses(checkpoint: Any, batch: dict[str, torch.Tensor]) -> LossOutput:
-    output: LossOutput = checkpoint.losses(torch.nn.Identity(), batch, RandomStreams(0, [4, 5, 6]))
+def losses(denoiser: Any, batch: dict[str, torch.Tensor]) -> LossOutput:
+    output: LossOutput = denoiser.losses(torch.nn.Identity(), batch, RandomStreams(0, [4, 5, 6]))
     return output
 
 
@@ -50,22 +51,22 @@ def masked_batch(subject: Subject) -> dict[str, torch.Tensor]:
     return {**batch, LOSS_MASK: chosen.float()}
 
 
-def where_masked(checkpoint: Any, seen: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def where_masked(denoiser: Any, seen: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Elements of the prediction that depend on latents inside the mask, however the family transforms them."""
     mean, mask = batch["latent_mean"], batch[LOSS_MASK]
     inside = mask.view(len(mask), *[1] * (mean.ndim - 3), *mask.shape[-2:]).expand_as(mean)
     clean = []
     for latents in (torch.zeros_like(mean), inside):
-        losses(checkpoint, {**batch, "latent_mean": latents})
+        losses(denoiser, {**batch, "latent_mean": latents})
         clean.append(seen["clean"])
     return clean[0] != clean[1]
 
 
 def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
-    checkpoint, recorded = spied(subject)
+    denoiser, recorded = spied(subject)
     batch = masked_batch(subject)
-    expected = where_masked(checkpoint, recorded, batch)
-    losses(checkpoint, batch).losses.sum().backward()
+    expected = where_masked(denoiser, recorded, batch)
+    losses(denoiser, batch).losses.sum().backward()
     gradient = recorded["prediction"].grad
     assert gradient is not None
     # The first half of a network that learns its variance is the prediction.
@@ -75,7 +76,7 @@ def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
         assert has_gradient.flatten(1).any(1).all()
     head = gradient[:, : expected.shape[1]]
     # Some frames are given to the network: nothing is learned there, masked or not.
-    full = losses(checkpoint, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])})
+    full = losses(denoiser, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])})
     full.losses.sum().backward()
     everywhere = recorded["prediction"].grad
     assert everywhere is not None
@@ -86,17 +87,17 @@ def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
 
 def test_the_loss_is_the_mean_over_what_is_learned(subject: Subject) -> None:
     """A mask of ones is as none; with a floor, the rest counts as much as it says."""
-    checkpoint, _ = spied(subject)
+    denoiser, _ = spied(subject)
     batch = masked_batch(subject)
-    plain = losses(checkpoint, {k: v for k, v in batch.items() if k != LOSS_MASK}).losses
-    ones = losses(checkpoint, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])}).losses
+    plain = losses(denoiser, {k: v for k, v in batch.items() if k != LOSS_MASK}).losses
+    ones = losses(denoiser, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])}).losses
     torch.testing.assert_close(ones, plain, rtol=1e-5, atol=0)
-    inside = losses(checkpoint, batch).losses.double()
-    outside = losses(checkpoint, {**batch, LOSS_MASK: 1 - batch[LOSS_MASK]}).losses.double()
+    inside = losses(denoiser, batch).losses.double()
+    outside = losses(denoiser, {**batch, LOSS_MASK: 1 - batch[LOSS_MASK]}).losses.double()
     share = batch[LOSS_MASK].flatten(1).mean(1).double()
     weights = share, 0.25 * (1 - share)
     expected = (weights[0] * inside + weights[1] * outside) / sum(weights)
-    floored = losses(replace(checkpoint, mask_floor=0.25), batch).losses
+    floored = losses(replace(denoiser, mask_floor=0.25), batch).losses
     torch.testing.assert_close(floored.double(), expected, rtol=1e-5, atol=0)
     assert len(set(inside.tolist())) == 3
 

@@ -36,8 +36,8 @@ def in_context(path: Path, side: int | None = 48) -> Any:
 
 def batch_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     rows = []
     for caption in CAPTIONS:
         sample = DecodedSample(pixels_of(SHAPE, generator), references=(pixels_of(SHAPE, generator),))
@@ -55,7 +55,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     checkpoint = in_context(path, side)
     batch, streams = batch_of(checkpoint), RandomStreams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
     assert reference.shape[1] == TOKENS // factor**2
@@ -77,7 +77,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
             video_coords=torch.tensor(positions).transpose(0, 1)[None].expand(3, -1, -1, -1),
             isolate_modalities=True, use_cross_timestep=True, return_dict=False,
         )  # fmt: skip
-        ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
+        ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     weights = batch[LOSS_MASK][:, None].expand(-1, 2, -1, -1).flatten(1)
     errors = (video[:, :TOKENS] - (random_inputs["noise"] - clean)).square().mean(-1) * weights
     torch.testing.assert_close(ours, errors.sum(1) / weights.sum(1), rtol=1e-5, atol=0)
@@ -85,7 +85,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
 
 def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
-    model = checkpoint.load_transformer(torch.float32).requires_grad_(False)
+    model = checkpoint.denoiser.load_transformer(torch.float32).requires_grad_(False)
     outputs: list[torch.Tensor] = []
 
     def keep(_model: Any, _given: Any, output: Any) -> Any:
@@ -93,7 +93,7 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
         return outputs[0], output[1]
 
     model.register_forward_hook(keep)
-    checkpoint.losses(model, batch_of(checkpoint), RandomStreams(0, [0, 1, 2])).losses.sum().backward()
+    checkpoint.denoiser.losses(model, batch_of(checkpoint), RandomStreams(0, [0, 1, 2])).losses.sum().backward()
     (gradient,) = (tensor.grad for tensor in outputs)
     assert gradient is not None
     assert gradient.shape[1] == TOKENS + HALVED
@@ -103,11 +103,12 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
 
 def test_the_reference_is_seen(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
-    model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
+    model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint)
     changed_batch = {**batch, "reference_0": batch["reference_0"].roll(1, 0)}
     with torch.no_grad():
         first_losses, second = (
-            checkpoint.losses(model, tensors, RandomStreams(0, [0, 1, 2])).losses for tensors in (batch, changed_batch)
+            checkpoint.denoiser.losses(model, tensors, RandomStreams(0, [0, 1, 2])).losses
+            for tensors in (batch, changed_batch)
         )
     assert (first_losses != second).all()
 
@@ -131,7 +132,7 @@ def test_what_is_no_one_clip_is_refused_for_samples(
     files = tuple(tmp_path / name for name in names)
     checkpoint = opened(tiny_checkpoints["ltx-2.3"], **TASK)
     with pytest.raises(DitLoraError, match=words):
-        checkpoint.reference_kwargs(replace(sampling, references=files))
+        checkpoint.sampler.reference_kwargs(replace(sampling, references=files))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +166,12 @@ def test_other_families_have_no_reference_clips(tiny_checkpoints: dict[str, Path
 
 def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
-    assert checkpoint.index_changes() == {"_class_name": "LTX2InContextPipeline"}
-    assert checkpoint.training_metadata()["reference_resolution"] == 48
-    assert checkpoint.training_metadata()["reference_downscale_factor"] == 2
-    assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {"reference_downscale_factor": 1}
-    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).training_metadata()
-    assert checkpoint.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
+    assert checkpoint.info.index_changes() == {"_class_name": "LTX2InContextPipeline"}
+    assert checkpoint.info.training_metadata()["reference_resolution"] == 48
+    assert checkpoint.info.training_metadata()["reference_downscale_factor"] == 2
+    assert in_context(tiny_checkpoints["ltx-2.3"], None).info.training_metadata() == {"reference_downscale_factor": 1}
+    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).info.training_metadata()
+    assert checkpoint.sampler.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
@@ -180,8 +181,8 @@ def test_other_programs_read_the_downscale_from_the_header(
     """Lightricks' pipeline and ComfyUI-LTXVideo look for this name, and a number in text."""
     base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])
     model = trained("ltx2", base, tmp_path / "plain").model
-    metadata = {"family": "ltx2", "task": "ic_lora", **checkpoint.training_metadata()}
-    save_adapter(model, checkpoint.pipeline_class, tmp_path / "run", metadata)
+    metadata = {"family": "ltx2", "task": "ic_lora", **checkpoint.info.training_metadata()}
+    save_adapter(model, checkpoint.info.pipeline_class, tmp_path / "run", metadata)
     export(ExportRequest((tmp_path / "run",), form, tmp_path / "out", model=str(base)))
     (file,) = (tmp_path / "out").glob("*.safetensors")
     for adapter_file in (tmp_path / "run" / ADAPTER_FILE, file):

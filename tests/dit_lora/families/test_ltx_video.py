@@ -81,7 +81,7 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
     transformer, timesteps = informed.load_transformer(torch.float32).eval(), case.timesteps(call)
     with torch.no_grad():
         prediction, other_prediction = (
-            opened_checkpoint.predict(transformer, call["hidden_states"], timesteps, batch)
+            opened_checkpoint.denoiser.predict(transformer, call["hidden_states"], timesteps, batch)
             for opened_checkpoint in (informed, plain)
         )
     assert torch.equal(prediction, expected)
@@ -96,8 +96,8 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = opened(path), LTXPipeline.from_pretrained(path)
     captions = ["A Red cat on\na mat", "", "fish, " * 60]
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
-    spec = checkpoint.text_spec(torch.float32)
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(captions)
+    spec = checkpoint.encoders.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     for row, caption in enumerate(captions):
         with torch.no_grad():
@@ -105,7 +105,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
         assert torch.equal(encoded["prompt_embeds"][row], embeds[0])
         assert torch.equal(encoded["prompt_attention_mask"][row], mask[0])
     assert encoded["prompt_attention_mask"].sum(1).tolist()[1:] == [1, 128]
-    assert checkpoint.text_cache_key()["tokens"] == 128
+    assert checkpoint.encoders.text_cache_key()["tokens"] == 128
 
 
 @every_variant
@@ -126,12 +126,12 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
     for step in range(1, 6):
         frames, height, width = 8 * step + 1, 64 * step, 96
         with pytest.raises(StopHereError):
-            pipeline("a cat", **checkpoint.shape_kwargs(VideoShape(frames, height, width)))
+            pipeline("a cat", **checkpoint.sampler.shape_kwargs(VideoShape(frames, height, width)))
         size = torch.Size([8, step + 1, 2 * step, 3])
-        assert checkpoint.mu(size) == recorded[-1]
+        assert checkpoint.denoiser.mu(size) == recorded[-1]
         # The line through (1024, 0.95) and (4096, 2.05).
         line = 0.95 + (6 * step * (step + 1) - 1024) * 1.1 / 3072
-        assert checkpoint.compute_shift(size) == pytest.approx(math.exp(line))
+        assert checkpoint.denoiser.compute_shift(size) == pytest.approx(math.exp(line))
     assert len(set(recorded)) == 5
 
 
@@ -164,19 +164,19 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     checkpoint = opened(tiny_checkpoints["ltx-video"])
-    pipeline = quiet(checkpoint.pipeline(torch.float32))
+    pipeline = quiet(checkpoint.sampler.pipeline(torch.float32))
     with pytest.raises(IndexError):  # the stock pipeline, which looks for a level among NaN
-        pipeline("a cat", **checkpoint.shape_kwargs(SHAPE), num_inference_steps=1)
+        pipeline("a cat", **checkpoint.sampler.shape_kwargs(SHAPE), num_inference_steps=1)
     sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
     with pytest.raises(DitLoraError, match=r"ltx-video: inference steps must be 2 or more, .*0\.1"):
-        checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
+        checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
 
 
 @every_variant
 def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = opened(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, SHAPE)
-    assert batches == [checkpoint.guidance_batch_size] * 2
+    assert batches == [checkpoint.sampler.guidance_batch_size] * 2
     assert texts.float().std() > 1
     assert torch.equal(texts, tensors)
 
@@ -186,7 +186,7 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
 ) -> None:
     path = tiny_checkpoints["ltx-video"]
     pixels = pixels_of(SHAPE, torch.Generator().manual_seed(2))
-    encoded = opened(path, "i2v").load_video_encoder(torch.bfloat16, CPU)(pixels)
+    encoded = opened(path, "i2v").encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     assert {tensor.dtype for tensor in encoded.values()} == {torch.float32}
     vae = AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae")
     assert torch.equal(encoded["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std]))
@@ -202,7 +202,7 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
 def test_an_image_of_the_clips_own_is_what_stands_in_front(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    encode = opened(tiny_checkpoints["ltx-video"], "i2v").load_video_encoder(torch.float32, CPU)
+    encode = opened(tiny_checkpoints["ltx-video"], "i2v").encoders.load_video_encoder(torch.float32, CPU)
     clip_pixels, image_pixels = (pixels_of(SHAPE, torch.Generator().manual_seed(n)) for n in (1, 2))
     own_encoding, expected = encode(clip_pixels, image_pixels[0]), encode(image_pixels)
     for name, tensor in encode(clip_pixels).items():
@@ -218,11 +218,11 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     """A share of the draws, `data.image_dropout`, has the loss of the task t2v, over all frames."""
     path = tiny_checkpoints["ltx-video"]
     batch = encoded_batch(open_subject(EVERY["ltx-video-i2v"], path))
-    transformer = opened(path).load_transformer(torch.float32)
+    transformer = opened(path).denoiser.load_transformer(torch.float32)
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():
-            return checkpoint.losses(transformer, batch, RandomStreams(6, [0, 1, 2])).losses
+            return checkpoint.denoiser.losses(transformer, batch, RandomStreams(6, [0, 1, 2])).losses
 
     def dropping(share: float) -> Any:
         recipe = recipe_of(path, recipe_values, "i2v", data={"image_dropout": share})
@@ -245,21 +245,21 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     checkpoint = opened(path, "i2v")
     batch = encoded_batch(open_subject(EVERY["ltx-video-i2v"], path))
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
-        before = checkpoint.losses(transformer, batch, streams).losses
-        clean = checkpoint.clean_latents(batch, random_inputs)
-        noisy = checkpoint.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
-        velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
+        before = checkpoint.denoiser.losses(transformer, batch, streams).losses
+        clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
+        noisy = checkpoint.denoiser.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
+        velocity = checkpoint.denoiser.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, tokens:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
-        assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
+        assert torch.equal(checkpoint.denoiser.losses(transformer, batch, streams).losses, before)
         batch["image_latent_mean"] += 1
-        assert (checkpoint.losses(transformer, batch, streams).losses != before).all()
+        assert (checkpoint.denoiser.losses(transformer, batch, streams).losses != before).all()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_stock_diffusers_reads_what_comfyui_does(
     if outside:
         return
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     expected = deltas(adapter.model)
     assert len(expected) == 2 * (8 + 2)

@@ -61,14 +61,14 @@ def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path]
     checkpoint = opened.with_training_metadata({"video": {"fps": 12.5}})
     generator = torch.Generator().manual_seed(7)
     pixels = torch.stack([pixels_of(VideoShape(17, 64, 96), generator) for _ in CAPTIONS])
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    text = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(CAPTIONS)
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = dict(streams.draw_tensors(checkpoint.draw_functions(batch), CPU))
+    random_inputs = dict(streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU))
     with torch.no_grad():
-        ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
+        ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)
     assert len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

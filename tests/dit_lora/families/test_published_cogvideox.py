@@ -100,12 +100,12 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
     assert recipe.model.path == f"THUDM/{name}"
     checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     shape = VideoShape.from_data(recipe.data)
-    assert checkpoint.pipeline_class.__name__ == (
+    assert checkpoint.info.pipeline_class.__name__ == (
         "CogVideoXImageToVideoPipeline" if name.endswith("I2V") else "CogVideoXPipeline"
     )
     latents = (shape.frames - 1) // 4 + 1
     assert latents + checkpoint.num_padding_frames(latents) == (22 if "1.5" in name else 13)
-    assert checkpoint.num_train_timesteps == 1000
+    assert checkpoint.denoiser.num_train_timesteps == 1000
     rotary = checkpoint._rotary_embeddings(
         latents + checkpoint.num_padding_frames(latents),
         shape.height // 8,
@@ -132,4 +132,4 @@ def test_shapes_that_published_checkpoints_have_no_positions_for(tmp_path: Path)
     sliced.check_shape(VideoShape(81, 1360, 768))
     with pytest.raises(DitLoraError, match="width can be 2400 at most"):
         sliced.check_shape(VideoShape(81, 768, 2416))
-    opened("CogVideoX-5b", tmp_path, recipe).check_shape(VideoShape(81, 2416, 768))
+    opened("CogVideoX-5b", tmp_path, recipe).info.check_shape(VideoShape(81, 2416, 768))

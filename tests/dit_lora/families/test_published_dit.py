@@ -68,10 +68,10 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
         checkpoint.trained_classes.find_row("tabby cat"),
         checkpoint.trained_classes.find_row("my dog"),
     ) == (281, 1001)
-    assert checkpoint.pipeline_class.__module__.startswith("diffusers.")
+    assert checkpoint.info.pipeline_class.__module__.startswith("diffusers.")
     assert checkpoint.should_train_variance
     with torch.device("meta"):
-        config = {**checkpoint.transformer_config}
+        config = {**checkpoint.info.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config).requires_grad_(False)
         attach_lora(transformer, recipe.lora, get_family("dit").lora_targets, seed=0)
         groups = build_recipe_groups(transformer, recipe.optim.groups, get_family("dit").group_patterns)
@@ -91,6 +91,6 @@ def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(tmp_path: Path, monkeyp
     assert [checkpoint.trained_classes.find_row(name) for name in CIFAR10] == list(range(10))
     assert checkpoint.trained_classes.null_row == 10
     with torch.device("meta"):
-        config = {**checkpoint.transformer_config}
+        config = {**checkpoint.info.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config)
     assert sum(p.numel() for p in transformer.parameters()) == sum(counted(12, 384, 10))

@@ -60,18 +60,18 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
     assert recipe.model.path == f"black-forest-labs/{name}"
     checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     with torch.device("meta"):
-        config = checkpoint.transformer_config
-        transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
+        config = checkpoint.info.transformer_config
+        transformer = checkpoint.denoiser.transformer_class.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == num_parameters
         assert name.startswith("FLUX.1") or counted(config) == num_parameters
-        targets = checkpoint.lora_targets(get_family(recipe.model.family).lora_targets)
+        targets = checkpoint.info.lora_targets(get_family(recipe.model.family).lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert (report.num_adapted, report.num_parameters) == (layers, adapter)
     assert (checkpoint.guidance is not None) == name.endswith("-dev")
-    assert checkpoint.objective.shift == (1.0 if name == "FLUX.1-schnell" else None)
-    checkpoint.check_shape(VideoShape(1, 1040, 752))
+    assert checkpoint.denoiser.objective.shift == (1.0 if name == "FLUX.1-schnell" else None)
+    checkpoint.info.check_shape(VideoShape(1, 1040, 752))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
-        checkpoint.check_shape(VideoShape(1, 1040, 760))
+        checkpoint.info.check_shape(VideoShape(1, 1040, 760))
 
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:

@@ -51,11 +51,11 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, stem: str, 
     checkpoint = family.open(model).apply_recipe(recipe)
     assert type(checkpoint).__name__ == RECIPES[stem]
     with torch.device("meta"):
-        config, vae_config = checkpoint.transformer_config, checkpoint.vae_config
+        config, vae_config = checkpoint.info.transformer_config, checkpoint.info.vae_config
         transformer: Any = LTXVideoTransformer3DModel.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == WHOLE
         vae = AutoencoderKLLTXVideo.from_config(vae_config)
-        targets = checkpoint.lora_targets(family.lora_targets)
+        targets = checkpoint.info.lora_targets(family.lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=32), targets, seed=0)
     assert counted(28, 2048, 128, 4096) == WHOLE
     assert (report.num_adapted, report.num_parameters) == (28 * 8, ADAPTER)
@@ -65,11 +65,11 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, stem: str, 
     size = torch.Size([128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32])
     assert size[1:].numel() == 4032
     assert "4,032 video tokens" in (ROOT / "recipes" / "ltx_video" / f"{stem}.yaml").read_text()
-    assert checkpoint.compute_shift(size) == pytest.approx(7.6, abs=0.05)
+    assert checkpoint.denoiser.compute_shift(size) == pytest.approx(7.6, abs=0.05)
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (25, 128)
-    assert ("decode_timestep" in checkpoint.shape_kwargs(shape)) == ("0.9.1" in name)
+    assert ("decode_timestep" in checkpoint.sampler.shape_kwargs(shape)) == ("0.9.1" in name)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 840"):
-        checkpoint.check_shape(VideoShape(89, 448, 840))
+        checkpoint.info.check_shape(VideoShape(89, 448, 840))
 
 
 def test_every_recipe_of_the_family_is_tried_and_its_licence_known() -> None:

@@ -60,15 +60,15 @@ def counted(config: dict[str, Any]) -> int:
 
 
 def test_sizes_are_the_published_ones_and_the_recipe_fits(checkpoint: Any) -> None:
-    config = checkpoint.transformer_config
+    config = checkpoint.info.transformer_config
     with torch.device("meta"):
-        transformer = checkpoint.transformer_class.from_config(dict(config))
+        transformer = checkpoint.denoiser.transformer_class.from_config(dict(config))
     assert sum(p.numel() for p in transformer.parameters()) == PARAMETERS == counted(config)
-    checkpoint.check_shape(VideoShape(1, 1328, 1328))
+    checkpoint.info.check_shape(VideoShape(1, 1328, 1328))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
-        checkpoint.check_shape(VideoShape(1, 1040, 760))
+        checkpoint.info.check_shape(VideoShape(1, 1040, 760))
     # 0.5 at 256 tokens and 0.9 at 8192; musubi-tuner's advice is a shift of 2.2 at 1328x1328.
-    shift = checkpoint.compute_shift(torch.Size([16, 1, 166, 166]))
+    shift = checkpoint.denoiser.compute_shift(torch.Size([16, 1, 166, 166]))
     assert shift == pytest.approx(math.exp(0.5 + (83 * 83 - 256) * 0.4 / 7936))
     assert 2.2 < shift < 2.4
 
@@ -78,9 +78,9 @@ def test_the_default_targets_and_the_recipes_other_ones_are_as_large_as_computed
     checkpoint: Any, targets: tuple[str, ...]
 ) -> None:
     family = get_family("qwen_image")
-    assert checkpoint.lora_targets(family.lora_targets) == IMAGE_STREAM
+    assert checkpoint.info.lora_targets(family.lora_targets) == IMAGE_STREAM
     with torch.device("meta"):
-        transformer = checkpoint.transformer_class.from_config(dict(checkpoint.transformer_config))
+        transformer = checkpoint.denoiser.transformer_class.from_config(dict(checkpoint.info.transformer_config))
         report = attach_lora(transformer.requires_grad_(False), LoraConfig(rank=16), targets, seed=0)
     assert (report.num_adapted, report.num_parameters) == ADAPTERS[targets]
     # The recipe names both.
@@ -91,7 +91,7 @@ def test_the_default_targets_and_the_recipes_other_ones_are_as_large_as_computed
 def test_a_captions_size_is_that_of_512_tokens_of_the_text_encoder(checkpoint: Any, tmp_path: Path) -> None:
     """3.5 MiB: half of what the 1024 tokens take that the pipeline can be asked for; on disk next to nothing more."""
     width = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["hidden_size"]
-    spec = checkpoint.text_spec(torch.bfloat16)
+    spec = checkpoint.encoders.text_spec(torch.bfloat16)
     assert spec["prompt_embeds"] == ((512, width), torch.bfloat16)
     tensors = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")

@@ -36,10 +36,10 @@ def checkpoint_of(name: str, folder: Path) -> Any:
 def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path)
     with torch.device("meta"):
-        transformer = checkpoint.transformer_class.from_config(dict(checkpoint.transformer_config))
+        transformer = checkpoint.denoiser.transformer_class.from_config(dict(checkpoint.info.transformer_config))
     assert sum(p.numel() for p in transformer.parameters()) == PARAMETERS
     assert transformer.zero_cond_t is name.endswith("2511")
-    takes = checkpoint.references
+    takes = checkpoint.info.references
     assert (takes.min_count, takes.max_count) == ((1, 3) if name.endswith("2511") else (1, 1))
     assert takes.is_encoded_with_caption
     assert not takes.is_resizable
@@ -50,7 +50,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
         ((600, 400), (1248, 832)),
     ):
         assert takes.encoded_shape(*size, VideoShape(1, 64, 64)) == VideoShape(1, *scaled)
-    shift = checkpoint.compute_shift(torch.Size([16, 1, 128, 128]))
+    shift = checkpoint.denoiser.compute_shift(torch.Size([16, 1, 128, 128]))
     assert shift == pytest.approx(math.exp(0.5 + (4096 - 256) * 0.4 / 7936))
 
 
@@ -59,12 +59,12 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
 )
 def test_captions_are_as_long_as_docs_and_recipes_say(name: str, tokens: int, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path)
-    spec = checkpoint.text_spec(torch.bfloat16)
+    spec = checkpoint.encoders.text_spec(torch.bfloat16)
     assert spec == {
         "prompt_embeds": ((tokens, 3584), torch.bfloat16),
         "prompt_mask": ((tokens,), torch.bool),
     }
-    assert checkpoint.text_cache_key()["tokens"] == tokens
+    assert checkpoint.encoders.text_cache_key()["tokens"] == tokens
     text = (ROOT / "recipes" / "qwen_image" / f"{RECIPES[name]}.yaml").read_text()
     assert f"{tokens * (3584 * 2 + 1) / 1e6:.1f} MB of cache a caption" in text
     page = " ".join((ROOT / "docs" / "models.md").read_text().split())

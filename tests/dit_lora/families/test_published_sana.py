@@ -104,8 +104,8 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
     recipe = load_recipe(ROOT / "recipes" / "sana" / f"{stem}.yaml")
     assert recipe.model.path == f"Efficient-Large-Model/{name}"
     checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
-    assert checkpoint.num_train_timesteps == 1000
-    assert checkpoint.objective.shift == 3.0
+    assert checkpoint.denoiser.num_train_timesteps == 1000
+    assert checkpoint.denoiser.objective.shift == 3.0
     assert getattr(checkpoint, "should_saturate", False) is saturates
     shape = VideoShape.from_data(recipe.data)
     native = transformer_config(name)["sample_size"]
@@ -113,7 +113,7 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
         assert (shape.height, shape.width) == (32 * native, 32 * native)
     else:
         assert (shape.frames, shape.height, shape.width) == (81, 16 * native, 832)
-    assert checkpoint.text_cache_key()["tokens"] == 300
+    assert checkpoint.encoders.text_cache_key()["tokens"] == 300
 
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
@@ -125,6 +125,6 @@ def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
 def test_published_checkpoints_take_multiples_of_32(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "sana" / f"{RECIPES[name][0]}.yaml")
     checkpoint, frames = opened(name, tmp_path, recipe), recipe.data.frames
-    checkpoint.check_shape(VideoShape(frames, 544, 992))
+    checkpoint.info.check_shape(VideoShape(frames, 544, 992))
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 1008, nearest 992"):
-        checkpoint.check_shape(VideoShape(frames, 544, 1008))
+        checkpoint.info.check_shape(VideoShape(frames, 544, 1008))

@@ -62,26 +62,26 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: P
     model = recipe.model.model_copy(update={"path": str(path)})
     checkpoint = family.open(model).apply_recipe(recipe)
     with torch.device("meta"):
-        config = checkpoint.transformer_config
+        config = checkpoint.info.transformer_config
         transformer: Any = SD3Transformer2DModel.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
-        targets = checkpoint.lora_targets(family.lora_targets)
+        targets = checkpoint.info.lora_targets(family.lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert (report.num_adapted, report.num_parameters) == (layers, adapter)
     assert adapter == layers * 16 * 2 * 64 * config["num_layers"]
-    objective = checkpoint.objective
+    objective = checkpoint.denoiser.objective
     assert (objective.shift, objective.num_train_timesteps, objective.distribution.density) == (
         3,
         1000,
         "logit_normal",
     )
-    spec = checkpoint.text_spec(torch.bfloat16)
+    spec = checkpoint.encoders.text_spec(torch.bfloat16)
     assert [tuple(shape) for shape, _ in spec.values()] == [(333, 4096), (2048,)]
-    checkpoint.check_shape(VideoShape(1, 1040, max_tokens))
+    checkpoint.info.check_shape(VideoShape(1, 1040, max_tokens))
     with pytest.raises(DitLoraError, match=f"width can be {max_tokens} at most"):
-        checkpoint.check_shape(VideoShape(1, 1040, max_tokens + 16))
+        checkpoint.info.check_shape(VideoShape(1, 1040, max_tokens + 16))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
-        checkpoint.check_shape(VideoShape(1, 1040, 760))
+        checkpoint.info.check_shape(VideoShape(1, 1040, 760))
 
 
 def test_the_text_encoders_are_as_wide_as_the_transformers_take() -> None:

@@ -131,7 +131,7 @@ def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     checkpoint = opened(RECIPES[name], tmp_path, recipe).apply_recipe(recipe)
     assert checkpoint.should_train_variance
-    assert checkpoint.num_train_timesteps == 1000
+    assert checkpoint.denoiser.num_train_timesteps == 1000
     latents = VideoShape.from_data(recipe.data)
     config = config_of(RECIPES[name])
     frames = config.get("sample_frames") or config.get("video_length", 16)
@@ -139,8 +139,8 @@ def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
         frames,
         config.get("sample_height") or config["sample_size"],
     )
-    torch.testing.assert_close(checkpoint.objective.alpha[0].double(), torch.tensor(0.9999).double().sqrt())
-    torch.testing.assert_close(checkpoint.objective.log_beta[-1], torch.tensor(0.02).double().log().float())
+    torch.testing.assert_close(checkpoint.denoiser.objective.alpha[0].double(), torch.tensor(0.9999).double().sqrt())
+    torch.testing.assert_close(checkpoint.denoiser.objective.log_beta[-1], torch.tensor(0.02).double().log().float())
 
 
 def test_every_recipe_of_the_families_is_here() -> None:
@@ -152,6 +152,6 @@ def test_every_recipe_of_the_families_is_here() -> None:
 def test_frames_that_latte_1_has_no_positions_for(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "latte" / "latte1_lora.yaml")
     checkpoint = opened("Latte-1", tmp_path, recipe)
-    checkpoint.check_shape(VideoShape(1, 256, 768))
+    checkpoint.info.check_shape(VideoShape(1, 256, 768))
     with pytest.raises(DitLoraError, match="frames must be 16, as its config's video_length, or 1"):
-        checkpoint.check_shape(VideoShape(32, 512, 512))
+        checkpoint.info.check_shape(VideoShape(32, 512, 512))

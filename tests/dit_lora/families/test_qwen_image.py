@@ -52,7 +52,7 @@ def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
 
 
 def batch_of(checkpoint: Any, captions: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
-    text = checkpoint.load_text_encoder(dtype, CPU)(captions)
+    text = checkpoint.encoders.load_text_encoder(dtype, CPU)(captions)
     g = torch.Generator().manual_seed(0)
     size = (len(captions), 16, 1, SHAPE.height // 8, SHAPE.width // 8)
     latents = {n: torch.randn(size, generator=g) for n in ("latent_mean", "latent_logvar")}
@@ -70,8 +70,8 @@ class Recorder(nn.Module):
 def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(checkpoint: Any, tiny: Path) -> None:
     """Zeros behind them, and a mask of what is text; the bf16 that is asked for is that of the cache."""
     pipeline = DiffusionPipeline.from_pretrained(tiny)
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS)
-    spec = checkpoint.text_spec(torch.float32)
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(CAPTIONS)
+    spec = checkpoint.encoders.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     for row, caption in enumerate(CAPTIONS):
         with torch.no_grad():
@@ -83,7 +83,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(che
         assert not encoded["prompt_embeds"][row, count:].any()
         expected = torch.arange(512) < count
         assert torch.equal(encoded["prompt_mask"][row], expected)
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(CAPTIONS)
+    half = checkpoint.encoders.load_text_encoder(torch.bfloat16, CPU)(CAPTIONS)
     assert half["prompt_embeds"].dtype is torch.bfloat16
 
 
@@ -100,11 +100,11 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(che
     assert pipeline.tokenizer.decode(ids[0, 34:]) == CAPTIONS[0] + template.split("{}")[1]
     with torch.no_grad():
         states = pipeline.text_encoder.model(input_ids=ids).last_hidden_state[0]
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS[:1])
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(CAPTIONS[:1])
     caption_embeds = encoded["prompt_embeds"][0, : len(states) - 34]
     torch.testing.assert_close(caption_embeds, states[34:])
     assert int(encoded["prompt_mask"].sum()) == len(states) - 34 == len(CAPTIONS[0]) + END
-    facts = checkpoint.text_cache_key()
+    facts = checkpoint.encoders.text_cache_key()
     assert (facts["template"], facts["dropped"], facts["tokens"]) == (template, 34, 512)
 
 
@@ -112,7 +112,7 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(che
 def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(checkpoint: Any, dtype: torch.dtype) -> None:
     """Bit for bit, in bf16 too, where the timestep's rounding shows."""
     batch = batch_of(checkpoint, CAPTIONS, dtype)
-    pipeline = checkpoint.pipeline(dtype, text=False)
+    pipeline = checkpoint.sampler.pipeline(dtype, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], torch.Tensor]] = []
     pipeline.transformer.register_forward_hook(
@@ -120,12 +120,12 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(checkpoint: Any
     )
     text = {name: batch[name] for name in ("prompt_embeds", "prompt_mask")}
     sampling = Sampling(SHAPE, inference_steps=3, guidance_scale=1.0, seed=1)
-    checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text), sampling)
-    transformer = checkpoint.load_transformer(dtype).eval()
+    checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(text), sampling)
+    transformer = checkpoint.denoiser.load_transformer(dtype).eval()
     assert len(calls) == 3
     for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            prediction = checkpoint.predict(transformer, call["hidden_states"], t.repeat(3), batch)
+            prediction = checkpoint.denoiser.predict(transformer, call["hidden_states"], t.repeat(3), batch)
         assert prediction.dtype is expected.dtype is dtype
         assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3
@@ -134,17 +134,19 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(checkpoint: Any
 def test_unequal_captions_in_a_batch_are_each_as_alone(checkpoint: Any) -> None:
     """Padded and masked among longer ones, up to rounding; what stands in the pads changes nothing."""
     batch = batch_of(checkpoint, CAPTIONS, torch.float32)
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     g = torch.Generator().manual_seed(1)
     noisy, timesteps = torch.randn(3, 15, 64, generator=g), torch.tensor([900.0, 40.0, 333.0])
     with torch.no_grad():
-        batched_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
+        batched_prediction = checkpoint.denoiser.predict(transformer, noisy, timesteps, batch)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            single_prediction = checkpoint.predict(transformer, noisy[row : row + 1], timesteps[[row]], single_batch)
+            single_prediction = checkpoint.denoiser.predict(
+                transformer, noisy[row : row + 1], timesteps[[row]], single_batch
+            )
             torch.testing.assert_close(batched_prediction[row], single_prediction[0], rtol=1e-5, atol=1e-6)
         batch["prompt_embeds"][~batch["prompt_mask"]] = 5.0
-        second_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
+        second_prediction = checkpoint.denoiser.predict(transformer, noisy, timesteps, batch)
     torch.testing.assert_close(second_prediction, batched_prediction, rtol=1e-5, atol=1e-6)
 
 
@@ -153,7 +155,7 @@ def test_text_is_cut_to_the_longest_and_masked_where_something_is_padded(
     checkpoint: Any, captions: tuple[str, ...], padded: bool
 ) -> None:
     batch, model = batch_of(checkpoint, captions, torch.bfloat16), Recorder()
-    checkpoint.losses(model, batch, RandomStreams(0, [*range(len(captions))]))
+    checkpoint.denoiser.losses(model, batch, RandomStreams(0, [*range(len(captions))]))
     counts, mask = batch["prompt_mask"].sum(1), model.asked["encoder_hidden_states_mask"]
     text = model.asked["encoder_hidden_states"]
     assert text.shape == (len(captions), int(counts.max()), 48)
@@ -177,9 +179,9 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
     warnings.
     """
     monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     text, empty = encode([CAPTIONS[2]]), encode([""])
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     lengths: list[int] = []
     pipeline.transformer.register_forward_pre_hook(
@@ -187,8 +189,8 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
         with_kwargs=True,
     )
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=scale, seed=3)
-    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
-    of_text = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(CAPTIONS[2]), sampling)
+    video = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(text, empty), sampling)
+    of_text = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(CAPTIONS[2]), sampling)
     assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
     count = int(text["prompt_mask"].sum())
     assert lengths == ([count, END] * 4 if scale > 1 else [count] * 4)
@@ -214,7 +216,7 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
     message = r"must be 2 or more, as shift_terminal=0.02 of the scheduler gives NaN in one step; got 1"
     sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=1.0, seed=0)
     with pytest.raises(DitLoraError, match=f"qwen-image: inference steps {message}"):
-        checkpoint.generate(None, {}, sampling)
+        checkpoint.sampler.generate(None, {}, sampling)
     data = {"path": ".", "height": 64, "width": 96}
     model = {"family": "qwen_image", "path": str(tiny)}
     values = {**recipe_values, "data": data, "model": model, "validation": {"inference_steps": 1}}
@@ -223,9 +225,16 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
         checkpoint.apply_recipe(recipe)
     path = changed(tiny, tmp_path / "none", "scheduler", shift_terminal=None)
     other_checkpoint = open_at(path).apply_recipe(recipe)
-    pipeline = other_checkpoint.pipeline(torch.float32)
+    pipeline = other_checkpoint.sampler.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert len(other_checkpoint.generate(pipeline, other_checkpoint.prompt_kwargs("a cat"), sampling).unique()) > 1
+    assert (
+        len(
+            other_checkpoint.sampler.generate(
+                pipeline, other_checkpoint.sampler.prompt_kwargs("a cat"), sampling
+            ).unique()
+        )
+        > 1
+    )
 
 
 def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
@@ -236,10 +245,10 @@ def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
     batch = batch_of(checkpoint, CAPTIONS, torch.float32)
     predictions = []
     for opened_checkpoint in (checkpoint, zero_cond):
-        transformer = opened_checkpoint.load_transformer(torch.float32)
+        transformer = opened_checkpoint.denoiser.load_transformer(torch.float32)
         assert transformer.zero_cond_t is (opened_checkpoint is zero_cond)
         weight = transformer.transformer_blocks[0].img_mod[1].weight.requires_grad_()
-        losses = opened_checkpoint.losses(transformer, batch, RandomStreams(0, [3, 1, 2])).losses
+        losses = opened_checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [3, 1, 2])).losses
         predictions.append((losses.detach(), torch.autograd.grad(losses.sum(), weight)[0]))
     for ours, theirs in zip(*predictions, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -250,14 +259,14 @@ def test_levels_are_shifted_by_tokens_as_the_pipeline_shifts_them(checkpoint: An
     for height, width in ((1024, 1024), (1328, 1328), (928, 1664)):
         tokens = height * width // 256
         size = torch.Size([16, 1, height // 8, width // 8])
-        assert checkpoint.mu(size) == pytest.approx(0.5 + (tokens - 256) * 0.4 / 7936)
-    assert checkpoint.objective.shift is None
+        assert checkpoint.denoiser.mu(size) == pytest.approx(0.5 + (tokens - 256) * 0.4 / 7936)
+    assert checkpoint.denoiser.objective.shift is None
 
 
 def test_without_weights_its_positions_have_values(tiny: Path, checkpoint: Any) -> None:
     """A plan loads it so; the tables are neither weights nor buffers."""
     with torch.device("meta"):
-        expected = checkpoint.load_transformer(torch.float32).pos_embed
+        expected = checkpoint.denoiser.load_transformer(torch.float32).pos_embed
     real = DiffusionPipeline.from_pretrained(tiny).transformer.pos_embed
     for name in ("pos_freqs", "neg_freqs"):
         assert torch.equal(getattr(expected, name), getattr(real, name))
@@ -320,6 +329,6 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> 
     assert len(tensors) == 3 * len(linear) == 3 * (2 * 14 + 6)
     assert all(name.startswith("diffusion_model.") for name in tensors)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     assert_same(deltas(pipeline.transformer), deltas(adapter.model))

@@ -81,7 +81,7 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
     for file, size in zip(files, ((57, 80), (96, 64)), strict=False):
         pixels = pixels_of(VideoShape(1, *size), torch.Generator().manual_seed(size[0]))
         Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(file)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     references = [read_reference(MediaFile(file), None, None) for file in files]
     prompt, empty, other_prompt = (
         encode.encode_with_references(caption, pictures, SHAPE)
@@ -92,17 +92,19 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
         )
     )
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=4.0, seed=3, references=files)
-    full_pipeline = checkpoint.pipeline(torch.float32)
-    textless_pipeline = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    full_pipeline = checkpoint.sampler.pipeline(torch.float32)
+    textless_pipeline = checkpoint.sampler.pipeline(torch.float32, full_pipeline.transformer, text=False)
     assert textless_pipeline.processor is None
     for pipeline in (full_pipeline, textless_pipeline):
         pipeline.set_progress_bar_config(disable=True)
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
+    video_of_text = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
     assert torch.equal(
-        checkpoint.generate(textless_pipeline, checkpoint.prompt_kwargs(prompt, empty), sampling),
+        checkpoint.sampler.generate(textless_pipeline, checkpoint.sampler.prompt_kwargs(prompt, empty), sampling),
         video_of_text,
     )
-    other_video = checkpoint.generate(textless_pipeline, checkpoint.prompt_kwargs(prompt, other_prompt), sampling)
+    other_video = checkpoint.sampler.generate(
+        textless_pipeline, checkpoint.sampler.prompt_kwargs(prompt, other_prompt), sampling
+    )
     assert not torch.equal(other_video, video_of_text)
 
 
@@ -194,8 +196,8 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     checkpoint = open_at(tiny_checkpoints[variant])
     number = checkpoint.max_references
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)]
-    encode, limit = checkpoint.load_text_encoder(torch.float32, CPU), checkpoint.load_text_limit()
-    room, _ = checkpoint.text_spec(torch.float32)["prompt_embeds"]
+    encode, limit = checkpoint.encoders.load_text_encoder(torch.float32, CPU), checkpoint.encoders.load_text_limit()
+    room, _ = checkpoint.encoders.text_spec(torch.float32)["prompt_embeds"]
     # The tiny processor scales pictures to 16 tokens at most, and to fewer what the text encoder of Plus is shown.
     side = 128 if number == 1 else 64
     spare = room[0] - checkpoint.text_tokens

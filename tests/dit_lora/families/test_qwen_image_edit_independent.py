@@ -73,8 +73,8 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     small_references(monkeypatch)
     path, g = tiny_checkpoints[f"qwen-image-edit{kind}"], torch.Generator().manual_seed(6)
     checkpoint = get_family("qwen_image").open(ModelConfig(family="qwen_image", path=str(path)))
-    encode_text: Any = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture: Any = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text: Any = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture: Any = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, g) for _ in CAPTIONS]
     references = [pixels_of(VideoShape(1, 72, 72), g) for _ in CAPTIONS]
     rows = [
@@ -89,12 +89,12 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     random_inputs = {
         "posterior": torch.randn(3, 16, 1, 6, 10, generator=g),
         "noise": torch.randn(3, 15, 64, generator=g),
-        "timestep": checkpoint.draw_functions(batch)["timestep"]([g] * 3),
+        "timestep": checkpoint.denoiser.draw_functions(batch)["timestep"]([g] * 3),
     }
     pipe = DiffusionPipeline.from_pretrained(path, processor=load_processor(path))
     with torch.no_grad():
-        ours = checkpoint.losses(
-            checkpoint.load_transformer(torch.float32),
+        ours = checkpoint.denoiser.losses(
+            checkpoint.denoiser.load_transformer(torch.float32),
             batch,
             RandomStreams(0, [0, 1, 2], RandomInputs(0, (0, 1, 2), random_inputs)),
         ).losses

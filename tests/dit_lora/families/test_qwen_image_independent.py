@@ -47,8 +47,8 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     """All captions at once, as the pipeline pads them; ours are encoded one by one."""
     path, generator = tiny_checkpoints["qwen-image"], torch.Generator().manual_seed(6)
     checkpoint = get_family("qwen_image").open(ModelConfig(family="qwen_image", path=str(path)))
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     rows = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -58,12 +58,12 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     posterior_noise = torch.randn(3, 16, 1, 6, 10, generator=generator)
     noise = torch.randn(3, 15, 64, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
-    sigma = checkpoint.draw_functions(batch)["timestep"]([generator] * 3)
+    sigma = checkpoint.denoiser.draw_functions(batch)["timestep"]([generator] * 3)
     random_inputs = {"posterior": posterior_noise, "noise": noise, "timestep": sigma}
     ahead = RandomInputs(0, (0, 1, 2), random_inputs)
     with torch.no_grad():
-        transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
+        transformer = checkpoint.denoiser.load_transformer(torch.float32)
+        ours = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         wide = posterior_noise * torch.e**3  # the deviation of a log variance that is 6 larger
         theirs = losses_by_diffusers(path, torch.cat(pictures), wide, noise, sigma)
     assert len(set(ours.tolist())) == 3

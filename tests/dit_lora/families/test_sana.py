@@ -77,7 +77,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(tiny_checkpoints: dic
     batch["prompt_attention_mask"][1, 250:] = 0
     batch |= {"latent_logvar": logvar} if video else {}
     model = Recorder(answer)
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     if video:
         latents = mean.double() + (logvar.double() / 2).exp() * own_draws(shape, "posterior")
@@ -131,9 +131,9 @@ def test_noise_levels_are_logit_normal_and_shifted() -> None:
 def test_the_shift_is_the_checkpoints_own(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, scheduler: dict[str, Any], shift: float
 ) -> None:
-    assert open_checkpoint(tiny_checkpoints["sana-600m"]).objective.shift == 3.0
+    assert open_checkpoint(tiny_checkpoints["sana-600m"]).denoiser.objective.shift == 3.0
     path = changed(tiny_checkpoints["sana-600m"], tmp_path / "m", "scheduler", **scheduler)
-    assert open_checkpoint(path).objective == FlowMatching(shift, 1000)
+    assert open_checkpoint(path).denoiser.objective == FlowMatching(shift, 1000)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_captions_are_encoded_as_the_pipeline_does_with_its_instruction_and_none
 ) -> None:
     """`""` is the negative prompt of its guidance; all have 300 tokens, in a batch as alone."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    pipeline = checkpoint.pipeline_class.from_pretrained(tiny_checkpoints[variant], transformer=None)
+    pipeline = checkpoint.info.pipeline_class.from_pretrained(tiny_checkpoints[variant], transformer=None)
     calls: list[dict[str, Any]] = []
     original = pipeline.encode_prompt
 
@@ -237,7 +237,7 @@ def test_captions_are_encoded_as_the_pipeline_does_with_its_instruction_and_none
 
     pipeline.encode_prompt = spy
     captions = ["A Red cat on\na mat", "", "fish"]
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(captions)
     assert encoded["prompt_embeds"].shape == (3, 300, 32)
     assert encoded["prompt_attention_mask"].shape == (3, 300)
     for index in (0, 2):
@@ -255,7 +255,7 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints["sana-600m"])
-    before = checkpoint.text_cache_key()
+    before = checkpoint.encoders.text_cache_key()
     json.dumps({name: str(value) for name, value in before.items()})
     assert before["tokens"] == 300
     assert before["instruction"][-1] == "User Prompt: "
@@ -264,27 +264,27 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
         """Stands in for the pipeline's call of another version."""
 
     monkeypatch.setattr(SanaPipeline, "__call__", called)
-    assert checkpoint.text_cache_key() != before
+    assert checkpoint.encoders.text_cache_key() != before
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
 def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     frames = 9 if variant == "sana-video" else 1
     sampling = Sampling(VideoShape(frames, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
-    full_pipeline = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    full_pipeline = checkpoint.sampler.pipeline(torch.float32)
+    cached = checkpoint.sampler.pipeline(torch.float32, full_pipeline.transformer, text=False)
     for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
     sizes: list[torch.Size] = []
     hook = full_pipeline.transformer.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape))
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
+    video_of_text = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
     hook.remove()
     # The shape that was asked for is denoised, not the pipeline's nearest one and then resized.
     assert {tuple(size[-2:]) for size in sizes} == {(4, 8) if frames > 1 else (2, 4)}
-    prompt_kwargs = checkpoint.prompt_kwargs(encode(["a cat"]), encode([""]))
-    tensors = checkpoint.generate(cached, prompt_kwargs, sampling)
+    prompt_kwargs = checkpoint.sampler.prompt_kwargs(encode(["a cat"]), encode([""]))
+    tensors = checkpoint.sampler.generate(cached, prompt_kwargs, sampling)
     assert video_of_text.shape == (frames, 32, 64, 3)
     assert video_of_text.float().std() > 1
     assert torch.equal(video_of_text, tensors)
@@ -294,12 +294,12 @@ def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: 
 def test_the_autoencoder_stays_fp32_where_the_policy_is_bf16(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     pixels = torch.randint(0, 256, (9 if variant == "sana-video" else 1, 3, 32, 64)).to(torch.uint8)
-    full = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
-    half = checkpoint.load_video_encoder(torch.bfloat16, CPU)(pixels)
+    full = checkpoint.encoders.load_video_encoder(torch.float32, CPU)(pixels)
+    half = checkpoint.encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     for name, tensor in full.items():
         assert tensor.dtype is half[name].dtype is torch.float32
         assert torch.equal(tensor, half[name])
-    pipeline = checkpoint.pipeline(torch.bfloat16)
+    pipeline = checkpoint.sampler.pipeline(torch.bfloat16)
     assert pipeline.vae.dtype is torch.float32
     assert pipeline.text_encoder.dtype is pipeline.transformer.dtype is torch.bfloat16
 
@@ -308,7 +308,7 @@ def test_the_timestep_is_scaled_as_the_config_says(tiny_checkpoints: dict[str, P
     path = changed(tiny_checkpoints["sana-600m"], tmp_path / "m", "transformer", timestep_scale=0.001)
     model = Recorder(torch.zeros(2, 4, 4, 6))
     batch = {"prompt_embeds": torch.zeros(2, 1, 32), "prompt_attention_mask": torch.ones(2, 1)}
-    open_checkpoint(path).predict(model, torch.zeros(2, 4, 4, 6), torch.tensor([500.0, 7.0]), batch)
+    open_checkpoint(path).denoiser.predict(model, torch.zeros(2, 4, 4, 6), torch.tensor([500.0, 7.0]), batch)
     torch.testing.assert_close(model.asked["timestep"], torch.tensor([0.5, 0.007]))
 
 
@@ -317,7 +317,7 @@ def test_the_mix_ffn_can_be_adapted_too_and_loads_in_the_stock_pipeline(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, variant: str
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     targets = ("to_q", "conv_inverted", "conv_point")
     lora = LoraConfig(rank=3, alpha=5, targets=targets)
     report = attach_lora(transformer, lora, (), seed=0)
@@ -333,19 +333,19 @@ def test_the_mix_ffn_can_be_adapted_too_and_loads_in_the_stock_pipeline(
     optimizer = torch.optim.SGD(trained, lr=1.0)
     for step in range(2):  # A gets a gradient once B has moved
         optimizer.zero_grad()
-        checkpoint.losses(transformer, batch, RandomStreams(step, [0, 1])).losses.mean().backward()
+        checkpoint.denoiser.losses(transformer, batch, RandomStreams(step, [0, 1])).losses.mean().backward()
         optimizer.step()
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None
             assert parameter.grad.any(), name
     assert sum(is_lora_a(name) for name, _ in transformer.named_parameters()) == 8
-    save_adapter(transformer, checkpoint.pipeline_class, tmp_path, {})
-    pipeline = checkpoint.pipeline_class.from_pretrained(tiny_checkpoints[variant])
+    save_adapter(transformer, checkpoint.info.pipeline_class, tmp_path, {})
+    pipeline = checkpoint.info.pipeline_class.from_pretrained(tiny_checkpoints[variant])
     load_adapter(pipeline, tmp_path)
     with torch.no_grad():
         ours, theirs = (
-            checkpoint.losses(m.eval(), batch, RandomStreams(0, [4, 5])).losses
+            checkpoint.denoiser.losses(m.eval(), batch, RandomStreams(0, [4, 5])).losses
             for m in (transformer, pipeline.transformer)
         )
     assert torch.equal(ours, theirs)
@@ -359,4 +359,4 @@ def test_from_scratch_draws_a_network_of_the_changed_config(
     checkpoint = open_checkpoint(path, from_scratch={"num_layers": 3})
     assert open_checkpoint(path).should_saturate
     assert not checkpoint.should_saturate
-    assert len(checkpoint.load_transformer(torch.float32).transformer_blocks) == 3
+    assert len(checkpoint.denoiser.load_transformer(torch.float32).transformer_blocks) == 3

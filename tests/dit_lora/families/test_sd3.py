@@ -41,18 +41,18 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
 ) -> None:
     path = tiny_checkpoints[variant]
     checkpoint, pipeline = open_checkpoint(path), StableDiffusion3Pipeline.from_pretrained(path)
-    encoded = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS)
-    spec = checkpoint.text_spec(torch.float32)
+    encoded = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(CAPTIONS)
+    spec = checkpoint.encoders.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     for row, caption in enumerate(CAPTIONS):
         with torch.no_grad():
             embeds, _, pooled, _ = pipeline.encode_prompt(caption, None, None)
         assert torch.equal(encoded["prompt_embeds"][row], embeds[0])
         assert torch.equal(encoded["pooled_prompt_embeds"][row], pooled[0])
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(CAPTIONS)
+    half = checkpoint.encoders.load_text_encoder(torch.bfloat16, CPU)(CAPTIONS)
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
     folders = {"text_encoder", "text_encoder_2", "text_encoder_3"}
-    assert folders | {"tokenizer", "tokenizer_2", "tokenizer_3", "tokens"} == set(checkpoint.text_cache_key())
+    assert folders | {"tokenizer", "tokenizer_2", "tokenizer_3", "tokens"} == set(checkpoint.encoders.text_cache_key())
 
 
 @every_variant
@@ -61,27 +61,27 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline_in_bf16_too(
 ) -> None:
     """The timestep stays fp32, where FLUX's is rounded."""
     checkpoint, dtype = open_checkpoint(tiny_checkpoints[variant]), torch.bfloat16
-    text = checkpoint.load_text_encoder(dtype, CPU)(CAPTIONS)
-    pipeline = checkpoint.pipeline(dtype, text=False)
+    text = checkpoint.encoders.load_text_encoder(dtype, CPU)(CAPTIONS)
+    pipeline = checkpoint.sampler.pipeline(dtype, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], torch.Tensor]] = []
     pipeline.transformer.register_forward_hook(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.prompt_kwargs(text),
-        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
+        **checkpoint.sampler.prompt_kwargs(text),
+        **checkpoint.sampler.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,
         generator=torch.Generator().manual_seed(1),
     )
-    transformer = checkpoint.load_transformer(dtype).eval()
+    transformer = checkpoint.denoiser.load_transformer(dtype).eval()
     assert len(calls) == 3
     for call, expected in calls:
         noisy, timesteps = call["hidden_states"], call["timestep"]
         assert timesteps.dtype is torch.float32
         with torch.no_grad():
-            prediction = checkpoint.predict(transformer, noisy.float(), timesteps, text)
+            prediction = checkpoint.denoiser.predict(transformer, noisy.float(), timesteps, text)
         assert prediction.dtype is expected.dtype is dtype
         assert torch.equal(prediction, expected)
     assert len({tuple(row.flatten().tolist()) for row in expected}) == 3
@@ -106,7 +106,7 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(tiny_checkpoints: 
     assert targets < attention
     assert any("attn2" in name for name in targets) == (variant == "sd3.5-medium")
     weight = model.get_submodule(unread).weight.requires_grad_()
-    losses = subject.checkpoint.losses(model, encoded_batch(subject), RandomStreams(0, [0, 1, 2])).losses
+    losses = subject.checkpoint.denoiser.losses(model, encoded_batch(subject), RandomStreams(0, [0, 1, 2])).losses
     (gradient,) = torch.autograd.grad(losses.sum(), [weight])
     assert not gradient.any()
 
@@ -116,8 +116,8 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 ) -> None:
     tiny, size = tiny_checkpoints["sd3.5-large"], torch.Size([4, 6, 10])
     with pytest.raises(DitLoraError, match="does not shift by size; give a number"):
-        open_checkpoint(tiny).mu(size)
-    assert open_checkpoint(tiny).compute_shift(size) == 3
+        open_checkpoint(tiny).denoiser.mu(size)
+    assert open_checkpoint(tiny).denoiser.compute_shift(size) == 3
     file = "scheduler/scheduler_config.json"
     path = changed(tiny, tmp_path / "m", file, use_dynamic_shifting=True, base_shift=0.7)
     checkpoint, pipeline = open_checkpoint(path), StableDiffusion3Pipeline.from_pretrained(path)
@@ -132,18 +132,18 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     with pytest.raises(StopHereError):
-        pipeline("a cat", **checkpoint.shape_kwargs(VideoShape(1, 48, 80)))
-    assert recorded == [checkpoint.mu(size)]
+        pipeline("a cat", **checkpoint.sampler.shape_kwargs(VideoShape(1, 48, 80)))
+    assert recorded == [checkpoint.denoiser.mu(size)]
     # The line through (256, 0.7) and (4096, 1.15), at 15 tokens.
-    assert checkpoint.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
-    assert checkpoint.compute_shift(size) == math.exp(recorded[0])
+    assert checkpoint.denoiser.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
+    assert checkpoint.denoiser.compute_shift(size) == math.exp(recorded[0])
 
 
 @every_variant
 def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
-    assert batches == [checkpoint.guidance_batch_size] * 2
+    assert batches == [checkpoint.sampler.guidance_batch_size] * 2
     assert texts.shape == (1, 32, 64, 3)
     assert texts.float().std() > 1
     assert torch.equal(texts, tensors)
@@ -166,7 +166,7 @@ def test_3_0_medium_without_norms_and_second_attention_is_of_the_same_code(
     model = adapted(subject)
     assert not any("norm_q" in name for name, _ in model.named_modules())
     batch = encoded_batch(subject)
-    losses = subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
+    losses = subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
     losses.sum().backward()
     assert losses.isfinite().all()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)

@@ -55,16 +55,16 @@ def losses_by_diffusers(path: Path, pixels: torch.Tensor, given: dict[str, torch
 def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     path, generator = tiny_checkpoints[variant], torch.Generator().manual_seed(6)
     checkpoint = get_family("sd3").open(ModelConfig(family="sd3", path=str(path)))
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(VideoShape(1, 48, 80), generator) for _ in CAPTIONS]
     rows = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     batch |= encode_text(CAPTIONS)
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     with torch.no_grad():
-        ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
+        ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, torch.cat(pictures), random_inputs)
     assert len(set(ours.tolist())) == len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -74,7 +74,7 @@ def test_the_mask_of_a_batch_stays_on_the_host_and_its_bias_does_not(
 ) -> None:
     family = get_family("latte" if variant == "latte" else "sana")
     checkpoint: Any = family.open(ModelConfig(family=family.name, path=str(tiny_checkpoints[variant])))
-    text = {n: torch.zeros(2, *s, dtype=d) for n, (s, d) in checkpoint.text_spec(torch.bfloat16).items()}
+    text = {n: torch.zeros(2, *s, dtype=d) for n, (s, d) in checkpoint.encoders.text_spec(torch.bfloat16).items()}
     text[name][0, :7] = 1
     text[name][1, :5] = 1
     noisy = torch.zeros(2, 4, 3, 4, 6) if variant == "latte" else torch.zeros(2, 4, 4, 6)
@@ -82,7 +82,7 @@ def test_the_mask_of_a_batch_stays_on_the_host_and_its_bias_does_not(
     assert {n for n, t in batch.tensors.items() if t.device != META} == {name}
 
     model = Asked()
-    checkpoint.predict(model, batch.tensors["latent_mean"], torch.zeros(2, device=META), batch.tensors)
+    checkpoint.denoiser.predict(model, batch.tensors["latent_mean"], torch.zeros(2, device=META), batch.tensors)
     tensors = {n: t for n, t in model.asked.items() if isinstance(t, torch.Tensor)}
     assert {t.device for t in tensors.values()} == {META}
     frames, tokens = (3, 7) if variant == "latte" else (1, 300)

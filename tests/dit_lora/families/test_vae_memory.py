@@ -33,7 +33,7 @@ def in_tiles(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 def encoded(path: Path, family: str, pixels: torch.Tensor, memory: VaeMemory) -> tuple[Tensors, int]:
     """A clip's tensors, and the bytes that making them took."""
     checkpoint = get_family(family).open(ModelConfig(family=family, path=str(path)))
-    encode = checkpoint.load_video_encoder(torch.float32, CPU, memory)
+    encode = checkpoint.encoders.load_video_encoder(torch.float32, CPU, memory)
     with AllocationTracker([pixels]) as live:
         return encode(pixels), live.max_bytes
 

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def opened(tiny: Tiny, variant: str, **model: Any) -> Any:
 def batch_of(checkpoint: Any, captions: list[str], frames: int = 4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(2, len(captions), 4, frames, 4, 4, generator=generator)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     rows = [{name: tensor[0] for name, tensor in encode([text]).items()} for text in captions]
     text = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {"latent_mean": 4 * latents[0], "latent_logvar": latents[1] - 3, **text}
@@ -49,9 +50,9 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
     for variant in VARIANTS:
         checkpoint = opened(tiny_checkpoints, variant)
         batch = batch_of(checkpoint, [CLASSES[4], "", CLASSES[1]])
-        transformer = checkpoint.load_transformer(torch.float32)
+        transformer = checkpoint.denoiser.load_transformer(torch.float32)
         streams = RandomStreams(7, [11, 12, 13])
-        output = checkpoint.losses(transformer, batch, streams)
+        output = checkpoint.denoiser.losses(transformer, batch, streams)
         t = draw_integers(0, 1000, streams("timestep"))
         assert torch.equal(output.timesteps, t)
         assert t.min() > 0
@@ -64,7 +65,7 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         noise = normal(size, streams("noise")).double()
         noisy = at.sqrt() * clean + (1 - at).sqrt() * noise
         with torch.no_grad():
-            network = checkpoint.predict(transformer, noisy.float(), t, batch).double()
+            network = checkpoint.denoiser.predict(transformer, noisy.float(), t, batch).double()
         error = (network[:, :4] - noise).square().flatten(1).mean(1)
 
         step = beta[t].view_as(at)
@@ -77,18 +78,18 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         expected = error + bound.flatten(1).mean(1) / math.log(2)
         torch.testing.assert_close(output.losses.double(), expected, rtol=1e-4, atol=0)
         assert bound.abs().max() > 1e-3
-        plain = type(checkpoint)(**{**vars(checkpoint), "should_train_variance": False})
+        plain = replace(checkpoint, should_train_variance=False)
         losses = plain.losses(transformer, batch, streams).losses
         torch.testing.assert_close(losses.double(), error, rtol=1e-5, atol=0)
 
 
 def test_captions_become_labels_and_the_empty_one_the_null_class(tiny_checkpoints: Tiny) -> None:
     checkpoint = opened(tiny_checkpoints, "video-dit-class")
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     labels = encode(["red square", "", "blue disc"])["class_labels"]
     assert labels.tolist() == [5, 6, 0]
     assert labels.dtype is torch.int64
-    table = checkpoint.load_transformer(torch.float32).class_embed
+    table = checkpoint.denoiser.load_transformer(torch.float32).class_embed
     assert len(table.weight) == 7
     with pytest.raises(DitLoraError, match=r"has no class 'a horse'; it has(.|\n)*red square"):
         encode(["a horse"])
@@ -98,23 +99,25 @@ def test_captions_become_labels_and_the_empty_one_the_null_class(tiny_checkpoint
 def test_cached_conditions_sample_what_the_prompt_samples(tiny_checkpoints: Tiny, variant: str) -> None:
     """With guidance, so with the null condition too; with and without the text encoder."""
     checkpoint = opened(tiny_checkpoints, variant)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     sampling = Sampling(VideoShape(4, 32, 32), inference_steps=3, guidance_scale=3.0, seed=1)
-    cached = checkpoint.prompt_kwargs(encode([CLASSES[4]]), encode([""]))
-    textless_pipeline = checkpoint.pipeline(torch.float32, text=False)
-    for pipeline in (textless_pipeline, full_pipeline := checkpoint.pipeline(torch.float32)):
+    cached = checkpoint.sampler.prompt_kwargs(encode([CLASSES[4]]), encode([""]))
+    textless_pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
+    for pipeline in (textless_pipeline, full_pipeline := checkpoint.sampler.pipeline(torch.float32)):
         pipeline.set_progress_bar_config(disable=True)
-    video = checkpoint.generate(textless_pipeline, cached, sampling)
-    assert torch.equal(video, checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), sampling))
-    other_video = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[1]), sampling)
+    video = checkpoint.sampler.generate(textless_pipeline, cached, sampling)
+    assert torch.equal(
+        video, checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs(CLASSES[4]), sampling)
+    )
+    other_video = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs(CLASSES[1]), sampling)
     assert (video.int() - other_video.int()).abs().max() > 0
     unguided = Sampling(sampling.shape, 3, 1.0, seed=1)
-    plain = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), unguided)
+    plain = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs(CLASSES[4]), unguided)
     assert (video.int() - plain.int()).abs().max() > 0
 
 
 def test_each_frame_is_encoded_by_itself(tiny_checkpoints: Tiny) -> None:
-    encode = opened(tiny_checkpoints, "latte").load_video_encoder(torch.bfloat16, CPU)
+    encode = opened(tiny_checkpoints, "latte").encoders.load_video_encoder(torch.bfloat16, CPU)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (5, 3, 32, 48), generator=generator).to(torch.uint8)
     full_encoding, single_encoding = encode(pixels), encode(pixels[2:3])
@@ -129,16 +132,20 @@ def test_a_short_text_in_a_batch_sees_only_its_own_tokens(tiny_checkpoints: Tiny
     checkpoint = opened(tiny_checkpoints, "latte")
     batch = batch_of(checkpoint, ["a", "a much longer text than that", ""])
     assert batch["prompt_mask"].sum(1).tolist() == [2, 24, 1]
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     noisy, t = batch["latent_mean"], torch.tensor([5, 500, 990])
     with torch.no_grad():
-        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.denoiser.predict(transformer, noisy, t, batch)
         altered_padding = torch.where(batch["prompt_mask"][..., None], batch["prompt_embeds"], 99.0)
-        same_prediction = checkpoint.predict(transformer, noisy, t, {**batch, "prompt_embeds": altered_padding})
+        same_prediction = checkpoint.denoiser.predict(
+            transformer, noisy, t, {**batch, "prompt_embeds": altered_padding}
+        )
         torch.testing.assert_close(same_prediction, full_prediction, rtol=0, atol=0)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            single_prediction = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], single_batch)
+            single_prediction = checkpoint.denoiser.predict(
+                transformer, noisy[row : row + 1], t[row : row + 1], single_batch
+            )
             torch.testing.assert_close(single_prediction, full_prediction[row : row + 1], rtol=1e-4, atol=1e-5)
 
 
@@ -183,14 +190,14 @@ def test_from_scratch_the_classes_are_those_of_the_data(
     values = full(class_values(recipe_values, tiny_checkpoints, new_classes, from_scratch={}))
     recipe = parse_recipe(values, "test")
     checkpoint = get_family("video_dit").open(recipe.model, recipe)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     captions = ["Apply Eye Makeup", "Yo Yo", "red disc", ""]
     assert encode(captions)["class_labels"].tolist() == [0, 1, 2, 3]
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     assert model.class_embed.weight.shape == (4, 32)
     assert not model.proj_out.weight.any()  # as DiT starts
     labels = {"0": "Apply Eye Makeup", "1": "Yo Yo", "2": "red disc"}
-    assert checkpoint.index_changes() == {"id2label": labels}
+    assert checkpoint.info.index_changes() == {"id2label": labels}
     values["model"]["from_scratch"] = {"num_classes": 2}
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match="num_classes is 2, and the data has 3 classes"):
@@ -205,16 +212,16 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     family = get_family("video_dit")
     stored = family.open(recipe.model)
     checkpoint: Any = family.open(recipe.model, recipe)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     names = ["blue disc", "red disc", "Apply Eye Makeup", "Yo Yo", ""]
     assert encode(names)["class_labels"].tolist() == [0, 4, 6, 7, 8]
     old: Any = stored.load_transformer(torch.float32)
-    new = checkpoint.load_transformer(torch.float32)
+    new = checkpoint.denoiser.load_transformer(torch.float32)
     assert torch.equal(new.class_embed.weight[:6], old.class_embed.weight[:6])
     for row in (6, 7, 8):
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
-    reopened: Any = family.open(recipe.model, index=checkpoint.index_changes())
+    reopened: Any = family.open(recipe.model, index=checkpoint.info.index_changes())
     assert reopened.trained_classes == checkpoint.trained_classes
 
 
@@ -286,7 +293,7 @@ def test_a_class_folder_without_media_is_named(tiny_checkpoints: Tiny, recipe_va
 
 
 def test_labels_outside_the_table_are_refused(tiny_checkpoints: Tiny) -> None:
-    pipeline = opened(tiny_checkpoints, "video-dit-class").pipeline(torch.float32)
+    pipeline = opened(tiny_checkpoints, "video-dit-class").sampler.pipeline(torch.float32)
     with pytest.raises(DitLoraError, match=r"class_labels must be in 0\.\.6"):
         pipeline(class_labels=torch.tensor([1, 7]))
     with pytest.raises(DitLoraError, match=r"no class a horse; there are(.|\n)*red disc"):
@@ -298,13 +305,13 @@ def test_labels_outside_the_table_are_refused(tiny_checkpoints: Tiny) -> None:
 def test_patches_in_time_make_frames_a_multiple(tiny_checkpoints: Tiny) -> None:
     """A 2x2x2 model: the nearest that fit are named, all at once."""
     checkpoint = opened(tiny_checkpoints, "video-dit-text", from_scratch={"patch_size_t": 2})
-    checkpoint.check_shape(VideoShape(6, 32, 48))
+    checkpoint.info.check_shape(VideoShape(6, 32, 48))
     with pytest.raises(DitLoraError) as error:
-        checkpoint.check_shape(VideoShape(5, 24, 48))
+        checkpoint.info.check_shape(VideoShape(5, 24, 48))
     message = str(error.value)
     assert "data.frames must be a multiple of 2; got 5, nearest 4 and 6" in message
     assert "data.height must be a multiple of 16; got 24, nearest 16 and 32" in message
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     assert model.patch == (2, 2, 2)
 
 
@@ -377,8 +384,8 @@ def test_without_a_learned_variance_there_is_no_bound(tiny_checkpoints: Tiny, re
     checkpoint: Any = get_family("video_dit").open(recipe.model, recipe)
     assert not checkpoint.should_train_variance
     batch = batch_of(checkpoint, ["a", "b"])
-    transformer = checkpoint.load_transformer(torch.float32)
-    losses = checkpoint.losses(transformer, batch, RandomStreams(0, [1, 2])).losses
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
+    losses = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [1, 2])).losses
     noise = normal(batch["latent_mean"].shape[1:], RandomStreams(0, [1, 2])("noise"))
     torch.testing.assert_close(losses, noise.square().flatten(1).mean(1))  # the output starts at zero
     values["train"]["vlb"] = True

@@ -57,14 +57,14 @@ def for_recipe(path: Path, **sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("variant", "model", "kind"),
     [
-        ("wan-2.1-t2v", {}, "WanCheckpoint"),
-        ("wan-2.1-t2v", {"task": "t2v"}, "WanCheckpoint"),
-        ("wan-2.1-i2v", {"task": "i2v"}, "WanImageCheckpoint"),
-        ("wan-2.1-flf2v", {}, "WanImageCheckpoint"),
-        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "WanImageCheckpoint"),
-        ("wan-2.2-ti2v-5b", {}, "WanCheckpoint"),
-        ("wan-2.2-ti2v-5b", {"task": "t2v"}, "WanCheckpoint"),
-        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "WanTokenImageCheckpoint"),
+        ("wan-2.1-t2v", {}, "Conditioning"),
+        ("wan-2.1-t2v", {"task": "t2v"}, "Conditioning"),
+        ("wan-2.1-i2v", {"task": "i2v"}, "ConditionChannels"),
+        ("wan-2.1-flf2v", {}, "ConditionChannels"),
+        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "ConditionChannels"),
+        ("wan-2.2-ti2v-5b", {}, "Conditioning"),
+        ("wan-2.2-ti2v-5b", {"task": "t2v"}, "Conditioning"),
+        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "FirstFrame"),
     ],
 )
 def test_the_files_say_the_kind_and_not_the_name(
@@ -73,10 +73,10 @@ def test_the_files_say_the_kind_and_not_the_name(
     unnamed = tmp_path / "checkpoint"
     unnamed.symlink_to(tiny_checkpoints[variant])
     checkpoint = opened(unnamed, **model)
-    assert type(checkpoint).__name__ == kind
-    chosen = kind == "WanTokenImageCheckpoint"
+    assert type(checkpoint.denoiser.conditioning).__name__ == kind
+    chosen = kind == "FirstFrame"
     expected = {"_class_name": "WanImageToVideoPipeline"} if chosen else {}
-    assert checkpoint.index_changes() == expected
+    assert checkpoint.info.index_changes() == expected
 
 
 @pytest.mark.parametrize(("variant", "boundary"), [("wan-2.2-t2v-a14b", 0.875), ("wan-2.2-i2v-a14b", 0.9)])
@@ -87,11 +87,13 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draw_functions(batch), CPU)["timestep"]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)["timestep"]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
-    assert checkpoint.timestep_range == (range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary)))
+    assert checkpoint.denoiser.timestep_range == (
+        range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
+    )
     # Logit-normal at shift 3 has s = 3u / (1 + 2u). Over 50,000 samples, a side has its median within 0.004.
     u = torch.sigmoid(torch.randn(50_000, generator=torch.Generator().manual_seed(1)))
     s = 3 * u / (1 + 2 * u)
@@ -102,7 +104,7 @@ def test_each_expert_draws_in_its_own_range_alone(
 def test_both_experts_are_two_models(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     first_expert, two = (
-        opened(path, part=part).load_transformer(torch.float32) for part in ("transformer", "transformer_2")
+        opened(path, part=part).denoiser.load_transformer(torch.float32) for part in ("transformer", "transformer_2")
     )
     assert not torch.equal(first_expert.proj_out.weight, two.proj_out.weight)
 
@@ -113,7 +115,7 @@ def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     low = {"model": {"part": "transformer_2"}}
     cut = for_recipe(path, **low, train={"timesteps": {"t_min": 0.2}})
-    assert (cut.objective.distribution.t_min, cut.objective.distribution.t_max) == (0.2, 0.875)
+    assert (cut.denoiser.objective.distribution.t_min, cut.denoiser.objective.distribution.t_max) == (0.2, 0.875)
     with pytest.raises(DitLoraError, match=r"from 0 on and below 0\.875"):
         for_recipe(path, **low, train={"timesteps": {"t_max": 0.95}})
     with pytest.raises(DitLoraError, match=r"model\.part is missing: .* has two experts"):
@@ -125,7 +127,7 @@ def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
 def test_published_shifts_are_the_default(tiny_checkpoints: dict[str, Path]) -> None:
     shifts = {"wan-2.1-t2v": 3.0, "wan-2.1-flf2v": 16.0, "wan-2.2-ti2v-5b": 5.0}
     for variant, shift in shifts.items():
-        objective = opened(tiny_checkpoints[variant]).objective
+        objective = opened(tiny_checkpoints[variant]).denoiser.objective
         assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
 
 
@@ -176,8 +178,8 @@ def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path
     removed = dict.fromkeys(("scale_factor_spatial", "scale_factor_temporal"), "removed")
     path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **removed)
     checkpoint = opened(path)
-    assert checkpoint.size_multiple == 16
-    assert checkpoint.find_shape_errors(VideoShape(9, 64, 96)) == []
+    assert checkpoint.info.size_multiple == 16
+    assert checkpoint.info.find_shape_errors(VideoShape(9, 64, 96)) == []
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_task_is_refused_by_families_that_have_none(tiny_checkpoints: dict[str, 
 def test_text_is_512_tokens_with_zeros_behind_its_end(tiny_checkpoints: dict[str, Path]) -> None:
     """And cleaned as the pipeline does: white space, HTML. One caption's rows do not depend on the others."""
     checkpoint = opened(tiny_checkpoints["wan-2.1-i2v"])
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     short, long = "a  cat &amp;amp; a dog ", "x" * 600
     embeds = encode([short, long])["prompt_embeds"]
     assert embeds.shape == (2, 512, 32)
@@ -259,14 +261,14 @@ def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monk
         monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
         messages.append(" ".join(checkpoint.notes(recipe_of(path))))
-        facts.append(checkpoint.text_cache_key())
+        facts.append(checkpoint.encoders.text_cache_key())
     assert "pip install ftfy" in messages[0]
     assert "ftfy" not in messages[1]
     assert facts[0] != facts[1]
 
 
 def test_loading_keeps_what_wan_keeps_in_fp32(tiny_checkpoints: dict[str, Path]) -> None:
-    model = opened(tiny_checkpoints["wan-2.1-i2v"]).load_transformer(torch.bfloat16)
+    model = opened(tiny_checkpoints["wan-2.1-i2v"]).denoiser.load_transformer(torch.bfloat16)
     wide = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
     assert {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.1.norm2.weight"} <= wide
     assert "condition_embedder.time_embedder.linear_1.weight" in wide
@@ -281,7 +283,7 @@ def test_the_condition_is_encoded_from_zero_pixels_behind_the_pictures(
     """Normalised posterior means of the whole video; the mask is 1 in all four channels where a picture stands."""
     path, has_last = tiny_checkpoints[variant], variant == "wan-2.1-flf2v"
     pixels = pixels_of(VideoShape(13, 64, 96), torch.Generator().manual_seed(2))
-    encoded = opened(path).load_video_encoder(torch.bfloat16, CPU)(pixels)
+    encoded = opened(path).encoders.load_video_encoder(torch.bfloat16, CPU)(pixels)
     mask, condition = encoded["image_latents"].split((4, 16))
     assert encoded["image_latents"].dtype is encoded["image_embeds"].dtype is torch.float32
     assert encoded["image_embeds"].shape == (1 + has_last, 5, 16)
@@ -308,7 +310,7 @@ def test_an_image_of_the_clips_own_is_what_stands_in_front(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     for variant, task in (("wan-2.1-i2v", None), ("wan-2.2-ti2v-5b", "i2v")):
-        encode = opened(tiny_checkpoints[variant], task=task).load_video_encoder(torch.float32, CPU)
+        encode = opened(tiny_checkpoints[variant], task=task).encoders.load_video_encoder(torch.float32, CPU)
         clip_pixels, image_pixels = (
             pixels_of(VideoShape(9, 64, 96), torch.Generator().manual_seed(n)) for n in (1, 2)
         )
@@ -326,11 +328,11 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     path = tiny_checkpoints["wan-2.2-ti2v-5b"]
     case = EVERY["wan-2.2-ti2v-5b-i2v"]
     batch = encoded_batch(open_subject(case, path))
-    transformer = opened(path).load_transformer(torch.float32)
+    transformer = opened(path).denoiser.load_transformer(torch.float32)
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():
-            return checkpoint.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
+            return checkpoint.denoiser.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
 
     i2v = {"model": {"task": "i2v"}}
     never, always = (losses(for_recipe(path, **i2v, data={"image_dropout": share})) for share in (0.0, 1.0))
@@ -354,17 +356,17 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     path = tiny_checkpoints["wan-2.2-ti2v-5b"]
     checkpoint = opened(path, task="i2v")
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     with torch.no_grad():
-        before = checkpoint.losses(transformer, batch, streams).losses
-        clean = checkpoint.clean_latents(batch, random_inputs)
-        noisy = checkpoint.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
-        velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
+        before = checkpoint.denoiser.losses(transformer, batch, streams).losses
+        clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
+        noisy = checkpoint.denoiser.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
+        velocity = checkpoint.denoiser.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, :, 1:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
-        assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
+        assert torch.equal(checkpoint.denoiser.losses(transformer, batch, streams).losses, before)
         batch["image_latents"] += 1
-        assert (checkpoint.losses(transformer, batch, streams).losses != before).all()
+        assert (checkpoint.denoiser.losses(transformer, batch, streams).losses != before).all()

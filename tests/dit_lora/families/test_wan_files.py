@@ -29,7 +29,7 @@ def test_stock_diffusers_reads_what_comfyui_does(
     assert all(name.startswith("diffusion_model.") for name in tensors)
     assert any("img_emb.proj.1" in name for name in tensors) == (alpha == 4)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     expected = deltas(adapter.model)
     assert len(expected) == 2 * (8 + 2 + 2) + (8 if alpha == 4 else 0)

@@ -77,17 +77,17 @@ def test_our_loss_is_that_of_diffusers_modules(
     checkpoint = get_family("wan").open(ModelConfig(family="wan", path=str(path), task=task))
     generator = torch.Generator().manual_seed(7)
     pixels = torch.stack([pixels_of(VideoShape(13, 64, 96), generator) for _ in CAPTIONS])
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     rows = [
         encode_video(clip) | {name: t[0] for name, t in encode_text([caption]).items()}
         for clip, caption in zip(pixels, CAPTIONS, strict=True)
     ]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     with torch.no_grad():
-        ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
+        ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(
         path,
         kind,

@@ -42,10 +42,10 @@ def test_a_base_without_weights_opens_from_scratch_alone(parts: dict[str, str], 
     with pytest.raises(DitLoraError, match=r"transformer: no \.safetensors file"):
         opened(path)
     checkpoint = opened(path, from_scratch={"num_layers": 2})
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     assert len(model.transformer_blocks) == 2
     assert model.config.text_dim == 16
-    pipeline = checkpoint.pipeline(torch.float32, model)
+    pipeline = checkpoint.sampler.pipeline(torch.float32, model)
     assert pipeline("a horse", num_frames=3, height=16, width=32, num_inference_steps=1).frames.shape == (
         1, 3, 16, 32, 3,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path:
     )
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert sum(t.numel() for t in tensors.values()) == sum(t.numel() for t in opendit_tensors.values())
-    pipeline = opened(path).pipeline(torch.float32)
+    pipeline = opened(path).sampler.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a horse", num_frames=2, height=16, width=32, num_inference_steps=2).frames
     assert frames.shape == (1, 2, 16, 32, 3)
@@ -145,7 +145,7 @@ def test_an_opendit_checkpoint_becomes_a_pipeline(form: str, parts: dict[str, st
     (file,) = (tmp_path / "base" / "transformer").glob("*.safetensors")
     tensors = load_file(file)
     assert torch.equal(tensors["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"])
-    config = opened(tmp_path / "base").load_transformer(torch.float32).config
+    config = opened(tmp_path / "base").denoiser.load_transformer(torch.float32).config
     assert (config.sample_frames, config.sample_height, config.sample_width) == (2, 6, 6)
     assert (config.num_layers, config.mlp_ratio, config.text_dim) == (1, 4.0, 16)
     assert (config.num_attention_heads, config.out_channels, config.patch_size_t) == (2, 8, 1)
@@ -169,7 +169,7 @@ def test_a_tokenizer_without_a_limit_pads_to_clips_positions(parts: dict[str, st
     del settings["model_max_length"]
     about.write_text(json.dumps(settings))
     path = write_base(tmp_path / "base", config=CONFIG, **parts)
-    pipeline = opened(path, from_scratch={}).pipeline(torch.float32)
+    pipeline = opened(path, from_scratch={}).sampler.pipeline(torch.float32)
     assert pipeline.tokenizer.model_max_length > 10**20
     shapes: list[torch.Size] = []
     pipeline.text_encoder.register_forward_pre_hook(lambda _m, args: shapes.append(args[0].shape))

@@ -198,9 +198,9 @@ def test_samples_are_what_encoders_make_of_them(tiny_checkpoints: dict[str, Path
     subject = open_estimator(recipe, is_gpu=False)
     (shape,) = subject.shapes
     pixels = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
-    encode = subject.checkpoint.load_video_encoder(torch.float32, CPU)
+    encode = subject.checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     names = [recipe.validation.prompts[0]] if recipe.validation.prompts else [""]
-    texts = subject.checkpoint.load_text_encoder(torch.float32, CPU)(names)
+    texts = subject.checkpoint.encoders.load_text_encoder(torch.float32, CPU)(names)
     encoded = encode(pixels) | {key: tensor[0] for key, tensor in texts.items()}
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
     with AllocationTracker() as live:

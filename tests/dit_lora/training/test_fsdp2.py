@@ -86,7 +86,7 @@ def sharded(path: Path, accelerator: Accelerator) -> tuple[Any, nn.Module, torch
     """A tiny CogVideoX with LoRA, its blocks and the rest sharded over the ranks, if there are several."""
     family = get_family("cogvideox")
     checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
-    model = checkpoint.load_transformer(torch.float32)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
     attach_lora(model, LoraConfig(rank=4), family.lora_targets, seed=0)
     if accelerator.num_processes > 1:
         for block in model.transformer_blocks:

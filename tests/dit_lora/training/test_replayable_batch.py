@@ -84,7 +84,7 @@ def tripped(path: Path, *, dtype: str, dropout: float, checkpointing: bool, accu
     accelerator = Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=accumulate)
     family = get_family("cogvideox")
     checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
-    transformer = checkpoint.load_transformer({"no": torch.float32, "bf16": torch.bfloat16}[mixed])
+    transformer = checkpoint.denoiser.load_transformer({"no": torch.float32, "bf16": torch.bfloat16}[mixed])
     attach_lora(transformer, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=0)
     groups = build_recipe_groups(transformer, OPTIM.groups, family.group_patterns)
     if checkpointing:

@@ -60,13 +60,15 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
     """The checkpoint, its model, and the output recorded by a run with another timestep shift."""
     path = str(tiny_checkpoints["sd3.5-medium"])
     checkpoint: Any = get_family("sd3").open(ModelConfig(family="sd3", path=path))
-    shifted = replace(checkpoint, objective=replace(checkpoint.objective, shift=9.0))
-    channels = checkpoint.transformer_config["in_channels"]
+    denoiser = checkpoint.denoiser
+    shifted_denoiser = replace(denoiser, objective=replace(denoiser.objective, shift=9.0))
+    shifted = replace(checkpoint, denoiser=shifted_denoiser)
+    channels = checkpoint.info.transformer_config["in_channels"]
     size = torch.Size([channels, 8, 8])
     latents = dict.fromkeys(("latent_mean", "latent_logvar"), (size, torch.float32))
     clips = SimpleNamespace(
         video_specs={VideoShape(1, 64, 64): latents},
-        text_spec=checkpoint.text_spec(torch.float32),
+        text_spec=checkpoint.encoders.text_spec(torch.float32),
     )
     model = DiffusionReferenceModel(checkpoint).load_model(torch.float32)
     attach_lora(model, LoraConfig(rank=2), get_family("sd3").lora_targets, seed=0)

@@ -85,18 +85,18 @@ class Encoding:
     """Format of the sound encoded with each clip; None if sound is not trained."""
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
+    def from_recipe(cls, recipe: Recipe, encoders: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
         def replace_by_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {n: digests.hash_component(v) if isinstance(v, Path) else v for n, v in facts.items()}
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
-        video_facts = {**checkpoint.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
-        text_key = replace_by_digests(checkpoint.text_cache_key())
+        video_facts = {**encoders.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
+        text_key = replace_by_digests(encoders.text_cache_key())
         latent_key = replace_by_digests(video_facts)
         has_masks = any(source.has_masks for source in recipe.data.all_sources)
-        return cls(recipe, digests, text_key, latent_key, checkpoint.references, has_masks, checkpoint.sound_format)
+        return cls(recipe, digests, text_key, latent_key, encoders.info.references, has_masks, encoders.sound_format)
 
     @property
     def has_references_in_text(self) -> bool:

@@ -110,22 +110,22 @@ class Plan:
 
 def make_plan(
     recipe: Recipe,
-    checkpoint: Encoders,
+    encoders: Encoders,
     dtype: torch.dtype,
     *,
     samples_per_step: int,
     quiet: bool,
-    sampling_checkpoint: Encoders | None = None,
+    sampling_encoders: Encoders | None = None,
 ) -> Plan:
     """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
 
-    `sampling_checkpoint` is the checkpoint that samples are generated with, if it differs.
+    `sampling_encoders` are those of the checkpoint that samples are generated with, if it differs.
     """
     digests = Digests(recipe.cache_dir / "digests.json")
-    encoding = Encoding.from_recipe(recipe, checkpoint, dtype, digests)
-    transformer = compute_transformer_digest(checkpoint, recipe, digests)
-    samples = find_samples(recipe, checkpoint, samples_per_step=samples_per_step, quiet=quiet)
-    of_samples = Encoding.from_recipe(recipe, sampling_checkpoint, dtype, digests) if sampling_checkpoint else encoding
+    encoding = Encoding.from_recipe(recipe, encoders, dtype, digests)
+    transformer = compute_transformer_digest(encoders.info, recipe, digests)
+    samples = find_samples(recipe, encoders.info, samples_per_step=samples_per_step, quiet=quiet)
+    of_samples = Encoding.from_recipe(recipe, sampling_encoders, dtype, digests) if sampling_encoders else encoding
     # Prompts are encoded for the checkpoint that generates the samples, captions for the trained one.
     prompts = tuple(_plan_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
@@ -196,12 +196,12 @@ def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationProm
             raise DitLoraError(f"validation.references: {error.filename} cannot be read: {error.strerror}") from error
 
 
-def compute_transformer_digest(checkpoint: CheckpointInfo, recipe: Recipe, digests: Digests) -> str:
+def compute_transformer_digest(info: CheckpointInfo, recipe: Recipe, digests: Digests) -> str:
     """Digest of the transformer's files, or of the settings of its random initialization."""
     scratch = recipe.model.from_scratch
     # A model without files is determined by its settings and the seed.
     if scratch is None:
-        return digests.hash_component(checkpoint.path / checkpoint.part)
+        return digests.hash_component(info.path / info.part)
     return make_entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
 
 

@@ -13,12 +13,12 @@ from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import CheckpointInfo
 from dit_lora.numerics.dtensors import is_sharded
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_adapter_files
 
 
-def find_other_expert_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
+def find_other_expert_adapter(recipe: Recipe, info: CheckpointInfo) -> Path | None:
     """The adapter file that `validation.other_expert` names; None if it names none.
 
     Raises `DitLoraError` if it has no adapter of the other expert, for example because it was trained on this one.
@@ -26,7 +26,7 @@ def find_other_expert_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | 
     location = recipe.validation.other_expert
     if location is None:
         return None
-    (other_part,) = (part for part in checkpoint.expert_names if part != checkpoint.part)
+    (other_part,) = (part for part in info.expert_names if part != info.part)
     files = find_adapter_files(resolve_result_folder(location, (ADAPTER_FILE, *EXPERT_FILE_PATTERNS)))
     # Each adapter file's metadata name the expert it was trained on.
     parts = {read_run_metadata(file).get("part"): file for file in files}
@@ -34,7 +34,7 @@ def find_other_expert_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | 
         parts_text = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())
         raise DitLoraError(
             f"validation.other_expert: {location} has no adapter of {other_part} "
-            f"({checkpoint.expert_names[other_part]}), while this run trains {checkpoint.part}: "
+            f"({info.expert_names[other_part]}), while this run trains {info.part}: "
             f"{parts_text or 'it has none at all'}"
         )
     return parts[other_part]
@@ -42,13 +42,13 @@ def find_other_expert_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | 
 
 @contextmanager
 def use_both_experts(
-    pipeline: Any, checkpoint: Checkpoint, trained_expert: nn.Module, adapter: Path | None
+    pipeline: Any, info: CheckpointInfo, trained_expert: nn.Module, adapter: Path | None
 ) -> Iterator[None]:
     """Let a pipeline denoise with both experts, with only one of them on the device at a time.
 
     The other gets its `adapter`, if given. The trained one stays where it is if it is sharded or on several devices.
     """
-    names = [part for part in checkpoint.expert_names if part != checkpoint.part]
+    names = [part for part in info.expert_names if part != info.part]
     if not names:
         yield
         return

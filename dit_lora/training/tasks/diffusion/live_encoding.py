@@ -35,7 +35,7 @@ ReadResult = tuple[Tensors, str | None]
 
 
 def build_live_clips(
-    session: Session, checkpoint: Encoders, plan: Plan, planned_samples: Sequence[PlannedSample]
+    session: Session, encoders: Encoders, plan: Plan, planned_samples: Sequence[PlannedSample]
 ) -> "LiveClips":
     """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
     samples = {planned.video.key: (planned.sample, False) for planned in planned_samples}
@@ -46,8 +46,8 @@ def build_live_clips(
     return LiveClips(
         tuple(planned.entry for planned in planned_samples),
         plan.empty.key,
-        LiveVideos(Decoder(plan.encoding, samples), checkpoint.load_video_encoder(*dtype_and_device, memory)),
-        LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*dtype_and_device)),
+        LiveVideos(Decoder(plan.encoding, samples), encoders.load_video_encoder(*dtype_and_device, memory)),
+        LiveTexts({job.key: job for job in texts}, encoders.load_text_encoder(*dtype_and_device)),
     )
 
 

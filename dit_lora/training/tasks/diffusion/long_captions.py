@@ -13,9 +13,9 @@ from dit_lora.training.session.session import Session
 _LIBRARY_WARNINGS = ("Token indices sequence length is longer", "The following part of your input was")
 
 
-def report_cut_captions(session: Session, checkpoint: Encoders, clips: Sequence[Clip]) -> None:
+def report_cut_captions(session: Session, encoders: Encoders, clips: Sequence[Clip]) -> None:
     """Log how many captions are cut off, and one of their samples; nothing if none is."""
-    limit = checkpoint.load_text_limit()
+    limit = encoders.load_text_limit()
     if limit is None or not session.is_main:
         return
     lengths = count_caption_tokens(clips, limit.tokenizer)

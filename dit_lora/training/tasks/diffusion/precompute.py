@@ -57,13 +57,19 @@ def precompute(
     recipe, accelerator = session.recipe, session.accelerator
     _require_validation_files(recipe.validation)
     # Before the sources are read: it writes one of them.
-    generate_prior(session, checkpoint)
+    generate_prior(session, checkpoint.sampler)
     quiet = not accelerator.is_local_main_process
+    sampling_encoders = None if sampling_checkpoint is None else sampling_checkpoint.encoders
     # The other processes find the digests cached.
     with accelerator.local_main_process_first():
         dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(
-            recipe, checkpoint, dtype, samples_per_step=group, quiet=quiet, sampling_checkpoint=sampling_checkpoint
+            recipe,
+            checkpoint.encoders,
+            dtype,
+            samples_per_step=group,
+            quiet=quiet,
+            sampling_encoders=sampling_encoders,
         )
     sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
     # Tiling may not suit these sizes: refuse it before hours of encoding.
@@ -84,16 +90,16 @@ def precompute(
     header_problems = find_header_problems([planned.sample for planned in uncached], recipe, quiet=quiet)
     rejects.add({**plan.rejected, **header_problems})
     if recipe.data.precompute:
-        clips = _fill_caches(session, checkpoint, plan, rejects, videos, sampling_checkpoint)
+        clips = _fill_caches(session, checkpoint.encoders, plan, rejects, videos, sampling_encoders)
     else:
         if not plan.shares_text_encoder:
             raise DitLoraError(
                 "validation.model has another text encoder than model.path, which data.precompute: false would keep "
                 "in memory beside it; set data.precompute to true"
             )
-        report_cut_captions(session, checkpoint, [planned.sample.clip for planned in plan.planned_samples])
+        report_cut_captions(session, checkpoint.encoders, [planned.sample.clip for planned in plan.planned_samples])
         planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
-        clips = build_live_clips(session, checkpoint, plan, planned_samples)
+        clips = build_live_clips(session, checkpoint.encoders, plan, planned_samples)
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
     raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
@@ -149,11 +155,11 @@ def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
 
 def _fill_caches(
     session: Session,
-    checkpoint: Encoders,
+    encoders: Encoders,
     plan: Plan,
     rejects: Rejects,
     videos: TensorCache,
-    sampling_checkpoint: Encoders | None,
+    sampling_encoders: Encoders | None,
 ) -> EncodedClips:
     """Fill the caches with all missing entries; returns the training set that reads them. Collective."""
     # Texts first: their encoder is freed before the VAE is loaded, because both may not fit.
@@ -168,10 +174,10 @@ def _fill_caches(
     uncached = set(texts.find_missing([planned.text.key for planned in planned_samples]))
     clips = [planned.sample.clip for planned in planned_samples if planned.text.key in uncached]
     with suppress_length_warnings():
-        report_cut_captions(session, checkpoint, clips)
-        bad = _fill_cache(session, texts, jobs, checkpoint.load_text_encoder, "caption")
-        if not is_own and sampling_checkpoint is not None:
-            bad |= _fill_cache(session, texts, prompt_jobs, sampling_checkpoint.load_text_encoder, "prompt")
+        report_cut_captions(session, encoders, clips)
+        bad = _fill_cache(session, texts, jobs, encoders.load_text_encoder, "caption")
+        if not is_own and sampling_encoders is not None:
+            bad |= _fill_cache(session, texts, prompt_jobs, sampling_encoders.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     raise_on_all_ranks(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     failed = {
@@ -182,7 +188,7 @@ def _fill_caches(
 
     jobs = [job for planned in planned_samples for job in planned.videos]
     # The second encoder: the text encoder has been freed.
-    load = partial(checkpoint.load_video_encoder, memory=VaeMemory.from_config(session.recipe.data))
+    load = partial(encoders.load_video_encoder, memory=VaeMemory.from_config(session.recipe.data))
     bad = _fill_cache(session, videos, jobs, load, "clip")
     close_sound()
     failed = {

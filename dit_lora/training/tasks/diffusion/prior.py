@@ -22,7 +22,7 @@ from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 
 
-def generate_prior(session: Session, checkpoint: Sampler) -> None:
+def generate_prior(session: Session, sampler: Sampler) -> None:
     """Fill the folder of each source with `generate` with that many samples of its caption. Collective.
 
     The main process samples with the unpatched pipeline, in the recipe's shape and with the steps and guidance of
@@ -31,20 +31,20 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
-    if checkpoint.references is not None and checkpoint.references.min_count:
+    if sampler.info.references is not None and sampler.info.references.min_count:
         raise DitLoraError(
-            f"data.sources: generate: {checkpoint.path.name} makes pictures from references, which a generated source "
-            "has none of; remove it"
+            f"data.sources: generate: {sampler.info.path.name} makes pictures from references, which a generated "
+            "source has none of; remove it"
         )
     (missing_samples,) = broadcast_object_list([_run_on_main(session, partial(_find_missing_samples, session))])
-    sampler = _PriorSampler(session, checkpoint)
+    prior_sampler = _PriorSampler(session, sampler)
     is_quiet = not session.is_main or not missing_samples
     bar = tqdm(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet, dynamic_ncols=True)
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
-        _run_on_main(session, partial(sampler.write_prior_sample, number, index))
+        _run_on_main(session, partial(prior_sampler.write_prior_sample, number, index))
     # Its pipeline must be freed before other models are loaded.
-    del sampler
+    del prior_sampler
     free_memory()
 
 
@@ -90,12 +90,12 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class _PriorSampler:
     session: Session
-    checkpoint: Sampler
+    sampler: Sampler
 
     @cached_property
     def pipeline(self) -> Any:
-        pipeline = self.checkpoint.pipeline(self.session.precision.dtype)
-        self.checkpoint.move_to_device(pipeline, self.session.accelerator.device)
+        pipeline = self.sampler.pipeline(self.session.precision.dtype)
+        self.sampler.move_to_device(pipeline, self.session.accelerator.device)
         VaeMemory.from_config(self.session.recipe.data).apply(pipeline.vae)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -111,9 +111,9 @@ class _PriorSampler:
             derive_seed(recipe.train.seed, "prior", source_index, sample_index) & 0xFFFFFFFF,
             fps=recipe.data.fps,
         )
-        prompt_kwargs = self.checkpoint.prompt_kwargs(source.caption or "")
+        prompt_kwargs = self.sampler.prompt_kwargs(source.caption or "")
         # (F, H, W, 3) frames, and the sound if the model has any.
-        video, sound = self.checkpoint.generate_with_sound(self.pipeline, prompt_kwargs, sampling)
+        video, sound = self.sampler.generate_with_sound(self.pipeline, prompt_kwargs, sampling)
         # NaN becomes black in a picture.
         if video.min() == video.max():
             raise DitLoraError(

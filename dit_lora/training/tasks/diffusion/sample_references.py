@@ -27,31 +27,31 @@ class BucketedSample:
     """Seconds from the clip's first frame."""
 
 
-def require_usable_references(checkpoint: CheckpointInfo, clips: Sequence[Clip]) -> None:
+def require_usable_references(info: CheckpointInfo, clips: Sequence[Clip]) -> None:
     """Raise `DitLoraError` if all data lack references that the model needs, or have some that it does not take."""
-    supported = checkpoint.references
+    supported = info.references
     with_some = [clip for clip in clips if clip.references]
     if supported is None and with_some:
         raise DitLoraError(
-            f"{checkpoint.path.name} takes no references, and {len(with_some)} of {len(clips)} samples have some, "
+            f"{info.path.name} takes no references, and {len(with_some)} of {len(clips)} samples have some, "
             f"such as {with_some[0].id}; take a model that edits, or set data.reference_columns to [] to leave them "
             "out"
         )
     if supported is not None and supported.min_count and clips and not with_some:
         raise DitLoraError(
-            f"{checkpoint.path.name} makes a picture from references, and no sample has any; give them in a column "
+            f"{info.path.name} makes a picture from references, and no sample has any; give them in a column "
             "`references` of metadata.jsonl, in data.reference_columns, or in data.reference_folders"
         )
 
 
 def add_reference_shapes(
-    samples: Sequence[BucketedSample], checkpoint: CheckpointInfo, read_headers: ReadHeaders
+    samples: Sequence[BucketedSample], info: CheckpointInfo, read_headers: ReadHeaders
 ) -> tuple[tuple[BucketedSample, ...], dict[str, str]]:
     """Add the references' shapes to the samples; returns them, and the reasons for samples left out, by id.
 
     Sizes are read from headers; nothing is decoded.
     """
-    supported = checkpoint.references
+    supported = info.references
     if supported is None:
         return tuple(samples), {}
     # Each file once: several samples may share a reference.

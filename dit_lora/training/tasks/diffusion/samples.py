@@ -45,7 +45,7 @@ class Samples:
     """Messages about files left out, buckets that the model does not support, and shapes of references."""
 
 
-def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> Samples:
+def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> Samples:
     """Read the sources, and headers if shapes depend on them; decodes nothing.
 
     With a single shape, headers are left to `find_header_problems`.
@@ -61,17 +61,17 @@ def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step
         for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
-    require_usable_references(checkpoint, clips)
+    require_usable_references(info, clips)
     # A single shape needs no headers: these are read later, and only for files that are not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.from_data(data)
         plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
-        fitting, unfit = add_reference_shapes(plain_samples, checkpoint, _make_header_reader(recipe, quiet))
+        fitting, unfit = add_reference_shapes(plain_samples, info, _make_header_reader(recipe, quiet))
         advice = advise_on_references([sample.shape for sample in fitting], samples_per_step)
         lines = (*sources.notes, *advice)
         return Samples(fitting, rejected | unfit, (shape,), tuple(sources.clips), notes=lines)
     notes = list(sources.notes)
-    shapes = list_buckets(data, checkpoint.size_multiple, checkpoint.unsupported_reason, notes.append)
+    shapes = list_buckets(data, info.size_multiple, info.unsupported_reason, notes.append)
     # Size and length, which choose the bucket, are in the header; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placement | DroppedClip]] = []
@@ -91,7 +91,7 @@ def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step
         ]
     # Also on what found no bucket.
     report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
-    fitting, unfit = add_reference_shapes(all_samples, checkpoint, _make_header_reader(recipe, quiet))
+    fitting, unfit = add_reference_shapes(all_samples, info, _make_header_reader(recipe, quiet))
     notes += advise_on_references([sample.shape for sample in fitting], samples_per_step)
     return Samples(fitting, rejected | unfit, shapes, tuple(sources.clips), report, tuple(notes))
 

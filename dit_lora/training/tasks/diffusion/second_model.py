@@ -30,8 +30,8 @@ def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoi
     try:
         # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
         sampling_checkpoint: Checkpoint = get_family(recipe.model.family).open(model)
-        sampling_checkpoint = sampling_checkpoint.with_training_metadata(checkpoint.training_metadata())
-        sampling_checkpoint.check_shape(VideoShape.from_data(recipe.data))
+        sampling_checkpoint = sampling_checkpoint.with_training_metadata(checkpoint.info.training_metadata())
+        sampling_checkpoint.info.check_shape(VideoShape.from_data(recipe.data))
     except DitLoraError as error:
         reason = str(error).removeprefix("model.path: ")
         raise DitLoraError(f"validation.model: {reason}") from error
@@ -66,7 +66,7 @@ def load_sampling_transformer(
     `weights` are the trained weights, unsharded.
     """
     recipe, device = setup.recipe, setup.session.accelerator.device
-    model = sampling_checkpoint.load_transformer(setup.dtype)
+    model = sampling_checkpoint.denoiser.load_transformer(setup.dtype)
     stored = read_stored_loras(recipe, sampling_checkpoint, model, only_under=True)
     # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
     quantize_if_requested(recipe, model, get_family(recipe.model.family).group_patterns)
@@ -91,12 +91,12 @@ def load_sampling_transformer(
 
 
 def _list_differences(checkpoint: Checkpoint, sampling_checkpoint: Checkpoint) -> list[str]:
-    pipelines = [opened.pipeline_class.__name__ for opened in (sampling_checkpoint, checkpoint)]
+    pipelines = [opened.info.pipeline_class.__name__ for opened in (sampling_checkpoint, checkpoint)]
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
     # Compared by key, so that a missing setting counts as a difference.
     sampling_config, trained_config = (
         # Library names and versions are not part of the architecture.
-        {key: value for key, value in opened.transformer_config.items() if not key.startswith("_")}
+        {key: value for key, value in opened.info.transformer_config.items() if not key.startswith("_")}
         for opened in (sampling_checkpoint, checkpoint)
     )
     messages += [

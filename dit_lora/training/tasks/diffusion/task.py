@@ -60,7 +60,7 @@ class DiffusionTask:
             # The result copies these files: refuse one that cannot be copied before training.
             list_checkpoint_files(checkpoint.path)
         # In a run of both experts, the first one's adapter exists by now.
-        find_other_expert_adapter(session.recipe, checkpoint)
+        find_other_expert_adapter(session.recipe, checkpoint.info)
         sampling_checkpoint = open_sampling_checkpoint(session.recipe, checkpoint)
         stored = check_lora_files(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
@@ -81,13 +81,13 @@ class DiffusionTask:
             # With model.from_scratch the weights are random: equal on all ranks and at every start.
             torch.manual_seed(derive_seed(recipe.train.seed, "weights"))
             full = recipe.train.mode == "full"
-            transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
+            transformer = checkpoint.denoiser.load_transformer(torch.float32 if full else dtype)
         report = "full: every weight trains, in fp32"
         if not full:
             stored = read_stored_loras(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT then wraps the quantised layers.
             narrowed = quantize_if_requested(recipe, transformer, family.group_patterns)
-            targets = checkpoint.lora_targets(family.lora_targets)
+            targets = checkpoint.info.lora_targets(family.lora_targets)
             attached = attach_stored_loras(recipe, transformer, stored, targets)
             report = f"{narrowed}{attached}"
         if has_fp16_saturation(transformer):
@@ -98,7 +98,7 @@ class DiffusionTask:
         return transformer, groups, f"{report}\n{patch_kernels(recipe, transformer)}"
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
-        return compute_transformer_digest(checkpoint, recipe, digests)
+        return compute_transformer_digest(checkpoint.info, recipe, digests)
 
     def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         timesteps = recipe.train.timesteps
@@ -128,15 +128,15 @@ class DiffusionTask:
         return {
             **setup.data.adapters,
             **({} if sampling_model is None else {"samples_from": get_public_name(sampling_model)}),
-            "index": setup.checkpoint.index_changes(),
-            **({"part": setup.checkpoint.part} if setup.checkpoint.expert_names else {}),
-            **setup.checkpoint.training_metadata(),
+            "index": setup.checkpoint.info.index_changes(),
+            **({"part": setup.checkpoint.info.part} if setup.checkpoint.info.expert_names else {}),
+            **setup.checkpoint.info.training_metadata(),
             **({"task": setup.recipe.model.task} if setup.recipe.model.task else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 
     def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        timesteps = setup.checkpoint.timestep_range
+        timesteps = setup.checkpoint.denoiser.timestep_range
         return {
             "loss_by_timestep": average_by_timestep(result, timesteps),
             "drawn_by_timestep": count_by_timestep(result, timesteps),
@@ -168,16 +168,16 @@ class DiffusionTask:
         """Write `adapter/` in mode `lora` or `model/` in mode `full`; returns the path that `verify` takes."""
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
-            index = checkpoint.index_changes()
+            index = checkpoint.info.index_changes()
             # Only sharded weights have to be passed on: otherwise the model has all of them.
             gathered = weights if setup.engine.collective_forward else None
             return save_pipeline(
-                setup.transformer, checkpoint.path, folder / "model", metadata, index, gathered, checkpoint.part
+                setup.transformer, checkpoint.path, folder / "model", metadata, index, gathered, checkpoint.info.part
             )
         require_changed_adapter(setup.recipe, checkpoint, setup.transformer, weights)
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
             return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
-        return save_adapter(setup.transformer, checkpoint.pipeline_class, folder / "adapter", metadata, weights)
+        return save_adapter(setup.transformer, checkpoint.info.pipeline_class, folder / "adapter", metadata, weights)
 
 
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:

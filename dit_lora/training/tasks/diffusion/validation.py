@@ -55,7 +55,7 @@ def _build_inputs(setup: Setup[DiffusionTrainingData, Checkpoint]) -> list[tuple
     encoded, checkpoint = setup.data, setup.data.sampling_checkpoint or setup.checkpoint
     return [
         (
-            checkpoint.prompt_kwargs(
+            checkpoint.sampler.prompt_kwargs(
                 _read_embeddings(encoded, key, device), _read_embeddings(encoded, negative, device)
             ),
             Sampling(
@@ -110,8 +110,8 @@ def _write_samples(
             unwritten.append(error)
 
     samplings = [sampling for _, sampling in inputs]
-    write_on_main(copy_references, session.dir / "samples", checkpoint.references, samplings)
-    pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
+    write_on_main(copy_references, session.dir / "samples", checkpoint.info.references, samplings)
+    pipeline = checkpoint.sampler.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer stays where training has it, possibly on several devices; another expert takes turns with it.
         if isinstance(component, nn.Module) and name not in ("transformer", "transformer_2"):
@@ -119,10 +119,10 @@ def _write_samples(
     VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
     bar = tqdm(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=not session.is_main)
-    adapter = find_other_expert_adapter(setup.recipe, setup.checkpoint)
-    with use_both_experts(pipeline, checkpoint, transformer, adapter):
+    adapter = find_other_expert_adapter(setup.recipe, setup.checkpoint.info)
+    with use_both_experts(pipeline, checkpoint.info, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
-            video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
+            video, sound = checkpoint.sampler.generate_with_sound(pipeline, prompt_kwargs, sampling)
             sound_problem = find_sound_fault(sound)
             # A broken sound costs the sound, not the picture.
             if sound_problem:

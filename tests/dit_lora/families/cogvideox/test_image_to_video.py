@@ -64,7 +64,7 @@ def random_batch(encodings: int = 1 + NOISED) -> dict[str, torch.Tensor]:
 def losses(checkpoint: Any, batch: dict[str, torch.Tensor], frames: int) -> tuple[Recorder, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     model = Recorder(torch.randn(3, frames, 4, 8, 12, generator=g))
-    return model, checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS)).losses
+    return model, checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS)).losses
 
 
 def noised_latents(path: Path, batch: dict[str, torch.Tensor], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +138,7 @@ def test_only_1_5_is_given_an_offset_and_it_is_two(tiny_checkpoints: dict[str, P
 
 @pytest.mark.parametrize(("variant", "tokens"), [("cogvideox-5b-i2v", 226), ("cogvideox-1.5", 224)])
 def test_captions_are_as_long_as_the_config_says(tiny_checkpoints: dict[str, Path], variant: str, tokens: int) -> None:
-    encode = open_checkpoint(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
+    encode = open_checkpoint(tiny_checkpoints[variant]).encoders.load_text_encoder(torch.float32, CPU)
     assert encode(["a"])["prompt_embeds"].shape == (1, tokens, 32)
 
 
@@ -159,7 +159,7 @@ def test_images_are_left_out_for_some_samples_each_by_itself(
             "prompt_embeds": torch.zeros(size, 1, 1),
         }
         model = Recorder(torch.zeros(1, 1, 1, 1, 1))
-        checkpoint.losses(model, batch, RandomStreams(SEED, draws))
+        checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, draws))
         images = model.asked["hidden_states"][:, 0, 4:].flatten(1)
         assert ((images == 0).all(1) | (images > 0.69).all(1)).all()
         return images[:, 0] != 0
@@ -181,7 +181,7 @@ def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(tiny_checkpoints:
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
     pixels, image = frames_and_image()
     first_frame = image if own else pixels[0]
-    encode = open_checkpoint(path).load_video_encoder(torch.float32, CPU)
+    encode = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)
     encoded = encode(pixels, image if own else None)
     assert encoded["latent_mean"].shape == (4, 3, 8, 12)
     assert encoded["image_latent_mean"].shape == encoded["image_latent_logvar"].shape
@@ -227,7 +227,7 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
 
     monkeypatch.setattr(AutoencoderKLCogVideoX, "encode", spy)
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
-    encoder = open_checkpoint(path).load_video_encoder(torch.float32, CPU)
+    encoder = open_checkpoint(path).encoders.load_video_encoder(torch.float32, CPU)
     g, logs = torch.Generator().manual_seed(3), []
     for _ in range(40):
         pixels = torch.randint(0, 256, (1, 3, 32, 48), generator=g).to(torch.uint8)
@@ -308,9 +308,9 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
     Image.new("RGB", (96, 64), "red").save(picture)
     sampling = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
-        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, sampling)
+        open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).sampler.generate(None, {}, sampling)
     with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
-        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(None, {}, replace(sampling, image=picture))
+        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).sampler.generate(None, {}, replace(sampling, image=picture))
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-1.5", "cogvideox-1.5-i2v"])
@@ -320,9 +320,9 @@ def test_a_sample_has_the_frames_asked_for(tiny_checkpoints: dict[str, Path], tm
     Image.new("RGB", (300, 100), "red").save(picture)
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     image = picture if variant.endswith("i2v") else None
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     sampling = Sampling(VideoShape(9, 32, 48), 1, 1.0, 0, image)
-    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a"), sampling)
+    video = checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a"), sampling)
     assert video.shape == (9, 32, 48, 3)
 
 
@@ -332,13 +332,13 @@ def test_from_scratch_changes_what_shapes_and_positions_follow(
     path = tiny_checkpoints["cogvideox-1.5"]
     checkpoint = open_checkpoint(path, from_scratch={"num_layers": 1, "sample_height": 4})
     torch.manual_seed(0)
-    transformer = checkpoint.load_transformer(torch.float32)
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     assert len(transformer.transformer_blocks) == 1
     torch.manual_seed(1)
-    other_transformer = checkpoint.load_transformer(torch.float32)
+    other_transformer = checkpoint.denoiser.load_transformer(torch.float32)
     assert not torch.equal(transformer.proj_out.weight, other_transformer.proj_out.weight)
     with pytest.raises(DitLoraError, match="height can be 32 at most"):
-        checkpoint.check_shape(VideoShape(9, 48, 96))
+        checkpoint.info.check_shape(VideoShape(9, 48, 96))
     with pytest.raises(DitLoraError, match=r"does not know\n  - depth"):
         open_checkpoint(path, from_scratch={"depth": 1})
     with pytest.raises(DitLoraError, match="in_channels must be 4; got 8"):
@@ -361,7 +361,9 @@ def test_configs_that_leave_out_what_came_later_are_read(tiny_checkpoints: dict[
         del config[name]
     file.write_text(json.dumps(config))
     checkpoint = open_checkpoint(path)
-    checkpoint.check_shape(VideoShape(9, 64, 96))
+    checkpoint.info.check_shape(VideoShape(9, 64, 96))
     batch = {name: tensor for name, tensor in random_batch().items() if "image" not in name}
-    output = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(
+        checkpoint.denoiser.load_transformer(torch.float32), batch, RandomStreams(SEED, POSITIONS)
+    )
     assert torch.isfinite(output.losses).all()

@@ -95,7 +95,7 @@ def test_a_small_table_is_guided_with_its_own_null_row(tmp_path: Path) -> None:
     """The stock pipeline asks for row 1000, which is not there."""
     build_tiny_checkpoint("dit-tiny", tmp_path / "small", num_classes=6)
     checkpoint = get_family("dit").open(ModelConfig(family="dit", path=str(tmp_path / "small")))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     assert type(pipeline) is classes.DiTPipeline
     pipeline.set_progress_bar_config(disable=True)
     recorded_labels: list[torch.Tensor] = []
@@ -159,8 +159,8 @@ def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
     values["validation"]["prompts"] = ["goldfish"]
     checkpoint = opened(values)
     assert checkpoint.trained_classes.count == 1000
-    assert checkpoint.index_changes() == {}
-    labels = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))(["tabby cat", "3", ""])
+    assert checkpoint.info.index_changes() == {}
+    labels = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))(["tabby cat", "3", ""])
     assert labels["class_labels"].tolist() == [281, 3, 1000]
     assert labels["class_labels"].dtype is torch.int64
 
@@ -170,7 +170,7 @@ def test_a_label_outside_the_table_is_refused(values: Values) -> None:
     values["data"]["classes"] = [name for name in NEW if name != "green disc"]
     checkpoint = opened(values)
     assert checkpoint.trained_classes.count == 1005
-    encode = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))
     with pytest.raises(DitLoraError, match=r"dit-tiny has no class 'green disc'; it has"):
         encode(["red disc", "green disc"])
 

@@ -121,7 +121,7 @@ def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -
     batch: Batch = {**latent, "class_labels": torch.arange(size) * 3}
 
     def forward() -> Any:
-        return checkpoint.losses(model, batch, RandomStreams(0, range(size)))
+        return checkpoint.denoiser.losses(model, batch, RandomStreams(0, range(size)))
 
     replayed = fake_batch((), 0, 0, 0, batch, forward, lambda _: replayed)
     switch = Fallback("kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference")
@@ -136,7 +136,7 @@ def test_preflight_names_the_kernel_and_where_it_is_wrong(tiny_checkpoints: dict
     checkpoint: Any = get_family("dit").open(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = checkpoint.load_transformer(torch.float32).requires_grad_(True)
+        model = checkpoint.denoiser.load_transformer(torch.float32).requires_grad_(True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = mix_rows(model)
     fault = difference(checkpoint, model, state, size=4)

@@ -35,7 +35,7 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Pat
         assert match, name
         assert PUBLISHED.fullmatch(match[1]), name
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     expected = deltas(adapter.model)
     assert len(expected) == 4 * 8 + 8

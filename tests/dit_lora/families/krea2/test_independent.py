@@ -43,18 +43,18 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
 ) -> None:
     path, generator = tiny_checkpoints["krea2-raw"], torch.Generator().manual_seed(6)
     checkpoint = get_family("krea2").open(ModelConfig(family="krea2", path=str(path)))
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     encodings = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([encoding[name] for encoding in encodings]) for name in encodings[0]}
     batch |= encode_text(CAPTIONS)
     # Of the checkpoint's own density, as it is drawn.
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draw_functions(batch).items()}
+    noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
     with torch.no_grad():
-        transformer = checkpoint.load_transformer(torch.float32)
+        transformer = checkpoint.denoiser.load_transformer(torch.float32)
         ahead = RandomInputs(0, (0, 1, 2), noise)
-        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
+        ours = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         theirs = losses_by_diffusers(path, torch.cat(pictures), noise)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -57,7 +57,7 @@ def turbo(raw: Path, tmp_path: Path) -> Path:
 
 def batch_of(checkpoint: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Captions of other lengths, on 4 x 6 latents."""
-    text: dict[str, torch.Tensor] = checkpoint.load_text_encoder(dtype, CPU)(CAPTIONS)
+    text: dict[str, torch.Tensor] = checkpoint.encoders.load_text_encoder(dtype, CPU)(CAPTIONS)
     return {"latent_mean": torch.zeros(len(CAPTIONS), 16, 1, 4, 6), **text}
 
 
@@ -70,10 +70,10 @@ def test_pads_in_the_middle_are_cut_to_the_longest_caption(raw: Path) -> None:
     """A caption keeps its tokens in their order, the closing ones behind it; what is between is masked."""
     checkpoint, model = opened(raw), Asked()
     batch = batch_of(checkpoint)
-    lengths = [len(checkpoint.load_text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS]
+    lengths = [len(checkpoint.encoders.load_text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS]
     assert min(lengths) == 0
     assert len(set(lengths)) == 3
-    checkpoint.predict(model, noisy_of(batch), torch.full((3,), 500.0), batch)
+    checkpoint.denoiser.predict(model, noisy_of(batch), torch.full((3,), 500.0), batch)
     text, mask = model.asked["encoder_hidden_states"], model.asked["encoder_attention_mask"]
     assert mask.dtype is torch.bool
     assert text.shape == (3, max(lengths) + 5, 3, 16)
@@ -89,7 +89,7 @@ def test_pads_in_the_middle_are_cut_to_the_longest_caption(raw: Path) -> None:
 def test_one_caption_needs_no_mask(raw: Path) -> None:
     checkpoint, model = opened(raw), Asked()
     batch = {name: tensor[:1] for name, tensor in batch_of(checkpoint).items()}
-    checkpoint.predict(model, noisy_of(batch), torch.full((1,), 500.0), batch)
+    checkpoint.denoiser.predict(model, noisy_of(batch), torch.full((1,), 500.0), batch)
     assert model.asked["encoder_attention_mask"] is None
     unpadded = batch["prompt_embeds"][batch["prompt_embeds_mask"]]
     assert torch.equal(model.asked["encoder_hidden_states"][0], unpadded)
@@ -97,10 +97,10 @@ def test_one_caption_needs_no_mask(raw: Path) -> None:
 
 def test_what_is_cut_changes_rounding_alone(raw: Path) -> None:
     checkpoint = opened(raw)
-    batch, transformer = batch_of(checkpoint), checkpoint.load_transformer(torch.float32)
+    batch, transformer = batch_of(checkpoint), checkpoint.denoiser.load_transformer(torch.float32)
     noisy, timesteps = noisy_of(batch), torch.tensor([20.0, 480.0, 901.0])
     with torch.no_grad():
-        ours = checkpoint.predict(transformer, noisy, timesteps, batch)
+        ours = checkpoint.denoiser.predict(transformer, noisy, timesteps, batch)
         stock = transformer(
             hidden_states=noisy,
             encoder_hidden_states=batch["prompt_embeds"],
@@ -125,7 +125,7 @@ def test_the_mask_alone_stays_on_the_host(raw: Path) -> None:
     batch = Batch(("a", "b", "c"), (1, 2, 3), tensors).to(META)
     assert {n for n, t in batch.tensors.items() if t.device != META} == {"prompt_embeds_mask"}
     noisy = noisy_of(tensors).to(META)
-    checkpoint.predict(model, noisy, torch.zeros(3, device=META), batch.tensors)
+    checkpoint.denoiser.predict(model, noisy, torch.zeros(3, device=META), batch.tensors)
     devices = {n: t.device for n, t in model.asked.items() if isinstance(t, torch.Tensor)}
     assert set(devices.values()) == {META}
     assert "encoder_attention_mask" in devices
@@ -144,15 +144,15 @@ def calls_of(pipeline: Any) -> list[dict[str, Any]]:
 def test_time_is_rounded_after_it_is_divided(raw: Path) -> None:
     """In bf16, as the pipeline has it; the other order gives other numbers."""
     checkpoint, model = opened(raw), Asked()
-    pipeline = checkpoint.pipeline(torch.bfloat16)
+    pipeline = checkpoint.sampler.pipeline(torch.bfloat16)
     calls = calls_of(pipeline)
     sampling = Sampling(VideoShape(1, 32, 48), 7, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
+    checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red disc"), sampling)
     timesteps = pipeline.scheduler.timesteps
     batch = {n: t[:1] for n, t in batch_of(checkpoint, torch.bfloat16).items()}
     assert len(calls) == 7
     for call, timestep in zip(calls, timesteps, strict=True):
-        checkpoint.predict(model, noisy_of(batch), timestep[None], batch)
+        checkpoint.denoiser.predict(model, noisy_of(batch), timestep[None], batch)
         assert model.asked["timestep"].dtype is torch.bfloat16
         assert torch.equal(model.asked["timestep"], call["timestep"])
     assert not torch.equal(timesteps.bfloat16() / 1000, (timesteps / 1000).bfloat16())
@@ -165,11 +165,11 @@ def test_noise_levels_are_shifted_as_the_pipeline_samples(
 ) -> None:
     """Raw's shift goes by the image's tokens; Turbo's is alike at every size."""
     checkpoint = opened(request.getfixturevalue(kind))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     calls = calls_of(pipeline)
     sampling = Sampling(shape, 5, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
-    shift = checkpoint.compute_shift(torch.Size([16, 1, shape.height // 8, shape.width // 8]))
+    checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs("a red disc"), sampling)
+    shift = checkpoint.denoiser.compute_shift(torch.Size([16, 1, shape.height // 8, shape.width // 8]))
     levels = torch.linspace(1, 1 / 5, 5)
     expected = shift * levels / (1 + (shift - 1) * levels)
     sampled = torch.cat([call["timestep"] for call in calls])
@@ -180,13 +180,13 @@ def test_noise_levels_are_shifted_as_the_pipeline_samples(
 def test_guidance_adds_to_the_prediction_and_0_is_off(raw: Path) -> None:
     """A prompt's tensors are given with those of the empty one, as validation does."""
     checkpoint = opened(raw)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     text, empty = encode(["a red disc"]), encode([""])
-    conditions = checkpoint.prompt_kwargs(text, empty)
+    conditions = checkpoint.sampler.prompt_kwargs(text, empty)
     for scale, calls_per_step in ((0.0, 1), (0.5, 2)):
-        pipeline = checkpoint.pipeline(torch.float32, text=False)
+        pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
         calls = calls_of(pipeline)
-        checkpoint.generate(pipeline, conditions, Sampling(VideoShape(1, 32, 48), 3, scale, 0))
+        checkpoint.sampler.generate(pipeline, conditions, Sampling(VideoShape(1, 32, 48), 3, scale, 0))
         assert len(calls) == 3 * calls_per_step
         if calls_per_step == 2:
             assert torch.equal(calls[1]["encoder_hidden_states"], empty["prompt_embeds"])
@@ -194,7 +194,7 @@ def test_guidance_adds_to_the_prediction_and_0_is_off(raw: Path) -> None:
 
 
 def test_norms_stay_in_fp32(raw: Path) -> None:
-    transformer = opened(raw).load_transformer(torch.bfloat16)
+    transformer = opened(raw).denoiser.load_transformer(torch.bfloat16)
     dtypes: dict[torch.dtype, set[str]] = {}
     for name, parameter in transformer.named_parameters():
         kind = name.split(".")[-2] if name.endswith(".weight") else name.split(".")[-1]

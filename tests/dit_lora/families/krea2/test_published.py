@@ -68,8 +68,8 @@ def counted(config: dict[str, Any]) -> int:
 def attached(checkpoint: Any, targets: tuple[str, ...]) -> tuple[Any, set[str]]:
     """The report, and the names of the layers that have an adapter."""
     with torch.device("meta"):
-        config = checkpoint.transformer_config
-        model = checkpoint.transformer_class.from_config(config).requires_grad_(False)
+        config = checkpoint.info.transformer_config
+        model = checkpoint.denoiser.transformer_class.from_config(config).requires_grad_(False)
         report = attach_lora(model, LoraConfig(rank=16), targets, seed=0)
     return report, {n for n, m in model.named_modules() if hasattr(m, "lora_A")}
 
@@ -94,7 +94,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
 
 def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> None:
     """The layers are those of 28 blocks and four of the text fusion; the feed-forward's gate is another layer."""
-    report, names = attached(checkpoint, checkpoint.lora_targets(FAMILY.lora_targets))
+    report, names = attached(checkpoint, checkpoint.info.lora_targets(FAMILY.lora_targets))
     blocks = [f"transformer_blocks.{i}" for i in range(28)]
     blocks += [f"text_fusion.{kind}_blocks.{i}" for kind in ("layerwise", "refiner") for i in (0, 1)]
     assert names == {f"{block}.attn.{layer}" for block in blocks for layer in ATTENTION}
@@ -113,7 +113,7 @@ def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> 
 
 
 def test_a_caption_takes_thirty_mebibytes_of_the_cache(checkpoint: Any, tmp_path: Path) -> None:
-    spec = checkpoint.text_spec(torch.bfloat16)
+    spec = checkpoint.encoders.text_spec(torch.bfloat16)
     tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")
     cache.write_entries([encode_entry("a" * 64, tensors, sample="one", facts={})])
@@ -126,7 +126,7 @@ def test_a_caption_takes_thirty_mebibytes_of_the_cache(checkpoint: Any, tmp_path
 
 def test_the_text_encoder_has_the_layers_that_the_transformer_takes(checkpoint: Any) -> None:
     text = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["text_config"]
-    transformer_config = checkpoint.transformer_config
+    transformer_config = checkpoint.info.transformer_config
     assert transformer_config["text_hidden_dim"] == text["hidden_size"]
     assert len(checkpoint.text_encoder_layers) == transformer_config["num_text_layers"]
     assert max(checkpoint.text_encoder_layers) <= text["num_hidden_layers"]

@@ -159,8 +159,8 @@ def test_our_loss_is_that_of_diffusers_modules(
     checkpoint = for_recipe(path, model={"task": kind}, data={"sound": with_sound})
     generator = torch.Generator().manual_seed(7)
     pixels = torch.stack([pixels_of(SHAPE, generator) for _ in CAPTIONS])
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     rows = [
         encode_video(clip) | {name: t[0] for name, t in encode_text([caption]).items()}
         for clip, caption in zip(pixels, CAPTIONS, strict=True)
@@ -170,9 +170,9 @@ def test_our_loss_is_that_of_diffusers_modules(
     if sound is not None:
         batch["audio_latent_mean"] = sound
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
     with torch.no_grad():
-        ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
+        ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, kind, pixels, random_inputs, sound)
     assert len(set(random_inputs["timestep"].tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
@@ -185,7 +185,7 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     """In fp64, for every weight; image-to-video has timesteps of 0 at the tokens of the first frame."""
     path = tiny_checkpoints[variant]
     checkpoint = for_recipe(path, model={"task": kind}, data={"sound": True, "image_dropout": 0.0})
-    model = checkpoint.load_transformer(torch.float32).double().requires_grad_(True)
+    model = checkpoint.denoiser.load_transformer(torch.float32).double().requires_grad_(True)
     batch = batch_of(checkpoint, sound=True)
     batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
     rows, _, *grid = batch["latent_mean"].shape
@@ -196,10 +196,10 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     )
     sigma, sound_sigma = torch.tensor([950.0, 400.0, 30.0]), torch.tensor([120.0, 700.0, 990.0])
     batch |= {"audio_noisy": noisy_sound, "audio_timestep": sound_sigma}
-    random_inputs = RandomStreams(3, [1, 2, 3]).draw_tensors(checkpoint.draw_functions(batch), CPU)
-    timesteps = checkpoint.token_timesteps(sigma, batch, random_inputs)
+    random_inputs = RandomStreams(3, [1, 2, 3]).draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
+    timesteps = checkpoint.denoiser.conditioning.token_timesteps(sigma, batch, random_inputs)
     assert (timesteps.ndim == 2) == (kind == "i2v")
-    ours = checkpoint.predict_velocities(model, noisy, sigma, batch, random_inputs)
+    ours = checkpoint.denoiser.predict_velocities(model, noisy, sigma, batch, random_inputs)
     theirs = velocities_by_vendor(
         model,
         video=Modality(noisy, batch["prompt_embeds"], timesteps, sigma),

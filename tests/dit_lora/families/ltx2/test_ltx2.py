@@ -41,10 +41,10 @@ class Recorder(torch.nn.Module):
 def test_video_alone_depends_on_no_bit_of_sound(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """One token of zeros, or many of other values at another time with another text: the same video."""
     checkpoint = opened(tiny_checkpoints[variant])
-    model = Recorder(checkpoint.load_transformer(torch.float32))
+    model = Recorder(checkpoint.denoiser.load_transformer(torch.float32))
     batch = batch_of(checkpoint)
     noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))
-    video = checkpoint.predict(model, noisy, torch.tensor([40.0, 500.0, 999.0]), batch)
+    video = checkpoint.denoiser.predict(model, noisy, torch.tensor([40.0, 500.0, 999.0]), batch)
     (kwargs,) = model.calls
     assert kwargs["audio_hidden_states"].shape == (3, 1, 16)
     changed_sound = {
@@ -64,13 +64,13 @@ def test_text_is_cut_to_the_batchs_longest_where_it_is_masked(
 ) -> None:
     """The connectors return a mask of ones (Diffusers 0.42.1): all tokens are seen, padding and registers too."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
-    model, batch = Recorder(checkpoint.load_transformer(torch.float32)), batch_of(checkpoint)
+    model, batch = Recorder(checkpoint.denoiser.load_transformer(torch.float32)), batch_of(checkpoint)
     noisy = torch.randn(3, 3 * 2 * 3, 8, generator=torch.Generator().manual_seed(1))
     timesteps, lengths = torch.tensor([40.0, 500.0, 999.0]), [5, 30, 17]
-    checkpoint.predict(model, noisy, timesteps, batch)
+    checkpoint.denoiser.predict(model, noisy, timesteps, batch)
     for row, length in zip(batch["prompt_attention_mask"], lengths, strict=True):
         row[length:] = 0
-    prediction = checkpoint.predict(model, noisy, timesteps, batch)
+    prediction = checkpoint.denoiser.predict(model, noisy, timesteps, batch)
     free, kwargs = model.calls
     assert free["encoder_attention_mask"] is None
     assert free["encoder_hidden_states"].shape[1] == 1024
@@ -87,16 +87,16 @@ def test_cached_text_depends_on_the_connectors(tiny_checkpoints: dict[str, Path]
     first_checkpoint, second = (opened(tiny_checkpoints[name]) for name in ("ltx-2", "ltx-2.3"))
     for checkpoint in (first_checkpoint, second):
         folder = checkpoint.path / "connectors"
-        assert checkpoint.text_cache_key()["connectors"] == folder
+        assert checkpoint.encoders.text_cache_key()["connectors"] == folder
         (encoded,) = ({n: t[0] for n, t in e.items()} for e in [_encoded(checkpoint)])
-        spec = checkpoint.text_spec(torch.float32)
+        spec = checkpoint.encoders.text_spec(torch.float32)
         assert {n: (t.shape, t.dtype) for n, t in encoded.items()} == spec
         # Registers stand in the place of pads: nothing is masked.
         assert encoded["prompt_attention_mask"].all()
 
 
 def _encoded(checkpoint: Any) -> dict[str, torch.Tensor]:
-    return checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
+    return checkpoint.encoders.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -107,15 +107,17 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
     """Behind the connectors, without text encoder and connectors; and the calls of one step."""
     checkpoint = opened(tiny_checkpoints[variant])
     sampling = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
-    full_pipeline, textless_pipeline = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
+    full_pipeline, textless_pipeline = (
+        checkpoint.sampler.pipeline(torch.float32, text=text) for text in (True, False)
+    )
     assert textless_pipeline.text_encoder is None
     assert textless_pipeline.connectors is None
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     tensors, empty = encode([CAPTIONS[1]]), encode([""])
     samples, calls = [], []
     for pipeline, conditions in (
-        (full_pipeline, checkpoint.prompt_kwargs(CAPTIONS[1])),
-        (textless_pipeline, checkpoint.prompt_kwargs(tensors, empty)),
+        (full_pipeline, checkpoint.sampler.prompt_kwargs(CAPTIONS[1])),
+        (textless_pipeline, checkpoint.sampler.prompt_kwargs(tensors, empty)),
     ):
         pipeline.set_progress_bar_config(disable=True)
         recorded_calls: list[Any] = []
@@ -123,7 +125,7 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
             lambda _model, _args, kwargs, recorded_kwargs=recorded_calls: recorded_kwargs.append(kwargs),
             with_kwargs=True,
         )
-        samples.append(checkpoint.generate(pipeline, conditions, sampling))
+        samples.append(checkpoint.sampler.generate(pipeline, conditions, sampling))
         calls.append(len(recorded_calls) / sampling.inference_steps)
         assert {call["fps"] for call in recorded_calls} == {FPS}
     assert torch.equal(*samples)
@@ -151,11 +153,11 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     """1e5 draws against ShiftedLogitNormalTimestepSampler (ltx-trainer, timestep_samplers.py) in fp64."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     size = torch.Size([8, 1, 1, tokens])
-    assert checkpoint.mu(size) == pytest.approx(mu, rel=1e-6)
-    levels = checkpoint.objective.distribution
+    assert checkpoint.denoiser.mu(size) == pytest.approx(mu, rel=1e-6)
+    levels = checkpoint.denoiser.objective.distribution
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
-    sigmas = checkpoint.objective.compute_sigmas(gaussian, checkpoint.compute_shift(size))
+    sigmas = checkpoint.denoiser.objective.compute_sigmas(gaussian, checkpoint.denoiser.compute_shift(size))
     rng = np.random.default_rng(1)
     # 1 % of correct samples of 100,000 and 200,000 draws are further apart than 0.0063.
     actual, expected = np.sort(sigmas.numpy()), np.sort(vendor_noise_levels(tokens, 200_000, rng))
@@ -181,7 +183,9 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     gaussian = torch.linspace(-3, 3, 25)
     at_limit, beyond_limit, far_beyond = (
-        checkpoint.objective.compute_sigmas(gaussian, checkpoint.compute_shift(torch.Size([8, 1, 1, tokens])))
+        checkpoint.denoiser.objective.compute_sigmas(
+            gaussian, checkpoint.denoiser.compute_shift(torch.Size([8, 1, 1, tokens]))
+        )
         for tokens in (32_768, 65_536, 262_144)
     )
     assert (beyond_limit.diff() > 0).all()
@@ -191,15 +195,18 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
 
 def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
-    assert opened(path).frame_rate == 24.0  # the pipeline's default
-    assert for_recipe(path).frame_rate == FPS
-    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).frame_rate == 12.5
+    assert opened(path).info.frame_rate == 24.0  # the pipeline's default
+    assert for_recipe(path).info.frame_rate == FPS
+    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).info.frame_rate == 12.5
     image = for_recipe(path, data={"frames": 1, "fps": None})
-    assert image.frame_rate == 24.0
+    assert image.info.frame_rate == 24.0
     checkpoint = opened(path)
-    model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
+    model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint)
     slow, fast = (
-        replace(checkpoint, fps=fps).losses(model, batch, RandomStreams(0, [0, 1, 2])).losses for fps in (8.0, 24.0)
+        checkpoint.with_info(replace(checkpoint.info, fps=fps))
+        .losses(model, batch, RandomStreams(0, [0, 1, 2]))
+        .losses
+        for fps in (8.0, 24.0)
     )
     assert not torch.equal(slow, fast)
 
@@ -207,23 +214,25 @@ def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
 def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = for_recipe(path, model={"task": "i2v"}, data={"image_dropout": 0.5})
-    assert checkpoint.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
+    assert checkpoint.info.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
     batch = batch_of(checkpoint)
     random_inputs = {"image_dropout": torch.tensor([True, False, True])}
-    conditioning_mask = checkpoint.conditioning_mask(batch, random_inputs)
+    conditioning_mask = checkpoint.denoiser.conditioning.mask(batch, random_inputs)
     assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
-    token_timesteps = checkpoint.token_timesteps(torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs)
+    token_timesteps = checkpoint.denoiser.conditioning.token_timesteps(
+        torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
+    )
     assert token_timesteps.shape == (3, 18)
     assert token_timesteps[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
     assert token_timesteps[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
     # The picture was compressed as a video's frame, and is not the clip's own first one.
-    clean = checkpoint.clean_latents(batch, random_inputs)
+    clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
     packed = LTX2Pipeline._pack_latents(batch["latent_mean"])
     assert torch.equal(clean[1], packed[1])
     assert torch.equal(clean[:, 6:], packed[:, 6:])
     assert not torch.equal(clean[0, :6], packed[0, :6])
     rows = [torch.Generator().manual_seed(seed) for seed in range(2000)]
-    assert 0.46 < checkpoint.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
+    assert 0.46 < checkpoint.denoiser.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
 
 
 NEWER = {
@@ -275,7 +284,7 @@ def test_a_distilled_checkpoint_is_sampled_from_and_not_trained(
 ) -> None:
     values = {"use_dynamic_shifting": False, "shift_terminal": None}
     path = changed(tiny_checkpoints["ltx-2.3"], tmp_path / "fast", "scheduler", **values)
-    assert opened(path).is_distilled
+    assert opened(path).info.is_distilled
     with pytest.raises(DitLoraError, match=r"fast is step-distilled .* validation.model"):
         for_recipe(path)
 
@@ -303,9 +312,9 @@ def test_what_would_get_no_gradient_without_sound_is_refused(tiny_checkpoints: d
     with pytest.raises(DitLoraError, match=message):
         for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
     with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
-    assert with_sound.has_sound
+    assert with_sound.info.has_sound
     values = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
-    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).has_sound
+    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).info.has_sound
 
 
 def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:
@@ -326,7 +335,7 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Pat
     assert not any(name.endswith(".alpha") for name in tensors)
     assert "diffusion_model.av_ca_a2v_gate_adaln_single.linear.lora_A.weight" in tensors
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more
-    pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
+    pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     expected = deltas(adapter.model)
     assert len(expected) == 2 * (6 * 3 + 4) + 4 + 8 * 2
@@ -334,7 +343,7 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Pat
 
 
 def test_the_names_of_sounds_layers_are_all(tiny_checkpoints: dict[str, Path]) -> None:
-    model = opened(tiny_checkpoints["ltx-2"]).load_transformer(torch.float32)
+    model = opened(tiny_checkpoints["ltx-2"]).denoiser.load_transformer(torch.float32)
     attentions = [n for n, m in model.transformer_blocks[0].named_children() if hasattr(m, "to_q")]
     assert set(attentions) == {"attn1", "attn2", *SOUND_ATTENTIONS}
 
@@ -345,7 +354,7 @@ def test_one_step_is_refused_where_the_scheduler_makes_nan_of_it(
     path = tiny_checkpoints["ltx-2.3"]
     sampling = Sampling(NATIVE, 1, 1.0, seed=0)
     with pytest.raises(DitLoraError, match="inference steps must be 2 or more"):
-        opened(path).generate(None, {}, sampling)
+        opened(path).sampler.generate(None, {}, sampling)
     settings = {"prompts": ["a"], "inference_steps": 1}
     with pytest.raises(DitLoraError, match=r"validation\.inference_steps must be 2 or more"):
         for_recipe(path, validation=settings)

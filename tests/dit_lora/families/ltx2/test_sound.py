@@ -23,7 +23,7 @@ from dit_lora.data.media.video import read_frames, write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.ltx2.sound import compute_log_mel, count_audio_tokens
+from dit_lora.families.ltx2.sound import build_audio_encoder, compute_log_mel, count_audio_tokens
 from dit_lora.numerics.streams import RandomStreams, normal
 
 RATE = 16000
@@ -76,14 +76,14 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
 ) -> None:
     assert count_audio_tokens(PUBLISHED, 121 / 24) == 126
     checkpoint = opened(tiny_checkpoints["ltx-2"])
-    encode = checkpoint.load_audio_encoder(torch.bfloat16, CPU)
+    encode = build_audio_encoder(checkpoint.path, CPU)
     for frames in (9, 17, 25):
         seconds = frames / FPS
         waveform = torch.rand(2, round(seconds * RATE), generator=torch.Generator().manual_seed(1))
         mean = encode(waveform * 2 - 1, RATE)["audio_latent_mean"]
         assert mean.dtype is torch.float32
         assert mean.shape == (round(seconds * 25), 16)
-        pipeline = checkpoint.pipeline(torch.float32)
+        pipeline = checkpoint.sampler.pipeline(torch.float32)
         sounds = pipeline.audio_vae
         assert count_audio_tokens(sounds.config, seconds) == len(mean)
         # Normalised as the pipeline undoes it, which then decodes a spectrogram.
@@ -108,7 +108,7 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
 def test_other_waveforms_are_refused(
     tiny_checkpoints: dict[str, Path], waveform: torch.Tensor, rate: int, words: str
 ) -> None:
-    encode = opened(tiny_checkpoints["ltx-2"]).load_audio_encoder(torch.float32, CPU)
+    encode = build_audio_encoder(opened(tiny_checkpoints["ltx-2"]).path, CPU)
     with pytest.raises(DitLoraError, match=words):
         encode(waveform, rate)
 
@@ -118,8 +118,8 @@ def with_sound(path: Path, task: str) -> Any:
 
 
 def adapted(checkpoint: Any) -> torch.nn.Module:
-    model = checkpoint.load_transformer(torch.float32)
-    targets = checkpoint.lora_targets(get_family("ltx2").lora_targets)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
+    targets = checkpoint.info.lora_targets(get_family("ltx2").lora_targets)
     attach_lora(model, LoraConfig(rank=2, alpha=3), targets, seed=0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -137,10 +137,10 @@ def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
     model, batch = adapted(checkpoint), batch_of(checkpoint, sound=True)
     if task == "ic_lora":
         batch["reference_0"] = batch["latent_mean"].roll(1, 0)
-    losses = checkpoint.losses(model, batch, RandomStreams(0, [4, 5, 6]))
+    losses = checkpoint.denoiser.losses(model, batch, RandomStreams(0, [4, 5, 6]))
     assert losses.losses.dtype is torch.float32
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = checkpoint.losses(model, single_batch, RandomStreams(0, [5])).losses
+    second_losses = checkpoint.denoiser.losses(model, single_batch, RandomStreams(0, [5])).losses
     torch.testing.assert_close(losses.losses[1:2], second_losses, rtol=1e-5, atol=0)
     losses.losses.sum().backward()
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -165,7 +165,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     pixels = pixels_of(NATIVE, torch.Generator().manual_seed(3))
     Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(tmp_path / "first.png")
     pictures = {"image": tmp_path / "first.png"} if task == "i2v" else {}
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[dict[str, Any], Any]] = []
     recording = pipeline.transformer.register_forward_hook(
@@ -175,9 +175,9 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     if task == "ic_lora":
         references = (write_sample(tmp_path / "before", pixels.flip(0).permute(0, 2, 3, 1), FPS),)
     sampling = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
-    checkpoint.generate(pipeline, checkpoint.prompt_kwargs(CAPTIONS[1]), sampling)
+    checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(CAPTIONS[1]), sampling)
     recording.remove()
-    encode = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     row = encode(pixels)
     if references:
         encoded_references = [
@@ -186,8 +186,8 @@ def test_one_call_is_the_stock_pipelines_with_sound(
         ]
         row |= encode.encode_references(encoded_references, NATIVE)
     batch = {name: tensor[None] for name, tensor in row.items()}
-    batch |= checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
-    model = checkpoint.load_transformer(torch.float32).eval()
+    batch |= checkpoint.encoders.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
+    model = checkpoint.denoiser.load_transformer(torch.float32).eval()
     assert len(calls) == 3
     for encoded_references, expected in calls:
         noised = {
@@ -197,7 +197,9 @@ def test_one_call_is_the_stock_pipelines_with_sound(
         }
         video_tokens = encoded_references["hidden_states"][:, : math.prod(row["latent_mean"].shape[1:])]
         with torch.no_grad():
-            velocities = checkpoint.predict_velocities(model, video_tokens, encoded_references["sigma"], noised, {})
+            velocities = checkpoint.denoiser.predict_velocities(
+                model, video_tokens, encoded_references["sigma"], noised, {}
+            )
         assert not encoded_references["isolate_modalities"]
         if task != "t2v":
             assert not torch.equal(velocities[0], expected[0][:, : video_tokens.shape[1]])
@@ -224,8 +226,8 @@ def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
 
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
-    model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
-    random_inputs = checkpoint.draw_functions({name: tensor.to("meta") for name, tensor in batch.items()})
+    model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
+    random_inputs = checkpoint.denoiser.draw_functions({name: tensor.to("meta") for name, tensor in batch.items()})
     rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
@@ -233,9 +235,9 @@ def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path
     assert batch["audio_latent_mean"].shape[1:] == (53, 16)
     gaussian = normal((), RandomStreams(0, [1, 2, 3])("audio_timestep"))
     shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
-    expected = checkpoint.objective.compute_sigmas(gaussian, shift)
+    expected = checkpoint.denoiser.objective.compute_sigmas(gaussian, shift)
     torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
-    few = replace(checkpoint, objective=replace(checkpoint.objective, shift=1e-3))
+    few = replace(checkpoint.denoiser, objective=replace(checkpoint.denoiser.objective, shift=1e-3))
     low = few.losses(model, batch, RandomStreams(0, [1, 2, 3]))
     assert low.timesteps.max() < 600
 
@@ -245,33 +247,33 @@ def test_samples_without_their_sound_are_refused_by_name(
 ) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     with pytest.raises(DitLoraError, match="cached without their sound"):
-        checkpoint.draw_functions(batch_of(checkpoint))
+        checkpoint.denoiser.draw_functions(batch_of(checkpoint))
     # Their text is the same: what was cached for video alone does for both.
     silent = opened(tiny_checkpoints["ltx-2.3"])
-    assert silent.text_cache_key() == checkpoint.text_cache_key()
+    assert silent.encoders.text_cache_key() == checkpoint.encoders.text_cache_key()
 
 
 def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = with_sound(path, "t2v")
-    assert checkpoint.training_metadata() == {"sound": True}
-    assert opened(path).training_metadata() == {}
-    assert opened(path).with_training_metadata(checkpoint.training_metadata()).has_sound
-    assert not opened(path).with_training_metadata({}).has_sound
+    assert checkpoint.info.training_metadata() == {"sound": True}
+    assert opened(path).info.training_metadata() == {}
+    assert opened(path).with_training_metadata(checkpoint.info.training_metadata()).info.has_sound
+    assert not opened(path).with_training_metadata({}).info.has_sound
 
 
 def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The pipeline's own, bit by bit, beside the same video; without sound there is none."""
     path, sampling = tiny_checkpoints["ltx-2.3"], Sampling(NATIVE, 2, 3.0, seed=5, fps=FPS)
     checkpoint = with_sound(path, "t2v")
-    pipeline, stock = checkpoint.pipeline(torch.float32), checkpoint.pipeline(torch.float32)
+    pipeline, stock = checkpoint.sampler.pipeline(torch.float32), checkpoint.sampler.pipeline(torch.float32)
     for pipe in (pipeline, stock):
         pipe.set_progress_bar_config(disable=True)
-    prompt_kwargs = checkpoint.prompt_kwargs(CAPTIONS[1])
-    video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
+    prompt_kwargs = checkpoint.sampler.prompt_kwargs(CAPTIONS[1])
+    video, sound = checkpoint.sampler.generate_with_sound(pipeline, prompt_kwargs, sampling)
     expected = stock(
         **prompt_kwargs,
-        **checkpoint.shape_kwargs(NATIVE),
+        **checkpoint.sampler.shape_kwargs(NATIVE),
         num_inference_steps=2,
         guidance_scale=3.0,
         generator=torch.Generator("cpu").manual_seed(5),
@@ -280,8 +282,8 @@ def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Pat
     assert torch.equal(sound.waveform, expected.audio[0])
     assert sound.waveform.std() > 0
     assert sound.rate == stock.vocoder.config.output_sampling_rate
-    assert torch.equal(video, checkpoint.generate(pipeline, prompt_kwargs, sampling))
-    samples, none = opened(path).generate_with_sound(pipeline, prompt_kwargs, sampling)
+    assert torch.equal(video, checkpoint.sampler.generate(pipeline, prompt_kwargs, sampling))
+    samples, none = opened(path).sampler.generate_with_sound(pipeline, prompt_kwargs, sampling)
     assert none is None
     assert torch.equal(video, samples)
 
@@ -292,8 +294,8 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
 ) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = with_sound(path, "t2v") if sound else for_recipe(path)
-    model = checkpoint.load_transformer(torch.float32)
-    targets = checkpoint.lora_targets(get_family("ltx2").lora_targets)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
+    targets = checkpoint.info.lora_targets(get_family("ltx2").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -305,9 +307,9 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
         "base_model": path.name,
         "transformer_digest": "",
         "video": video,
-        **checkpoint.training_metadata(),
+        **checkpoint.info.training_metadata(),
     }
-    save_adapter(model, checkpoint.pipeline_class, tmp_path, metadata)
+    save_adapter(model, checkpoint.info.pipeline_class, tmp_path, metadata)
     request = SampleRequest(tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0)
     (file,) = write_samples(request)
     with av.open(file) as container:

@@ -182,9 +182,9 @@ def test_a_checkpoint_trained_in_fp16_is_known_by_its_files_or_its_published_nam
 def cached_batch(checkpoint: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     captions = [f"a thing, {index}" for index in range(2)]
-    encode = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     images = [torch.randint(0, 256, (1, 3, 64, 96), generator=generator, dtype=torch.uint8) for _ in captions]
-    text = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
+    text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(captions)
     return text | {"latent_mean": torch.stack([encode(image)["latent_mean"] for image in images])}
 
 
@@ -196,7 +196,7 @@ def steps(checkpoint: Any, transformer: Any, batch: dict[str, torch.Tensor], cou
     losses = []
     for step in range(count):
         streams = RandomStreams(0, [2 * step, 2 * step + 1])
-        loss = checkpoint.losses(transformer, batch, streams).losses.mean()
+        loss = checkpoint.denoiser.losses(transformer, batch, streams).losses.mean()
         losses.append(loss.item())
         if not torch.isfinite(loss):
             break
@@ -234,7 +234,7 @@ def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
     assert not torch.isfinite(torch.tensor(failed[-1]))
 
     policy = choose_precision("auto", CPU).dtype
-    transformer = checkpoint.load_transformer(policy)
+    transformer = checkpoint.denoiser.load_transformer(policy)
     assert has_fp16_saturation(transformer)
     peaks = [
         (module, [])
@@ -263,13 +263,13 @@ def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
     def losses(dtype: torch.dtype, transformer: Any) -> torch.Tensor:
         tensors = {name: t.to(dtype) if "embeds" in name else t for name, t in batch.items()}
         with torch.no_grad():
-            return checkpoint.losses(transformer, tensors, RandomStreams(0, [0, 1])).losses
+            return checkpoint.denoiser.losses(transformer, tensors, RandomStreams(0, [0, 1])).losses
 
     def stock(dtype: torch.dtype) -> Any:
         return SanaTransformer2DModel.from_pretrained(path, subfolder="transformer", dtype=dtype)
 
     in_fp16 = losses(torch.float16, stock(torch.float16))
-    ours = losses(torch.float32, checkpoint.load_transformer(torch.float32))
+    ours = losses(torch.float32, checkpoint.denoiser.load_transformer(torch.float32))
     unclamped = losses(torch.float32, stock(torch.float32))
     torch.testing.assert_close(ours, in_fp16, rtol=5e-3, atol=0)
     assert ((unclamped - in_fp16).abs() > 0.03 * in_fp16).any()
@@ -278,7 +278,7 @@ def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
 def test_sampling_in_the_stock_pipeline_saturates_too(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = saturating(tiny_checkpoints["sana-fp16"], tmp_path / "saturating")
     checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(path)))
-    pipeline = checkpoint.pipeline(torch.float32)
+    pipeline = checkpoint.sampler.pipeline(torch.float32)
     assert isinstance(pipeline, SanaPipeline)
     assert has_fp16_saturation(pipeline.transformer)
     trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))

@@ -41,8 +41,8 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
 ) -> None:
     path, generator = tiny_checkpoints[variant], torch.Generator().manual_seed(6)
     checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(path)))
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    encode_picture = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     latents = [encode_picture(picture) for picture in pictures]
     batch = {
@@ -50,11 +50,11 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
         **encode_text(CAPTIONS),
     }
     # Of the checkpoint's own density, as it is drawn.
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draw_functions(batch).items()}
+    noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
     ahead = RandomInputs(0, (0, 1, 2), noise)
     with torch.no_grad():
-        transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
+        transformer = checkpoint.denoiser.load_transformer(torch.float32)
+        ours = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         theirs = losses_by_diffusers(path, torch.cat(pictures), ahead)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)

@@ -52,27 +52,27 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
     assert recipe.model.path == f"Tongyi-MAI/{name}"
     checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     with torch.device("meta"):
-        config = checkpoint.transformer_config
-        transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
+        config = checkpoint.info.transformer_config
+        transformer = checkpoint.denoiser.transformer_class.from_config(config).requires_grad_(False)
         num_parameters = sum(p.numel() for p in transformer.parameters())
         assert num_parameters == counted(config) == 6_154_908_736
-        targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
+        targets = checkpoint.info.lora_targets(get_family("z_image").lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert report.num_adapted == 136 == 4 * BLOCKS
     assert report.num_parameters == 136 * 16 * 2 * 3840
-    assert (checkpoint.objective.shift, checkpoint.scheduler_shift) == (2.0, shift)
+    assert (checkpoint.denoiser.objective.shift, checkpoint.scheduler_shift) == (2.0, shift)
     assert len(checkpoint.notes(recipe)) == 0  # Turbo's trains over what takes the distillation back
-    checkpoint.check_shape(VideoShape(1, 1040, 752))
-    checkpoint.check_shape(VideoShape(1, 8192, 1024))
+    checkpoint.info.check_shape(VideoShape(1, 1040, 752))
+    checkpoint.info.check_shape(VideoShape(1, 8192, 1024))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
-        checkpoint.check_shape(VideoShape(1, 1040, 760))
+        checkpoint.info.check_shape(VideoShape(1, 1040, 760))
     with pytest.raises(DitLoraError, match="height can be 8192 at most"):
-        checkpoint.check_shape(VideoShape(1, 8208, 1024))
+        checkpoint.info.check_shape(VideoShape(1, 8208, 1024))
 
 
 def test_a_caption_costs_two_and_a_half_mib_and_its_mask(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "z_image" / "base.yaml")
-    spec = opened("Z-Image", tmp_path, recipe).text_spec(torch.bfloat16)
+    spec = opened("Z-Image", tmp_path, recipe).encoders.text_spec(torch.bfloat16)
     bytes_of = {name: size.numel() * dtype.itemsize for name, (size, dtype) in spec.items()}
     assert bytes_of == {"prompt_embeds": 2.5 * 2**20, "prompt_attention_mask": 512}
 

@@ -23,12 +23,12 @@ def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Pat
     """`_encode_prompt` writes the chat template into the list that it is given: a second call would have it twice."""
     checkpoint = opened(path)
     captions = list(CAPTIONS)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     encoded = encode(captions)
     assert captions == list(CAPTIONS)
     second_encoding = encode(captions)
     assert all(torch.equal(second_encoding[name], tensor) for name, tensor in encoded.items())
-    spec = checkpoint.text_spec(torch.float32)
+    spec = checkpoint.encoders.text_spec(torch.float32)
     assert {n: (t.shape[1:], t.dtype) for n, t in encoded.items()} == spec
     pipeline = ZImagePipeline.from_pretrained(path)
     theirs = list(CAPTIONS)
@@ -41,7 +41,7 @@ def test_captions_are_the_pipelines_and_the_callers_list_is_left_alone(path: Pat
             assert not mask[len(stock) :].any()
         pipeline.encode_prompt(theirs, do_classifier_free_guidance=False)
     assert theirs[1] == "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
-    half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(captions)
+    half = checkpoint.encoders.load_text_encoder(torch.bfloat16, CPU)(captions)
     assert half["prompt_embeds"].dtype is torch.bfloat16
 
 
@@ -55,19 +55,19 @@ def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Pat
     )["input_ids"]
     with torch.no_grad():
         states = pipeline.text_encoder(tokens, output_hidden_states=True).hidden_states
-    encoded = opened(path).load_text_encoder(torch.float32, CPU)(["a cat"])
+    encoded = opened(path).encoders.load_text_encoder(torch.float32, CPU)(["a cat"])
     embeds = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
     assert len(states) == 4
     torch.testing.assert_close(embeds, states[2][0], rtol=1e-5, atol=1e-5)
-    assert opened(path).text_cache_key()["tokens"] == 512
+    assert opened(path).encoders.text_cache_key()["tokens"] == 512
 
 
 def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) -> None:
     """A token more, and the end of the template is cut off."""
     checkpoint = opened(path)
     room, pipeline = (
-        checkpoint.load_text_limit().max_tokens,
-        checkpoint.load_text_pipeline(torch.float32, CPU),
+        checkpoint.encoders.load_text_limit().max_tokens,
+        checkpoint.encoders.load_text_pipeline(torch.float32, CPU),
     )
     token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
@@ -85,7 +85,7 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) ->
 
 def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
     checkpoint = opened(path)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    prompt_kwargs = checkpoint.prompt_kwargs(encode(CAPTIONS[:2]), encode([""]))
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    prompt_kwargs = checkpoint.sampler.prompt_kwargs(encode(CAPTIONS[:2]), encode([""]))
     lengths = {name: [len(caption) for caption in captions] for name, captions in prompt_kwargs.items()}
     assert lengths == {"prompt_embeds": [37, 19], "negative_prompt_embeds": [19, 19]}

@@ -54,7 +54,7 @@ def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
     """Posterior draw, scale, noise level, time, velocity, mean: an fp64 computation, each draw from its own stream."""
     checkpoint, batch = opened(tiny_checkpoints[variant]), some_batch()
     model = Recorder(torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(2)))
-    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
+    output = checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
     latents, timesteps, captions = model.asked
 
     spread = (batch["latent_logvar"].double() / 2).exp()
@@ -81,7 +81,7 @@ def test_in_bf16_latents_are_rounded_and_the_time_is_not(path: Path) -> None:
     batch = {**some_batch(), "prompt_embeds": some_batch()["prompt_embeds"].bfloat16()}
     model, t = Recorder(torch.zeros(3, 4, 4, 6).bfloat16()), torch.tensor([371.3, 804.9, 5.99])
     noisy = torch.randn(3, 4, 4, 6)
-    prediction = opened(path).predict(model, noisy, t, batch)
+    prediction = opened(path).denoiser.predict(model, noisy, t, batch)
     latents, timesteps, _ = model.asked
     assert torch.equal(torch.stack(latents)[:, :, 0], noisy.bfloat16())
     assert torch.equal(timesteps, (1000 - t) / 1000)
@@ -92,26 +92,26 @@ def test_in_bf16_latents_are_rounded_and_the_time_is_not(path: Path) -> None:
 def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(path: Path, dtype: torch.dtype) -> None:
     """Bit for bit: captions of 37, 19 and 72 tokens, which are padded to 64, 32 and 96."""
     checkpoint = opened(path)
-    text = checkpoint.load_text_encoder(dtype, CPU)(CAPTIONS)
+    text = checkpoint.encoders.load_text_encoder(dtype, CPU)(CAPTIONS)
     assert text["prompt_attention_mask"].sum(1).tolist() == [37, 19, 72]
-    pipeline = checkpoint.pipeline(dtype, text=False)
+    pipeline = checkpoint.sampler.pipeline(dtype, text=False)
     pipeline.set_progress_bar_config(disable=True)
     calls: list[tuple[Any, Any]] = []
     pipeline.transformer.register_forward_hook(
         lambda _m, args, _kwargs, output: calls.append((args, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.prompt_kwargs(text),
-        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
+        **checkpoint.sampler.prompt_kwargs(text),
+        **checkpoint.sampler.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=0.0,
         generator=torch.Generator().manual_seed(1),
     )
-    transformer = checkpoint.load_transformer(dtype).eval()
+    transformer = checkpoint.denoiser.load_transformer(dtype).eval()
     assert len(calls) == 3
     for ((latents, *_), expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            prediction = checkpoint.predict(transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text)
+            prediction = checkpoint.denoiser.predict(transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text)
         assert prediction.dtype is dtype
         assert torch.equal(prediction, -torch.stack(expected)[:, :, 0])
     assert len({tuple(row.flatten().tolist()) for row in prediction}) == 3
@@ -120,37 +120,37 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(path: Path, dty
 def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> None:
     """A longer neighbour adds padding, which is masked: equal up to rounding. Padding in the cache is never read."""
     checkpoint, batch = opened(path), some_batch()
-    transformer = checkpoint.load_transformer(torch.float32).eval()
+    transformer = checkpoint.denoiser.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
     with torch.no_grad():
-        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.denoiser.predict(transformer, noisy, t, batch)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            prediction = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], single_batch)
+            prediction = checkpoint.denoiser.predict(transformer, noisy[row : row + 1], t[row : row + 1], single_batch)
             torch.testing.assert_close(prediction[0], full_prediction[row], rtol=1e-5, atol=1e-5)
         is_padding = ~batch["prompt_attention_mask"]
         changed_batch = {
             **batch,
             "prompt_embeds": batch["prompt_embeds"].masked_fill(is_padding[..., None], 7),
         }
-        assert torch.equal(checkpoint.predict(transformer, noisy, t, changed_batch), full_prediction)
+        assert torch.equal(checkpoint.denoiser.predict(transformer, noisy, t, changed_batch), full_prediction)
         shorter = {**batch, **some_batch((3, 512, 76))}
-        apart = (checkpoint.predict(transformer, noisy, t, shorter) - full_prediction).abs().amax((1, 2, 3))
+        apart = (checkpoint.denoiser.predict(transformer, noisy, t, shorter) - full_prediction).abs().amax((1, 2, 3))
     assert apart[2] > 1e-3 > 1e-5 > apart[:2].max()
 
 
 def test_a_trained_pad_is_attended_to(path: Path) -> None:
     """Image and caption are padded to multiples of 32 tokens; a tiny checkpoint's padding must not be zero."""
     checkpoint, batch = opened(path), some_batch()
-    transformer = checkpoint.load_transformer(torch.float32).eval()
+    transformer = checkpoint.denoiser.load_transformer(torch.float32).eval()
     noisy, t = torch.randn(3, 4, 4, 6), torch.tensor([371.3, 804.9, 5.99])
     with torch.no_grad():
-        full_prediction = checkpoint.predict(transformer, noisy, t, batch)
+        full_prediction = checkpoint.denoiser.predict(transformer, noisy, t, batch)
         for name in ("x_pad_token", "cap_pad_token"):
             pad = getattr(transformer, name)
             assert pad.abs().min() > 0
             pad.neg_()
-            apart = (checkpoint.predict(transformer, noisy, t, batch) - full_prediction).abs()
+            apart = (checkpoint.denoiser.predict(transformer, noisy, t, batch) - full_prediction).abs()
             assert (apart.amax((1, 2, 3)) > 1e-3).tolist() == [True, name == "x_pad_token", True]
             pad.neg_()
 
@@ -158,9 +158,9 @@ def test_a_trained_pad_is_attended_to(path: Path) -> None:
 def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(path: Path) -> None:
     """The paper's scale is w + 1; at 0 nothing is predicted for "", and at 1 it is."""
     checkpoint = opened(path)
-    encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    full_pipeline = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
+    full_pipeline = checkpoint.sampler.pipeline(torch.float32)
+    cached = checkpoint.sampler.pipeline(torch.float32, full_pipeline.transformer, text=False)
     calls: list[list[torch.Tensor]] = []
     full_pipeline.transformer.register_forward_hook(lambda _m, _args, output: calls.append(output[0]))
     steps: list[torch.Tensor] = []
@@ -175,18 +175,18 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
         calls.clear()
         steps.clear()
         sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
-        video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
+        video_of_text = checkpoint.sampler.generate(full_pipeline, checkpoint.sampler.prompt_kwargs("a cat"), sampling)
         assert video_of_text.float().std() > 1
         text, empty = encode(["a cat"]), encode([""])
         assert torch.equal(
-            checkpoint.generate(cached, checkpoint.prompt_kwargs(text, empty), sampling),
+            checkpoint.sampler.generate(cached, checkpoint.sampler.prompt_kwargs(text, empty), sampling),
             video_of_text,
         )
 
     made(0.0)
     assert [len(output) for output in calls] == [1] * 4
     made(1.0)
-    assert [len(output) for output in calls] == [checkpoint.guidance_batch_size] * 4
+    assert [len(output) for output in calls] == [checkpoint.sampler.guidance_batch_size] * 4
     made(4.5)
     conditional, unconditional = calls[0]
     expected = conditional + 4.5 * (conditional - unconditional)
@@ -202,8 +202,8 @@ def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[
 
 def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     checkpoint = opened(path)
-    model = checkpoint.load_transformer(torch.float32)
-    targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
+    model = checkpoint.denoiser.load_transformer(torch.float32)
+    targets = checkpoint.info.lora_targets(get_family("z_image").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
     adapted_layers = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
@@ -218,7 +218,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
         r"|adaLN_modulation\.0)|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|all_x_embedder\.2-1"
         r"|cap_embedder\.1|t_embedder\.mlp\.[02]"
     )
-    model = opened(path).load_transformer(torch.float32)
+    model = opened(path).denoiser.load_transformer(torch.float32)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
@@ -299,19 +299,21 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
 def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positions(path: Path, tmp_path: Path) -> None:
     """The picture is behind 512 tokens of text, which begin at 1."""
     checkpoint = opened(changed(path, tmp_path / "m", "transformer", axes_lens=[514, 2, 3]))
-    checkpoint.check_shape(VideoShape(1, 32, 48))
-    transformer = checkpoint.load_transformer(torch.float32)
+    checkpoint.info.check_shape(VideoShape(1, 32, 48))
+    transformer = checkpoint.denoiser.load_transformer(torch.float32)
     batch = {name: tensor[1:2] for name, tensor in some_batch().items()}
     noisy, t = torch.randn(1, 4, 4, 6), torch.tensor([371.3])
-    assert checkpoint.predict(transformer, noisy, t, batch).isfinite().all()
+    assert checkpoint.denoiser.predict(transformer, noisy, t, batch).isfinite().all()
     short = changed(path, tmp_path / "short", "transformer", axes_lens=[514, 2, 2])
     with pytest.raises(DitLoraError, match=r"data\.width can be 32 at most"):
-        opened(short).check_shape(VideoShape(1, 32, 48))
+        opened(short).info.check_shape(VideoShape(1, 32, 48))
 
 
 def test_pictures_are_encoded_in_fp32_whatever_the_policy(path: Path) -> None:
     pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
-    full, half = (opened(path).load_video_encoder(dtype, CPU)(pixels) for dtype in (torch.float32, torch.bfloat16))
+    full, half = (
+        opened(path).encoders.load_video_encoder(dtype, CPU)(pixels) for dtype in (torch.float32, torch.bfloat16)
+    )
     vae = ZImagePipeline.from_pretrained(path).vae
     with torch.no_grad():
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist

@@ -149,7 +149,7 @@ def test_a_familys_transformer_is_fused_as_it_is_loaded(variant: str, tmp_path: 
     family = get_family("sana_video" if variant == "sana-video" else "sana")
     family.build_tiny_checkpoint(variant, tmp_path / variant, 0)
     opened: Any = family.open(ModelConfig(family=family.name, path=str(tmp_path / variant)))
-    model = adapted(opened.load_transformer(torch.float32), list(family.lora_targets))
+    model = adapted(opened.denoiser.load_transformer(torch.float32), list(family.lora_targets))
     inputs = make_inputs("sana-video" if variant == "sana-video" else "sana")
     text = torch.randn(2, TEXT, 32, generator=torch.Generator().manual_seed(7))
     inputs["encoder_hidden_states"] = text.requires_grad_()

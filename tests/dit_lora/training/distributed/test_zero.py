@@ -90,7 +90,7 @@ class Training:
         self.accelerator = accelerator
         family = get_family("cogvideox")
         self.checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
-        model = self.checkpoint.load_transformer(torch.float32)
+        model = self.checkpoint.denoiser.load_transformer(torch.float32)
         attach_lora(model, LoraConfig(rank=3), family.lora_targets, seed=0)
         groups = build_recipe_groups(model, OPTIM.groups, family.group_patterns)
         optimizer: Any = build_optimizer(groups, OPTIM)

@@ -48,8 +48,8 @@ def pair() -> tuple[Placed, Placed]:
 def test_one_expert_is_on_the_device_at_a_time(pair: tuple[Placed, Placed], part: str, second: str) -> None:
     trained, other_expert = pair
     pipeline = SimpleNamespace(**{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)})
-    checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part=part)
-    with use_both_experts(pipeline, checkpoint, trained, None):
+    info: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part=part)
+    with use_both_experts(pipeline, info, trained, None):
         for model in (trained, trained, other_expert, other_expert, trained, other_expert):
             model()
     assert trained.on_gpu + other_expert.on_gpu == [1] * 6
@@ -64,8 +64,8 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
     trained, other_expert = pair
     trained.register_buffer("elsewhere", torch.zeros(1))
     pipeline = SimpleNamespace(transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU))
-    checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part="transformer")
-    with use_both_experts(pipeline, checkpoint, trained, None):
+    info: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part="transformer")
+    with use_both_experts(pipeline, info, trained, None):
         trained()
         other_expert()
     assert trained.place == GPU
@@ -73,7 +73,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
 
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
     trained, other_expert = pair
-    pipeline, checkpoint = SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer")
-    with use_both_experts(pipeline, checkpoint, trained, None):  # type: ignore[arg-type]
+    pipeline, info = SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer")
+    with use_both_experts(pipeline, info, trained, None):  # type: ignore[arg-type]
         trained()
     assert other_expert.place == CPU

@@ -93,7 +93,7 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
     assert {negative for _, negative in encoded.prompt_keys} == {encoded.training_set.empty_text_key}
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
-    expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
+    expected = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))
     for prompt, (key, _) in zip(prompts, encoded.prompt_keys, strict=True):
         tensors, _ = encoded.training_set.texts.read(key, {})
         assert torch.equal(tensors["prompt_embeds"], expected([prompt])["prompt_embeds"][0])
@@ -200,8 +200,8 @@ def test_random_weights_are_told_apart_by_what_they_are_drawn_from(
         recipe_values["train"] |= {"mode": "full", "seed": seed}
         recipe_values.pop("lora", None)
         recipe = parse_recipe(recipe_values, "test")
-        checkpoint: Any = NoFiles()
-        return compute_transformer_digest(checkpoint, recipe, Digests(tmp_path / "digests.json"))
+        info: Any = NoFiles()
+        return compute_transformer_digest(info, recipe, Digests(tmp_path / "digests.json"))
 
     assert digest({}, 1) == digest({}, 1)
     assert len({digest({}, 1), digest({}, 2), digest({"num_layers": 1}, 1)}) == 3
@@ -233,7 +233,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
 
     def keys_now() -> tuple[set[str], set[str]]:
         checkpoint = get_family("cogvideox").open(recipe.model)
-        return make_plan(recipe, checkpoint, torch.float32, samples_per_step=1, quiet=True).keys
+        return make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True).keys
 
     videos, texts = keys_now()
     if component == "code of decoding":
@@ -292,7 +292,7 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
     values["data"] |= {"path": str(folder), "cache": str(tmp_path / "cache")}
     recipe = parse_recipe(values, "test")
     checkpoint = get_family("cogvideox").open(recipe.model)
-    audit = audit_recipe(recipe, checkpoint, progress=False)
+    audit = audit_recipe(recipe, checkpoint.encoders, progress=False)
     assert {sample.file for sample in audit.audited_samples if sample.verdict == "reject"} == bad_files
 
     for precomputed in (True, False):

@@ -41,7 +41,7 @@ def fill(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp_p
         recipe = parse_recipe(values, "test")
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
         with running(recipe) as session:
-            generate_prior(session, get_family(family).open(recipe.model))
+            generate_prior(session, get_family(family).open(recipe.model).sampler)
         return sorted(folder.rglob("*"))
 
     return run

@@ -65,7 +65,7 @@ def test_a_reference_is_encoded_at_its_own_size(
     pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     frames = pixels.view(1, picture.height, picture.width, 3).permute(0, 3, 1, 2)
     model = ModelConfig(family="flux2", path=str(tiny_checkpoints["flux2-klein"]))
-    encoder: Any = get_family("flux2").open(model).load_video_encoder(torch.float32, CPU)
+    encoder: Any = get_family("flux2").open(model).encoders.load_video_encoder(torch.float32, CPU)
     entry = encoded.training_set.entries[1]
     assert entry.shape is not None
     expected = encoder.encode_references([frames], entry.shape)["reference_0"]

@@ -65,7 +65,7 @@ def encoded(recipe: Recipe) -> DiffusionTrainingData:
 
 def facts(recipe: Recipe) -> list[dict[str, Any]]:
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
-    plan = make_plan(recipe, checkpoint, torch.float32, samples_per_step=1, quiet=True)
+    plan = make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True)
     return [dict(entry.video.facts) for entry in plan.planned_samples]
 
 
@@ -82,11 +82,11 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(recipe_
         tensors, fault = actual.videos.read(entry.video_key, {})
         assert fault is None
         media, start = MediaFile(clips / f"{number // 2}.mov"), (number % 2) * 0.5
-        waveform = read_sound(media, checkpoint.sound_format, frames=9, fps=FPS, start=start)
+        waveform = read_sound(media, checkpoint.encoders.sound_format, frames=9, fps=FPS, start=start)
         assert torch.equal(tensors["audio_latent_mean"], encode(waveform, 16_000)["audio_latent_mean"])
         size = {"frames": 9, "height": 64, "width": 64, "fps": FPS, "start": start}
         pixels = read_frames(media, **size)
-        video = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)["latent_mean"]
+        video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)(pixels)["latent_mean"]
         assert torch.equal(tensors["latent_mean"], video)
 
 
@@ -158,7 +158,7 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(recipe_
     recipe = recipe_of()
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
     samples_by_file = {
-        sample.file: sample for sample in audit_recipe(recipe, checkpoint, progress=False).audited_samples
+        sample.file: sample for sample in audit_recipe(recipe, checkpoint.encoders, progress=False).audited_samples
     }
     codes = {name: {f.code for f in sample.findings if "sound" in f.code} for name, sample in samples_by_file.items()}
     assert codes == {
@@ -174,7 +174,9 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(recipe_
     with pytest.raises(DitLoraError, match=r"0\.mov: no_sound"):
         encoded(recipe)
     mute = recipe_of(sound=False)
-    mute_samples = audit_recipe(mute, get_family("ltx2").open(mute.model, mute), progress=False).audited_samples
+    mute_samples = audit_recipe(
+        mute, get_family("ltx2").open(mute.model, mute).encoders, progress=False
+    ).audited_samples
     assert not [f.code for sample in mute_samples for f in sample.findings if "sound" in f.code]
     assert "sound: 5 of 6 clips have some" in audit_folder(str(clips), progress=False).notes
 
