@@ -1,4 +1,4 @@
-"""Base of DiT, the video DiT and Latte: noise prediction on latents of an image VAE.
+"""What DiT, the video DiT and Latte share: noise prediction on latents of an image VAE.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler
@@ -15,69 +15,41 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import InheritingCheckpoint, TensorMap, Tensors, VideoEncoder
+from dit_lora.families.base import CheckpointInfo, Denoiser, TensorMap, Tensors, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.posterior import sample_posterior
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisePredictionCheckpoint(InheritingCheckpoint):
-    """A checkpoint that predicts noise, and optionally its variance, on latents of an AutoencoderKL for each frame."""
+class NoiseDenoiser(Denoiser):
+    """A denoiser that predicts noise, and optionally its variance."""
 
     objective: EpsilonPrediction
     should_train_variance: bool = True
     """Train the variance too, if the network predicts one (`train.vlb`)."""
-    transform = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
-    supported_options: ClassVar[tuple[str, ...]] = ("train.vlb",)
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels per latent along a side, as the pipelines compute it."""
-        return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
-
-    @property
-    def size_multiple(self) -> int:
-        return self.spatial_factor * self.transformer_config["patch_size"]
+    def training_options(self) -> tuple[str, ...]:
+        return ("train.vlb",)
 
     @property
     def has_learned_variance(self) -> bool:
         """True if the network predicts a variance that can be trained."""
-        return has_variance_channels(self.path.name, self.transformer_config)
+        return has_variance_channels(self.info.path.name, self.info.transformer_config)
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().apply_recipe(recipe)
+    def apply_training_options(self, recipe: Recipe) -> Self:
         if recipe.train.vlb and not self.has_learned_variance:
             raise DitLoraError(
-                f"train.vlb: {self.path.name} has no learned variance (its transformer has as many channels out "
+                f"train.vlb: {self.info.path.name} has no learned variance (its transformer has as many channels out "
                 "as in); remove it"
             )
         # By default (None in the recipe) a variance that the network predicts is trained too.
-        return replace(checkpoint, should_train_variance=self.has_learned_variance and recipe.train.vlb is not False)
-
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE in fp32. Samples keep the posterior's mean and logvar, (C, F, H, W).
-
-        Each epoch then samples new latents from the posterior.
-        """
-        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the
-            # clip's length.
-            frames = [vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist for frame in pixels]
-            return {
-                "latent_mean": torch.stack([frame.mean[0] for frame in frames], dim=1),
-                "latent_logvar": torch.stack([frame.logvar[0] for frame in frames], dim=1),
-            }
-
-        return encode
+        trains_variance = self.has_learned_variance and recipe.train.vlb is not False
+        return replace(super().apply_training_options(recipe), should_train_variance=trains_variance)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape, (C, F, H, W).
@@ -96,7 +68,7 @@ class NoisePredictionCheckpoint(InheritingCheckpoint):
         noise, timesteps = draws["noise"], draws["timestep"]
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         # Older configs lack AutoencoderKL's default.
-        clean = latents * self.vae_config.get("scaling_factor", 0.18215)
+        clean = latents * self.info.vae_config.get("scaling_factor", 0.18215)
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
         output = self.predict(transformer, noisy, timesteps, batch).float()
@@ -110,6 +82,35 @@ class NoisePredictionCheckpoint(InheritingCheckpoint):
                 prediction, fraction, clean, noisy, timesteps, weights
             )
         return LossOutput(losses, timesteps)
+
+
+FRAMES_TRANSFORM = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
+"""`Encoders.transform` of the tensors that `load_frame_encoder` computes."""
+
+
+def load_frame_encoder(info: CheckpointInfo, device: torch.device, memory: VaeMemory) -> VideoEncoder:
+    """Load the image VAE in fp32. Samples keep the posterior's mean and logvar, (C, F, H, W).
+
+    Each epoch then samples new latents from the posterior.
+    """
+    vae = memory.load(AutoencoderKL, info.path, torch.float32, device)
+
+    @torch.no_grad()
+    def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the
+        # clip's length.
+        frames = [vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist for frame in pixels]
+        return {
+            "latent_mean": torch.stack([frame.mean[0] for frame in frames], dim=1),
+            "latent_logvar": torch.stack([frame.logvar[0] for frame in frames], dim=1),
+        }
+
+    return encode
+
+
+def compute_spatial_factor(vae_config: Mapping[str, Any]) -> int:
+    """Pixels per latent along a side, as the pipelines compute it."""
+    return 2 ** (len(vae_config["block_out_channels"]) - 1)
 
 
 def read_noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:

@@ -20,11 +20,12 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.base import Checkpoint, Sampler, Tensors, VideoEncoder
 from dit_lora.families.dit.classes import (
     LABEL_TABLE_NAME,
     STOCK_NULL_ROW,
-    ClassCheckpoint,
+    ClassEncoders,
+    ClassInfo,
     ClassTable,
     DiTPipeline,
     disable_label_dropout,
@@ -33,7 +34,13 @@ from dit_lora.families.dit.classes import (
     read_class_names,
 )
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import has_variance_channels, read_noise_objective
+from dit_lora.families.noise_prediction import (
+    NoiseDenoiser,
+    compute_spatial_factor,
+    has_variance_channels,
+    load_frame_encoder,
+    read_noise_objective,
+)
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_checkpoint_fields,
@@ -45,15 +52,12 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiTCheckpoint(ClassCheckpoint):
-    """A DiT checkpoint with the classes it is trained on."""
+class DiTInfo(ClassInfo):
+    """The facts of a DiT checkpoint, with the classes it is trained on."""
 
     connector_patterns: Sequence[str]
     """Patterns of the `connector_patterns` group if the recipe sets none."""
-    transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    transformer_class: ClassVar[Any] = DiTTransformer2DModel
     num_classes_key = "num_embeds_ada_norm"
-    output_field = "images"
 
     @property
     def pipeline_class(self) -> Any:
@@ -64,7 +68,7 @@ class DiTCheckpoint(ClassCheckpoint):
     @property
     def size_multiple(self) -> int:
         """The only side length that the position table supports."""
-        return self.transformer_config["sample_size"] * self.spatial_factor
+        return self.transformer_config["sample_size"] * compute_spatial_factor(self.vae_config)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """One square frame of the size that the position table supports."""
@@ -78,57 +82,6 @@ class DiTCheckpoint(ClassCheckpoint):
         if shape.frames != 1:
             problems.append(f"data.frames must be 1, for images; got {shape.frames}")
         return problems
-
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar of their frame, (C, H, W)."""
-        # (C, 1, H, W) -> (C, H, W): images have no frame axis.
-        encode_frames = super().load_video_encoder(dtype, device, memory)
-
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {name: latent[:, 0] for name, latent in encode_frames(pixels).items()}
-
-        return encode
-
-    def load_transformer(self, dtype: torch.dtype) -> Any:
-        transformer = super().load_transformer(dtype)
-        # Diffusers' own initialisation is not DiT's: its gates are not zero.
-        if self.from_scratch is not None:
-            initialize_weights(transformer)
-        disable_label_dropout(transformer)
-        return transformer
-
-    def grow_label_tables(self, transformer: Any) -> None:
-        grow_label_tables(transformer, self.trained_classes, self.stored_classes)
-
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, H, W)."""
-        # The transformer takes latents in the dtype of its weights.
-        return transformer(
-            noisy.to(next(transformer.parameters()).dtype),
-            timestep=timesteps,
-            class_labels=batch["class_labels"],
-            return_dict=False,
-        )[0]
-
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        # The stored transformer has no rows for new classes, so always pass the one that was extended.
-        if transformer is None:
-            transformer = self.load_transformer(dtype).eval()
-        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.trained_classes.names))
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label tables. The pipeline adds the null class itself."""
-        # The pipeline takes a list of ints.
-        if isinstance(prompt, str):
-            return {"class_labels": [self.get_row(prompt)]}
-        return {"class_labels": prompt["class_labels"].tolist()}
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {}
 
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
         """Raise `DitLoraError` unless new classes can be learned: the group `connector` must train the label tables,
@@ -155,7 +108,77 @@ class DiTCheckpoint(ClassCheckpoint):
             )
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoint:
+@dataclass(frozen=True, kw_only=True)
+class DiTEncoders(ClassEncoders):
+    transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Load the VAE. Samples keep the posterior's mean and logvar of their frame, (C, H, W)."""
+        # (C, 1, H, W) -> (C, H, W): images have no frame axis.
+        encode_frames = load_frame_encoder(self.info, device, memory)
+
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return {name: latent[:, 0] for name, latent in encode_frames(pixels).items()}
+
+        return encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTDenoiser(NoiseDenoiser):
+    info: DiTInfo
+    transformer_class: ClassVar[Any] = DiTTransformer2DModel
+
+    def load_transformer(self, dtype: torch.dtype) -> Any:
+        return load_transformer(self.info, dtype)
+
+    def predict(
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, H, W)."""
+        # The transformer takes latents in the dtype of its weights.
+        return transformer(
+            noisy.to(next(transformer.parameters()).dtype),
+            timestep=timesteps,
+            class_labels=batch["class_labels"],
+            return_dict=False,
+        )[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTSampler(Sampler):
+    info: DiTInfo
+    output_field = "images"
+
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
+        # The stored transformer has no rows for new classes, so always pass the one that was extended.
+        if transformer is None:
+            transformer = load_transformer(self.info, dtype).eval()
+        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.info.trained_classes.names))
+
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
+        """Rows of the label tables. The pipeline adds the null class itself."""
+        # The pipeline takes a list of ints.
+        if isinstance(prompt, str):
+            return {"class_labels": [self.info.get_row(prompt)]}
+        return {"class_labels": prompt["class_labels"].tolist()}
+
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {}
+
+
+def load_transformer(info: DiTInfo, dtype: torch.dtype) -> Any:
+    """Load the transformer with rows for the classes that are trained, and without label dropout of its own."""
+    transformer = info.load_transformer(DiTTransformer2DModel, dtype, grow_label_tables)
+    # Diffusers' own initialisation is not DiT's: its gates are not zero.
+    if info.from_scratch is not None:
+        initialize_weights(transformer)
+    disable_label_dropout(transformer)
+    return transformer
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
@@ -168,10 +191,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoin
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     has_variance_channels(model.path, config)
-    return DiTCheckpoint(
-        **fields,
-        objective=read_noise_objective(model, path),
-        stored_classes=table,
-        trained_classes=table,
-        connector_patterns=family.group_patterns["connector"],
+    patterns = family.group_patterns["connector"]
+    info = DiTInfo(**fields, stored_classes=table, trained_classes=table, connector_patterns=patterns)
+    return Checkpoint(
+        info=info,
+        encoders=DiTEncoders(info=info),
+        denoiser=DiTDenoiser(info=info, objective=read_noise_objective(model, path)),
+        sampler=DiTSampler(info=info),
     )

@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -20,8 +20,7 @@ from torch import nn
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import TensorSpec, TextEncoder
-from dit_lora.families.noise_prediction import NoisePredictionCheckpoint
+from dit_lora.families.base import CheckpointInfo, Encoders, TensorSpec, TextEncoder
 from dit_lora.families.opening import load_or_init
 
 STOCK_NULL_ROW = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
@@ -109,8 +108,8 @@ class ClassTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassCheckpoint(NoisePredictionCheckpoint):
-    """A class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
+class ClassInfo(CheckpointInfo):
+    """The facts of a class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
 
     stored_classes: ClassTable
     """The classes in the checkpoint's files."""
@@ -118,58 +117,31 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
     """The classes that are trained."""
     num_classes_key: ClassVar[str]
     """Option of the transformer's config that holds the number of classes."""
-    supported_options: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
+    supported_options: ClassVar[tuple[str, ...]] = ("data.classes",)
 
     @abstractmethod
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
         """Raise `DitLoraError` unless the rows of new classes, which are base weights, train in mode `lora`."""
 
-    @abstractmethod
-    def grow_label_tables(self, transformer: Any) -> None:
-        """Extend the label tables and the config of a loaded transformer to the classes that are trained."""
-
     @property
     def class_names(self) -> Sequence[str]:
         return tuple(self.stored_classes.labels().values())
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
-        checkpoint = super().apply_recipe(recipe)
+        info = super().with_recipe(recipe, training_options)
         classes = self._select_classes(recipe, find_class_names_in_data(recipe.data, recipe.cache_dir))
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
             problem = f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
             raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
-        return checkpoint.with_classes(classes)
+        return info.with_classes(classes)
 
     def with_classes(self, classes: ClassTable) -> Self:
         # The transformer is built from the config, so the number of classes must agree.
         config = {**self.transformer_config, self.num_classes_key: classes.count}
         return replace(self, transformer_config=config, trained_classes=classes)
-
-    def load_text_limit(self) -> None:
-        return None
-
-    def text_cache_key(self) -> Mapping[str, Any]:
-        return {"classes": self.trained_classes.digest()}
-
-    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return {"class_labels": (torch.Size(()), torch.int64)}
-
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Maps names of classes to rows of the label tables, int64 (B,); "" is the null class."""
-        return lambda names: {"class_labels": torch.tensor([self.get_row(name) for name in names])}
-
-    def load_transformer(self, dtype: torch.dtype) -> Any:
-        # A new model has rows for the classes of the data from the start; a loaded one is extended afterwards.
-        scratch = self.from_scratch
-        if scratch is not None:
-            scratch = {**scratch, self.num_classes_key: self.trained_classes.count}
-        transformer = load_or_init(self.transformer_class, self.path, dtype, scratch)
-        if scratch is None and self.trained_classes.count > self.stored_classes.count:
-            self.grow_label_tables(transformer)
-        return transformer
 
     def index_changes(self) -> dict[str, Any]:
         return {} if self.trained_classes == self.stored_classes else {"id2label": self.trained_classes.labels()}
@@ -193,6 +165,22 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
             raise DitLoraError(format_list(f"{self.path.name} has no class {name!r}; it has", suggestions))
         return row
 
+    def load_transformer(
+        self, model_class: Any, dtype: torch.dtype, grow: Callable[[Any, ClassTable, ClassTable], None]
+    ) -> Any:
+        """Load the transformer with a row for each class that is trained.
+
+        `grow(transformer, classes, stored_classes)` extends the label tables and the config of a loaded transformer.
+        """
+        # A new model has rows for the classes of the data from the start; a loaded one is extended afterwards.
+        scratch = self.from_scratch
+        if scratch is not None:
+            scratch = {**scratch, self.num_classes_key: self.trained_classes.count}
+        transformer = load_or_init(model_class, self.path, dtype, scratch)
+        if scratch is None and self.trained_classes.count > self.stored_classes.count:
+            grow(transformer, self.trained_classes, self.stored_classes)
+        return transformer
+
     def _select_classes(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
         if self.from_scratch is not None:
             count = self.from_scratch.get(self.num_classes_key)
@@ -208,6 +196,26 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
         if new_names and recipe.train.mode == "lora":
             self.require_trainable_rows(recipe, new_names)
         return self.stored_classes.with_new_classes(new_names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassEncoders(Encoders):
+    """Encoders of a class-conditional checkpoint, whose captions are names of classes."""
+
+    info: ClassInfo
+
+    def load_text_limit(self) -> None:
+        return None
+
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {"classes": self.info.trained_classes.digest()}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return {"class_labels": (torch.Size(()), torch.int64)}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Maps names of classes to rows of the label tables, int64 (B,); "" is the null class."""
+        return lambda names: {"class_labels": torch.tensor([self.info.get_row(name) for name in names])}
 
 
 def read_class_names(index: Mapping[str, Any]) -> dict[int, str]:

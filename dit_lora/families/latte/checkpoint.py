@@ -18,9 +18,26 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import NoisePredictionCheckpoint, has_variance_channels, read_noise_objective
+from dit_lora.families.noise_prediction import (
+    FRAMES_TRANSFORM,
+    NoiseDenoiser,
+    compute_spatial_factor,
+    has_variance_channels,
+    load_frame_encoder,
+    read_noise_objective,
+)
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_checkpoint_fields,
@@ -30,16 +47,20 @@ from dit_lora.families.opening import (
 from dit_lora.families.refusals import side_errors
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text, text_bias
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatteCheckpoint(NoisePredictionCheckpoint):
-    """A Latte text-to-video checkpoint."""
+class LatteInfo(CheckpointInfo):
+    """The facts of a Latte text-to-video checkpoint."""
 
     pipeline_class: ClassVar[Any] = LattePipeline
-    transformer_class: ClassVar[Any] = LatteTransformer3DModel
+
+    @property
+    def size_multiple(self) -> int:
+        return compute_spatial_factor(self.vae_config) * self.transformer_config["patch_size"]
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
@@ -52,14 +73,19 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
             )
         return problems
 
+
+@dataclass(frozen=True, kw_only=True)
+class LatteEncoders(Encoders):
+    transform = FRAMES_TRANSFORM
+
     def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path, TEXT_TOKENS)
+        return load_text_limit(self.info.path, TEXT_TOKENS)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": TEXT_TOKENS}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (TEXT_TOKENS, self.transformer_config["caption_channels"])
+        size = (TEXT_TOKENS, self.info.transformer_config["caption_channels"])
         return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
@@ -90,6 +116,16 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
 
         return encode
 
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        return load_frame_encoder(self.info, device, memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatteDenoiser(NoiseDenoiser):
+    transformer_class: ClassVar[Any] = LatteTransformer3DModel
+
     def predict(
         self,
         transformer: nn.Module,
@@ -115,6 +151,9 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
             return_dict=False,
         )[0]
 
+
+@dataclass(frozen=True, kw_only=True)
+class LatteSampler(Sampler):
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
         if isinstance(prompt, str):
@@ -136,7 +175,7 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
         }
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline, broken weights or a model without a variance."""
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
@@ -152,4 +191,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
         )
     # Older files lack this option: use the model's default.
     config.setdefault("video_length", 16)
-    return LatteCheckpoint(**fields, objective=read_noise_objective(model, path))
+    info = LatteInfo(**fields)
+    return Checkpoint(
+        info=info,
+        encoders=LatteEncoders(info=info),
+        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, path)),
+        sampler=LatteSampler(info=info),
+    )

@@ -27,12 +27,24 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.opening import (
     get_call_default,
     get_checkpoint_folder,
+    load_or_init,
     read_checkpoint_fields,
     read_component_config,
     read_index,
@@ -56,15 +68,12 @@ _FP16_TRAINED_NAME = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_d
 
 
 @dataclass(frozen=True, kw_only=True)
-class SanaCheckpoint(FlowCheckpoint):
-    """A Sana text-to-image checkpoint."""
+class SanaInfo(CheckpointInfo):
+    """The facts of a Sana text-to-image checkpoint."""
 
     should_saturate: bool = False
     """True if it was trained in fp16, whose range its linear attention relies on."""
     pipeline_class: ClassVar[Any] = SanaPipeline
-    transformer_class: ClassVar[Any] = SanaTransformer2DModel
-    transform = "sana-1: pixels / 127.5 - 1, latent"
-    output_field = "images"
 
     @property
     def size_multiple(self) -> int:
@@ -75,15 +84,25 @@ class SanaCheckpoint(FlowCheckpoint):
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Sana")]
 
+    def index_changes(self) -> dict[str, Any]:
+        """Record the fp16 training: a fully trained model is stored in fp32 but still relies on fp16's range."""
+        return {_TRAINED_IN_KEY: "fp16"} if self.should_saturate else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaEncoders(Encoders):
+    info: SanaInfo
+    transform = "sana-1: pixels / 127.5 - 1, latent"
+
     def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path, self._text_tokens)
+        return load_text_limit(self.info.path, self._text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         # The instruction is encoded with every caption, so the embeddings depend on it.
         return {**super().text_cache_key(), "tokens": self._text_tokens, "instruction": self._instruction}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, width = self._text_tokens, self.transformer_config["caption_channels"]
+        tokens, width = self._text_tokens, self.info.transformer_config["caption_channels"]
         return {
             "prompt_embeds": (torch.Size((tokens, width)), dtype),
             "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
@@ -114,7 +133,7 @@ class SanaCheckpoint(FlowCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
-        vae = memory.load(AutoencoderDC, self.path, torch.float32, device)
+        vae = memory.load(AutoencoderDC, self.info.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -122,35 +141,50 @@ class SanaCheckpoint(FlowCheckpoint):
 
         return encode
 
+    @property
+    def _text_tokens(self) -> int:
+        return get_call_default(self.info.pipeline_class, "max_sequence_length")
+
+    @property
+    def _instruction(self) -> Sequence[str]:
+        return get_call_default(self.info.pipeline_class, "complex_human_instruction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaDenoiser(FlowDenoiser):
+    info: SanaInfo
+    transformer_class: ClassVar[Any] = SanaTransformer2DModel
+
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer = super().load_transformer(dtype)
-        keep_linear_attention_fp32(transformer, should_saturate=self.should_saturate)
+        keep_linear_attention_fp32(transformer, should_saturate=self.info.should_saturate)
         return transformer
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # Without a posterior, every epoch uses the same latents.
-        return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
+        return batch["latent_mean"].float() * self.info.vae_config["scaling_factor"]
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
-        prompt_embeds = batch["prompt_embeds"]
-        return transformer(
-            noisy.to(prompt_embeds.dtype),
-            encoder_hidden_states=prompt_embeds,
-            encoder_attention_mask=text_bias(batch["prompt_attention_mask"], prompt_embeds),
-            timestep=timesteps * self.transformer_config.get("timestep_scale", 1.0),
-            return_dict=False,
-        )[0]
+        return predict_velocity(self.info, transformer, noisy, timesteps, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaSampler(Sampler):
+    info: SanaInfo
+    output_field = "images"
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
 
         The transformer is clamped to fp16's range if the checkpoint relies on it.
         """
-        if transformer is None and self.should_saturate:
-            transformer = self.load_transformer(dtype)
+        if transformer is None and self.info.should_saturate:
+            # Weights that were trained in fp16 are always loaded, never random.
+            transformer = load_or_init(SanaTransformer2DModel, self.info.path, dtype, None)
+            keep_linear_attention_fp32(transformer, should_saturate=True)
         return super().pipeline(dtype, transformer, text)
 
     @property
@@ -166,26 +200,33 @@ class SanaCheckpoint(FlowCheckpoint):
         # Without binning, which would replace the shape by the nearest of the pipeline's list.
         return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
 
-    def index_changes(self) -> dict[str, Any]:
-        """Record the fp16 training: a fully trained model is stored in fp32 but still relies on fp16's range."""
-        return {_TRAINED_IN_KEY: "fp16"} if self.should_saturate else {}
 
-    @property
-    def _text_tokens(self) -> int:
-        return get_call_default(self.pipeline_class, "max_sequence_length")
+def predict_velocity(
+    info: CheckpointInfo, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+) -> torch.Tensor:
+    """One call of a Sana or SANA-Video transformer, as the stock pipelines make it."""
+    prompt_embeds = batch["prompt_embeds"]
+    return transformer(
+        noisy.to(prompt_embeds.dtype),
+        encoder_hidden_states=prompt_embeds,
+        encoder_attention_mask=text_bias(batch["prompt_attention_mask"], prompt_embeds),
+        timestep=timesteps * info.transformer_config.get("timestep_scale", 1.0),
+        return_dict=False,
+    )[0]
 
-    @property
-    def _instruction(self) -> Sequence[str]:
-        return get_call_default(self.pipeline_class, "complex_human_instruction")
 
-
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or objective, or broken weight files."""
-    opened = read_sana_fields(family, model)
+    fields, objective = read_sana_fields(family, model)
     # Random weights were not trained in fp16, so nothing has to be clamped.
-    from_scratch = model.from_scratch is not None
-    saturates = not from_scratch and is_trained_in_fp16(opened["path"], model)
-    return SanaCheckpoint(**opened, should_saturate=saturates)
+    saturates = model.from_scratch is None and is_trained_in_fp16(fields["path"], model)
+    info = SanaInfo(**fields, should_saturate=saturates)
+    return Checkpoint(
+        info=info,
+        encoders=SanaEncoders(info=info),
+        denoiser=SanaDenoiser(info=info, objective=objective),
+        sampler=SanaSampler(info=info),
+    )
 
 
 def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
@@ -203,13 +244,13 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
     )
 
 
-def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
-    """The fields that checkpoints of Sana and SANA-Video share."""
+def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
+    """The facts that checkpoints of Sana and SANA-Video share, as fields of `CheckpointInfo`, and the objective."""
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
     objective = build_flow_objective(model, read_component_config(path, "scheduler"))
     require_complete_weights(model, path, "vae", "text_encoder")
-    return {**read_checkpoint_fields(model, path), "objective": objective}
+    return read_checkpoint_fields(model, path), objective
 
 
 def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:

@@ -12,15 +12,25 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, VideoEncoder
+from dit_lora.families.base import Checkpoint, TensorMap, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
-from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana_fields
+from dit_lora.families.sana.attention import keep_linear_attention_fp32
+from dit_lora.families.sana.checkpoint import (
+    PIPELINE_MULTIPLE,
+    SanaEncoders,
+    SanaInfo,
+    SanaSampler,
+    predict_velocity,
+    read_sana_fields,
+)
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler has 8,
@@ -32,16 +42,10 @@ _WAN_FACTORS = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SanaVideoCheckpoint(SanaCheckpoint):
-    """A SANA-Video text-to-video checkpoint with Wan's autoencoder.
-
-    Captions are encoded unchanged. A motion score is part of the caption, ` motion score: 30.` at its end.
-    """
+class SanaVideoInfo(SanaInfo):
+    """The facts of a SANA-Video text-to-video checkpoint with Wan's autoencoder."""
 
     pipeline_class: ClassVar[Any] = SanaVideoPipeline
-    transformer_class: ClassVar[Any] = SanaVideoTransformer3DModel
-    transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
-    output_field = "frames"
 
     @property
     def size_multiple(self) -> int:
@@ -54,32 +58,63 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         temporal = self.vae_config["scale_factor_temporal"]
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
+
+@dataclass(frozen=True, kw_only=True)
+class SanaVideoEncoders(SanaEncoders):
+    """Captions are encoded unchanged. A motion score is part of the caption, ` motion score: 30.` at its end."""
+
+    transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
+
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
+        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.info.path, torch.float32, device), encode_video)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaVideoDenoiser(FlowDenoiser):
+    transformer_class: ClassVar[Any] = SanaVideoTransformer3DModel
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer = super().load_transformer(dtype)
+        keep_linear_attention_fp32(transformer, should_saturate=False)
+        return transformer
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return normalize_latents(latents, self.vae_config)
+        return normalize_latents(latents, self.info.vae_config)
+
+    def predict(
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    ) -> torch.Tensor:
+        """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
+        return predict_velocity(self.info, transformer, noisy, timesteps, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaVideoSampler(SanaSampler):
+    output_field = "frames"
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"frames": shape.frames, **super().shape_kwargs(shape)}
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaVideoCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's."""
-    opened = read_sana_fields(family, model)
-    vae = opened["vae_config"]
+    fields, objective = read_sana_fields(family, model)
+    vae = fields["vae_config"]
     kind = vae.get("_class_name")
     if kind != AutoencoderKLWan.__name__:
         raise DitLoraError(
             f"{model.path} has the autoencoder {kind}; family sana_video trains checkpoints with "
             f"{AutoencoderKLWan.__name__} (2B, 480p)"
         )
-    return SanaVideoCheckpoint(
-        **opened
-        | {"vae_config": {**_WAN_FACTORS, **vae}, "objective": replace(opened["objective"], shift=_TRAIN_SHIFT)}
+    info = SanaVideoInfo(**{**fields, "vae_config": {**_WAN_FACTORS, **vae}})
+    return Checkpoint(
+        info=info,
+        encoders=SanaVideoEncoders(info=info),
+        denoiser=SanaVideoDenoiser(info=info, objective=replace(objective, shift=_TRAIN_SHIFT)),
+        sampler=SanaVideoSampler(info=info),
     )

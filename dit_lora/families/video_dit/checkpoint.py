@@ -16,18 +16,37 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, read_class_names
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.dit.classes import ClassEncoders, ClassInfo, ClassTable, read_class_names
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import NoisePredictionCheckpoint, has_variance_channels, read_noise_objective
+from dit_lora.families.noise_prediction import (
+    FRAMES_TRANSFORM,
+    NoiseDenoiser,
+    compute_spatial_factor,
+    has_variance_channels,
+    load_frame_encoder,
+    read_noise_objective,
+)
 from dit_lora.families.opening import (
     get_checkpoint_folder,
+    load_or_init,
     read_checkpoint_fields,
     read_index,
     require_complete_weights,
 )
 from dit_lora.families.refusals import multiple_errors
 from dit_lora.families.text.limit import load_text_limit
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
@@ -41,20 +60,95 @@ class VideoClassTable(ClassTable):
         return self.count
 
 
+def compute_size_multiple(info: CheckpointInfo) -> int:
+    """VAE factor times patch size: height and width must be multiples of it."""
+    return compute_spatial_factor(info.vae_config) * info.transformer_config["patch_size"]
+
+
+def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
+    """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
+    # Positions are computed for any size, so only whole patches matter.
+    frame_step, step = info.transformer_config["patch_size_t"], info.size_multiple
+    return multiple_errors(
+        {"frames": (shape.frames, frame_step), "height": (shape.height, step), "width": (shape.width, step)}
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class VideoDiTCheckpoint(NoisePredictionCheckpoint):
-    """Base of the class-conditional and the text-conditional checkpoints."""
+class TextVideoDiTInfo(CheckpointInfo):
+    """The facts of a video DiT that is conditioned on text."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
-    transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel
+
+    @property
+    def size_multiple(self) -> int:
+        return compute_size_multiple(self)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
-        # Positions are computed for any size, so only whole patches matter.
-        frame_step, step = self.transformer_config["patch_size_t"], self.size_multiple
-        return multiple_errors(
-            {"frames": (shape.frames, frame_step), "height": (shape.height, step), "width": (shape.width, step)}
+        return find_patch_errors(self, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassVideoDiTInfo(ClassInfo):
+    """The facts of a video DiT that is conditioned on classes, with the classes it is trained on."""
+
+    pipeline_class: ClassVar[Any] = VideoDiTPipeline
+    num_classes_key = "num_classes"
+
+    @property
+    def size_multiple(self) -> int:
+        return compute_size_multiple(self)
+
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
+        return find_patch_errors(self, shape)
+
+    def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
+        """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
+        problem = (
+            f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
+            "correct them, or take train.mode: full or a model of text"
         )
+        raise DitLoraError(format_list(problem, new_classes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextVideoDiTEncoders(Encoders):
+    transform = FRAMES_TRANSFORM
+
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.info.path)
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return {"pooled_projections": (torch.Size((self.info.transformer_config["text_dim"],)), dtype)}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Maps texts to CLIP's pooled output, (B, D)."""
+        pipeline = self.load_text_pipeline(dtype, device)
+        # encode_prompt disables gradients itself.
+        return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        return load_frame_encoder(self.info, device, memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassVideoDiTEncoders(ClassEncoders):
+    transform = FRAMES_TRANSFORM
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        return load_frame_encoder(self.info, device, memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoDiTDenoiser(NoiseDenoiser):
+    transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        return load_transformer(self.info, dtype)
 
     def predict(
         self,
@@ -73,30 +167,13 @@ class VideoDiTCheckpoint(NoisePredictionCheckpoint):
             **{name: batch[name] for name in names if name in batch},
         )[0]
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
-
 
 @dataclass(frozen=True, kw_only=True)
-class TextVideoDiTCheckpoint(VideoDiTCheckpoint):
-    """A video DiT that is conditioned on text."""
-
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path)
-
-    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return {"pooled_projections": (torch.Size((self.transformer_config["text_dim"],)), dtype)}
-
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Maps texts to CLIP's pooled output, (B, D)."""
-        pipeline = self.load_text_pipeline(dtype, device)
-        # encode_prompt disables gradients itself.
-        return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
-
+class TextVideoDiTSampler(Sampler):
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # Load with our own code, so that weights are frozen and may be random (`model.from_scratch`).
         if transformer is None:
-            transformer = self.load_transformer(dtype).eval()
+            transformer = load_transformer(self.info, dtype).eval()
         return super().pipeline(dtype, transformer, text)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
@@ -107,42 +184,45 @@ class TextVideoDiTCheckpoint(VideoDiTCheckpoint):
             arguments["negative_pooled_projections"] = empty_prompt["pooled_projections"]
         return arguments
 
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
+
 
 @dataclass(frozen=True, kw_only=True)
-class ClassVideoDiTCheckpoint(VideoDiTCheckpoint, ClassCheckpoint):
-    """A video DiT that is conditioned on classes, with the classes it is trained on."""
-
-    num_classes_key = "num_classes"
-    supported_options: ClassVar[tuple[str, ...]] = ClassCheckpoint.supported_options
-
-    def grow_label_tables(self, transformer: Any) -> None:
-        # (classes + 1, width)
-        weight = self.trained_classes.grow_weight(transformer.class_embed.weight.data, self.stored_classes)
-        transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
-        transformer.register_to_config(num_classes=self.trained_classes.count)
+class ClassVideoDiTSampler(Sampler):
+    info: ClassVideoDiTInfo
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # The stored transformer has no rows for new classes.
         if transformer is None:
-            transformer = self.load_transformer(dtype).eval()
-        return self._load_pipeline(dtype, transformer, False, id2label=self.trained_classes.labels())
+            transformer = load_transformer(self.info, dtype).eval()
+        return self._load_pipeline(dtype, transformer, False, id2label=self.info.trained_classes.labels())
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
-            return {"class_labels": torch.tensor([self.get_row(prompt)])}
+            return {"class_labels": torch.tensor([self.info.get_row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
 
-    def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
-        """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
-        problem = (
-            f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
-            "correct them, or take train.mode: full or a model of text"
-        )
-        raise DitLoraError(format_list(problem, new_classes))
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTCheckpoint:
+def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
+    """Load the transformer, with rows for the classes that are trained if it is conditioned on classes."""
+    if isinstance(info, ClassVideoDiTInfo):
+        return info.load_transformer(VideoDiTTransformer3DModel, dtype, grow_label_table)
+    return load_or_init(VideoDiTTransformer3DModel, info.path, dtype, info.from_scratch, info.part)
+
+
+def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
+    """Extend the label table, (classes + 1, width), and the config to these classes."""
+    weight = classes.grow_weight(transformer.class_embed.weight.data, old_classes)
+    transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
+    transformer.register_to_config(num_classes=classes.count)
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
@@ -153,9 +233,21 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTChec
     require_complete_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
     # Called for its check of the channel counts.
     has_variance_channels(model.path, config)
-    fields["objective"] = read_noise_objective(model, path)
+    objective = read_noise_objective(model, path)
     if is_text:
-        return TextVideoDiTCheckpoint(**fields)
+        text_info = TextVideoDiTInfo(**fields)
+        return Checkpoint(
+            info=text_info,
+            encoders=TextVideoDiTEncoders(info=text_info),
+            denoiser=VideoDiTDenoiser(info=text_info, objective=objective),
+            sampler=TextVideoDiTSampler(info=text_info),
+        )
     # Until a recipe adds classes, those of the files are trained.
     table = VideoClassTable(config["num_classes"], read_class_names(index))
-    return ClassVideoDiTCheckpoint(**fields, stored_classes=table, trained_classes=table)
+    info = ClassVideoDiTInfo(**fields, stored_classes=table, trained_classes=table)
+    return Checkpoint(
+        info=info,
+        encoders=ClassVideoDiTEncoders(info=info),
+        denoiser=VideoDiTDenoiser(info=info, objective=objective),
+        sampler=ClassVideoDiTSampler(info=info),
+    )

@@ -313,7 +313,7 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
 def test_a_recipe_that_cannot_train_is_refused(values: Values, section: str, change: Values, words: str) -> None:
     values[section] = {**values.get(section, {}), **change}
     with pytest.raises(DitLoraError, match=words):
-        trained_checkpoint(values).load_transformer(torch.float32)
+        trained_checkpoint(values).denoiser.load_transformer(torch.float32)
 
 
 def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> None:

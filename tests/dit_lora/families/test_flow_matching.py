@@ -1,7 +1,7 @@
 """Schedules of flow matching as recipes choose them, on tiny Sana; weights for tokens that are given clean."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.sana.checkpoint import SanaCheckpoint
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.sana.checkpoint import SanaDenoiser
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import compute_mean_squared_error
 from dit_lora.numerics.streams import RandomStreams
@@ -37,22 +39,22 @@ def tiny(tiny_checkpoints: dict[str, Path]) -> Path:
 
 
 @pytest.fixture
-def stored(tiny: Path) -> SanaCheckpoint:
+def stored(tiny: Path) -> Checkpoint:
     return get_family("sana").open(ModelConfig(family="sana", path=str(tiny)))
 
 
-def levels_of(checkpoint: SanaCheckpoint, rows: int = 2000) -> torch.Tensor:
+def levels_of(checkpoint: Checkpoint, rows: int = 2000) -> torch.Tensor:
     batch = {"latent_mean": torch.zeros(rows, 32, 2, 2)}
     return RandomStreams(0, range(rows)).draw_tensors(checkpoint.denoiser.draw_functions(batch), torch.device("cpu"))[
         "timestep"
     ]
 
 
-def test_a_recipe_without_a_schedule_trains_by_the_familys(tiny: Path, stored: SanaCheckpoint) -> None:
-    assert stored.apply_recipe(recipe_with(tiny)).objective == stored.objective
+def test_a_recipe_without_a_schedule_trains_by_the_familys(tiny: Path, stored: Checkpoint) -> None:
+    assert stored.apply_recipe(recipe_with(tiny)).denoiser.objective == stored.denoiser.objective
 
 
-def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpoint) -> None:
+def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: Checkpoint) -> None:
     schedule = {"density": "uniform", "shift": 2.0, "t_min": 0.25, "t_max": 0.75}
     checkpoint = stored.apply_recipe(recipe_with(tiny, **schedule))
     assert checkpoint.denoiser.objective.shift == 2.0
@@ -66,44 +68,39 @@ def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpo
     assert levels.median().item() == pytest.approx(2 * middle / (1 + middle), abs=0.02)
 
 
-def test_what_a_recipe_leaves_out_stays(tiny: Path, stored: SanaCheckpoint) -> None:
+def test_what_a_recipe_leaves_out_stays(tiny: Path, stored: Checkpoint) -> None:
     checkpoint = stored.apply_recipe(recipe_with(tiny, std=0.5))
-    assert checkpoint.denoiser.objective.shift == stored.objective.shift
+    assert checkpoint.denoiser.objective.shift == stored.denoiser.objective.shift
     assert checkpoint.denoiser.objective.distribution == NoiseLevelDistribution("logit_normal", std=0.5)
     spread = torch.logit(levels_of(checkpoint)).std().item()
     assert spread == pytest.approx(0.5, rel=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expert(SanaCheckpoint):
+class Expert(SanaDenoiser):
     """Sana as if it were for high noise alone, and shifted by the size of its latents."""
 
     def mu(self, size: torch.Size) -> float:
         return 0.1 * size[-1]
 
 
-def values_of(stored: SanaCheckpoint) -> dict[str, Any]:
-    return {field.name: getattr(stored, field.name) for field in fields(stored) if field.init}
-
-
 @pytest.fixture
-def expert(stored: SanaCheckpoint) -> Expert:
-    high = replace(stored.objective, distribution=NoiseLevelDistribution(t_min=0.875))
-    return Expert(**{**values_of(stored), "objective": high})
+def expert(stored: Checkpoint) -> Checkpoint:
+    high = replace(stored.denoiser.objective, distribution=NoiseLevelDistribution(t_min=0.875))
+    return replace(stored, denoiser=Expert(info=stored.info, objective=high))
 
 
-def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(tiny: Path, expert: Expert) -> None:
+def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(tiny: Path, expert: Checkpoint) -> None:
     checkpoint = expert.apply_recipe(recipe_with(tiny, shift="tokens"))
     assert checkpoint.denoiser.compute_shift(torch.Size((32, 4, 10))) == pytest.approx(math.e)
-    plain = replace(
-        checkpoint, objective=replace(checkpoint.denoiser.objective, distribution=NoiseLevelDistribution())
-    )
+    objective = replace(checkpoint.denoiser.objective, distribution=NoiseLevelDistribution())
+    plain = replace(checkpoint, denoiser=replace(checkpoint.denoiser, objective=objective))
     median = levels_of(plain).median().item()
     assert torch.logit(torch.tensor(median)).item() == pytest.approx(0.2, abs=0.08)
 
 
-def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Expert) -> None:
-    assert expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min == 0.875
+def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Checkpoint) -> None:
+    assert expert.apply_recipe(recipe_with(tiny, density="uniform")).denoiser.objective.distribution.t_min == 0.875
     narrow_range = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
     levels = levels_of(narrow_range)
     assert levels.min() >= 0.9
@@ -113,7 +110,7 @@ def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: 
             expert.apply_recipe(recipe_with(tiny, **options))
 
 
-def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpoint) -> None:
+def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: Checkpoint) -> None:
     with pytest.raises(ValidationError, match=r"nothing is from t_min=0\.5 on and below t_max=0\.5"):
         TimestepsConfig(t_min=0.5, t_max=0.5)
     with pytest.raises(ValidationError, match="mode_scale is of density mode; got uniform"):
@@ -127,10 +124,10 @@ def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inpainting(SanaCheckpoint):
-    """Sana that is given the left column of the latents clean."""
+class Inpainting(Conditioning):
+    """The left column of the latents is given clean."""
 
-    def _conditioning_mask(self, batch: Any, given: Any) -> torch.Tensor:
+    def mask(self, batch: Any, random_tensors: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
         conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
         conditioning_mask[..., 0] = 1
@@ -145,8 +142,8 @@ class Echo(nn.Module):
         return (hidden,)
 
 
-def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: SanaCheckpoint) -> None:
-    checkpoint = Inpainting(**values_of(stored))
+def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: Checkpoint) -> None:
+    checkpoint = replace(stored, denoiser=replace(stored.denoiser, conditioning=Inpainting()))
     generator = torch.Generator().manual_seed(3)
     batch = {
         "latent_mean": torch.randn(3, 32, 2, 5, generator=generator),

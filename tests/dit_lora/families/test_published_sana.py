@@ -106,7 +106,7 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
     checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     assert checkpoint.denoiser.num_train_timesteps == 1000
     assert checkpoint.denoiser.objective.shift == 3.0
-    assert getattr(checkpoint, "should_saturate", False) is saturates
+    assert getattr(checkpoint.info, "should_saturate", False) is saturates
     shape = VideoShape.from_data(recipe.data)
     native = transformer_config(name)["sample_size"]
     if recipe.model.family == "sana":

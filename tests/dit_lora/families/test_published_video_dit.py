@@ -130,7 +130,7 @@ def opened(name: str, folder: Path, recipe: Any) -> Any:
 def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     checkpoint = opened(RECIPES[name], tmp_path, recipe).apply_recipe(recipe)
-    assert checkpoint.should_train_variance
+    assert checkpoint.denoiser.should_train_variance
     assert checkpoint.denoiser.num_train_timesteps == 1000
     latents = VideoShape.from_data(recipe.data)
     config = config_of(RECIPES[name])

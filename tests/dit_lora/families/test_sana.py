@@ -357,6 +357,6 @@ def test_from_scratch_draws_a_network_of_the_changed_config(
     """And one that was not trained in fp16, whatever the checkpoint's own was."""
     path = tiny_checkpoints["sana-fp16"]
     checkpoint = open_checkpoint(path, from_scratch={"num_layers": 3})
-    assert open_checkpoint(path).should_saturate
-    assert not checkpoint.should_saturate
+    assert open_checkpoint(path).info.should_saturate
+    assert not checkpoint.info.should_saturate
     assert len(checkpoint.denoiser.load_transformer(torch.float32).transformer_blocks) == 3

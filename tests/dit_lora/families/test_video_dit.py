@@ -78,7 +78,7 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         expected = error + bound.flatten(1).mean(1) / math.log(2)
         torch.testing.assert_close(output.losses.double(), expected, rtol=1e-4, atol=0)
         assert bound.abs().max() > 1e-3
-        plain = replace(checkpoint, should_train_variance=False)
+        plain = replace(checkpoint.denoiser, should_train_variance=False)
         losses = plain.losses(transformer, batch, streams).losses
         torch.testing.assert_close(losses.double(), error, rtol=1e-5, atol=0)
 
@@ -215,14 +215,14 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     names = ["blue disc", "red disc", "Apply Eye Makeup", "Yo Yo", ""]
     assert encode(names)["class_labels"].tolist() == [0, 4, 6, 7, 8]
-    old: Any = stored.load_transformer(torch.float32)
+    old: Any = stored.denoiser.load_transformer(torch.float32)
     new = checkpoint.denoiser.load_transformer(torch.float32)
     assert torch.equal(new.class_embed.weight[:6], old.class_embed.weight[:6])
     for row in (6, 7, 8):
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
     reopened: Any = family.open(recipe.model, index=checkpoint.info.index_changes())
-    assert reopened.trained_classes == checkpoint.trained_classes
+    assert reopened.info.trained_classes == checkpoint.info.trained_classes
 
 
 def test_a_lora_refuses_classes_that_the_checkpoint_has_not(
@@ -368,8 +368,8 @@ def test_options_that_do_not_apply_are_refused(
         recipe: Recipe = parse_recipe(merged, "test")
         return get_family(VARIANTS[variant]).open(recipe.model, recipe)
 
-    assert prepared().should_train_variance
-    assert not prepared(train={"vlb": False}).should_train_variance
+    assert prepared().denoiser.should_train_variance
+    assert not prepared(train={"vlb": False}).denoiser.should_train_variance
     with pytest.raises(DitLoraError, match=r"data\.image_dropout: family"):
         prepared(data={"image_dropout": 0.1})
     if variant == "video-dit-class":
@@ -382,7 +382,7 @@ def test_without_a_learned_variance_there_is_no_bound(tiny_checkpoints: Tiny, re
     values = full({**recipe_values, "model": {"family": "video_dit", **model}})
     recipe = parse_recipe(values, "test")
     checkpoint: Any = get_family("video_dit").open(recipe.model, recipe)
-    assert not checkpoint.should_train_variance
+    assert not checkpoint.denoiser.should_train_variance
     batch = batch_of(checkpoint, ["a", "b"])
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     losses = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [1, 2])).losses

@@ -58,7 +58,7 @@ def test_a_base_without_weights_opens_from_scratch_alone(parts: dict[str, str], 
 def test_a_base_of_classes_takes_as_many_as_the_data_has(parts: dict[str, str], tmp_path: Path) -> None:
     path = write_base(tmp_path / "base", config=CONFIG, **{**parts, "text_encoder": None})
     assert not (path / "text_encoder").exists()
-    assert opened(path, from_scratch={"num_classes": 7}).trained_classes.count == 7
+    assert opened(path, from_scratch={"num_classes": 7}).info.trained_classes.count == 7
 
 
 def opendit_state() -> dict[str, torch.Tensor]:

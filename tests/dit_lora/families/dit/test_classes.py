@@ -48,7 +48,7 @@ def test_names_have_the_stock_pipelines_rows(tiny: Path, tmp_path: Path) -> None
     index = json.loads((path / "model_index.json").read_text())
     index["id2label"] |= {"134": "crane", "517": "crane"}
     (path / "model_index.json").write_text(json.dumps(index))
-    table = get_family("dit").open(ModelConfig(family="dit", path=str(path))).trained_classes
+    table = get_family("dit").open(ModelConfig(family="dit", path=str(path))).info.trained_classes
     labels = DiTPipeline.from_pretrained(path).labels
     assert len(labels) > 1000
     assert {name: table.find_row(name) for name in labels} == labels
@@ -136,7 +136,7 @@ def opened(values: Values) -> Any:
 
 
 def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> None:
-    assert opened(values).trained_classes.count == 1006
+    assert opened(values).info.trained_classes.count == 1006
     groups = values["optim"]["groups"]
     connector = groups.pop("connector")
     with pytest.raises(DitLoraError, match=r"give optim.groups.connector .* they are\n  - blue disc"):
@@ -148,7 +148,7 @@ def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> No
     with pytest.raises(DitLoraError, match=r"a weight decay of 0.0001, which would wear off"):
         opened(values)
     values["optim"]["weight_decay"] = 0
-    assert opened(values).trained_classes.find_row("red disc") == 1005
+    assert opened(values).info.trained_classes.find_row("red disc") == 1005
 
 
 def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
     del values["optim"]["groups"]["connector"]
     values["validation"]["prompts"] = ["goldfish"]
     checkpoint = opened(values)
-    assert checkpoint.trained_classes.count == 1000
+    assert checkpoint.info.trained_classes.count == 1000
     assert checkpoint.info.index_changes() == {}
     labels = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))(["tabby cat", "3", ""])
     assert labels["class_labels"].tolist() == [281, 3, 1000]
@@ -169,7 +169,7 @@ def test_a_label_outside_the_table_is_refused(values: Values) -> None:
     """A class of the data that `data.classes` has not."""
     values["data"]["classes"] = [name for name in NEW if name != "green disc"]
     checkpoint = opened(values)
-    assert checkpoint.trained_classes.count == 1005
+    assert checkpoint.info.trained_classes.count == 1005
     encode = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))
     with pytest.raises(DitLoraError, match=r"dit-tiny has no class 'green disc'; it has"):
         encode(["red disc", "green disc"])
@@ -248,8 +248,8 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
     reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
-    assert reopened.trained_classes.find_row("red disc") == 1005
-    assert reopened.trained_classes.null_row == 1000
+    assert reopened.info.trained_classes.find_row("red disc") == 1005
+    assert reopened.info.trained_classes.null_row == 1000
 
 
 def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(

@@ -282,18 +282,18 @@ def test_sampling_in_the_stock_pipeline_saturates_too(tiny_checkpoints: dict[str
     assert isinstance(pipeline, SanaPipeline)
     assert has_fp16_saturation(pipeline.transformer)
     trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))
-    assert not has_fp16_saturation(trained.pipeline(torch.float32).transformer)
-    assert not has_fp16_saturation(trained.load_transformer(torch.float32))
+    assert not has_fp16_saturation(trained.sampler.pipeline(torch.float32).transformer)
+    assert not has_fp16_saturation(trained.denoiser.load_transformer(torch.float32))
 
 
 def test_a_whole_pipeline_trained_from_it_still_saturates(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """It is stored in fp32 and has a name of its own, so its index says so; the stock pipeline loads it."""
     base = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-fp16"])))
     output_dir = tmp_path / "model"
-    transformer = base.load_transformer(torch.float32)
-    save_pipeline(transformer, base.path, output_dir, {}, base.index_changes())
+    transformer = base.denoiser.load_transformer(torch.float32)
+    save_pipeline(transformer, base.path, output_dir, {}, base.info.index_changes())
     reopened = get_family("sana").open(ModelConfig(family="sana", path=str(output_dir)))
-    assert has_fp16_saturation(reopened.load_transformer(torch.float32))
+    assert has_fp16_saturation(reopened.denoiser.load_transformer(torch.float32))
     assert not has_fp16_saturation(SanaPipeline.from_pretrained(output_dir).transformer)
     trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))
-    assert trained.index_changes() == {}
+    assert trained.info.index_changes() == {}

@@ -16,7 +16,7 @@ from dit_lora.data.sources.scan import read_clips
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.sana.checkpoint import SanaCheckpoint
+from dit_lora.families.sana.checkpoint import SanaSampler
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion import prior
 from dit_lora.training.tasks.diffusion.prior import generate_prior
@@ -51,12 +51,12 @@ def fill(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp_p
 def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the model, noise of the seed that it is given."""
 
-    def generate(self: SanaCheckpoint, pipeline: Any, conditions: Any, how: Sampling) -> torch.Tensor:
+    def generate(self: SanaSampler, pipeline: Any, conditions: Any, how: Sampling) -> torch.Tensor:
         generator = torch.Generator().manual_seed(how.seed)
         return torch.randint(256, (1, 32, 32, 3), generator=generator).to(torch.uint8)
 
-    monkeypatch.setattr(SanaCheckpoint, "pipeline", lambda *_: MagicMock())
-    monkeypatch.setattr(SanaCheckpoint, "generate", generate)
+    monkeypatch.setattr(SanaSampler, "pipeline", lambda *_: MagicMock())
+    monkeypatch.setattr(SanaSampler, "generate", generate)
 
 
 def contents(paths: list[Path]) -> dict[str, bytes]:
@@ -136,7 +136,7 @@ def test_a_sample_of_one_colour_and_a_model_from_scratch_are_refused(
 ) -> None:
     """NaN in a picture is black, and would teach the model black."""
     black = torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
-    monkeypatch.setattr(SanaCheckpoint, "generate", lambda *_: black)
+    monkeypatch.setattr(SanaSampler, "generate", lambda *_: black)
     with pytest.raises(DitLoraError, match="'a dog' is one flat colour, as NaN gives") as error:
         fill(1)
     assert error.value.collective
