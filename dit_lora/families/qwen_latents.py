@@ -17,18 +17,55 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, VideoEncoder
+from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
 from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.opening import fill_defaults, get_checkpoint_folder, read_checkpoint_fields
+from dit_lora.families.opening import (
+    fill_defaults,
+    get_call_default,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
+)
+from dit_lora.families.packed_latents import PACK_SIZE
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import DrawFunctions, normal
 
-PACK_SIZE = 2
-"""Side of the square of latents that becomes one token."""
+
+@dataclass(frozen=True, kw_only=True)
+class QwenLatentsInfo(CheckpointInfo):
+    """The facts of a checkpoint that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
+
+    scheduler: Mapping[str, Any]
+    """The scheduler's config, filled with its class's defaults."""
+
+    @property
+    def size_multiple(self) -> int:
+        # The pipelines' vae_scale_factor times their packing.
+        return int(PACK_SIZE * 2 ** len(self.vae_config["temperal_downsample"]))
+
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
+        frame_problems = image_frames_errors(shape.frames, self.pipeline_class.__name__)
+        return [*side_errors(shape, self.size_multiple), *frame_problems]
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens of every caption, including padding: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenLatentsEncoders(Encoders):
+    transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
+        vae = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
+        return make_pixel_encoder(vae, encode_video)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +129,14 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return {"height": shape.height, "width": shape.width}
 
 
+def sample_normalized_latents(
+    batch: TensorMap, random_tensors: TensorMap, vae_config: Mapping[str, Any]
+) -> torch.Tensor:
+    """Latents sampled from the posterior and normalised, (B, C, 1, H, W): the inverse of decoding, before packing."""
+    latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
+    return normalize_latents(latents, vae_config)
+
+
 def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
     """Read the fields that these families' checkpoints share.
 
@@ -114,5 +159,4 @@ def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict
         "transformer_config": transformer,
         "vae_config": vae,
         "scheduler": scheduler,
-        "objective": build_flow_matching(scheduler),
     }

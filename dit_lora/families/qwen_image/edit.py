@@ -23,6 +23,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import ClipError
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.packed_latents import PACK_SIZE
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, build_empty_pipeline
 from dit_lora.families.qwen_image.picture_text import (
@@ -32,7 +33,6 @@ from dit_lora.families.qwen_image.picture_text import (
     load_processor,
     max_image_tokens,
 )
-from dit_lora.families.qwen_latents import PACK_SIZE
 from dit_lora.families.references import PictureEncoder, ReferenceSpec, get_reference_latents
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 

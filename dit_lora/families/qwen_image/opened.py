@@ -5,6 +5,7 @@ from diffusers import QwenImageTransformer2DModel
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import build_flow_matching
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_component_config,
@@ -50,4 +51,4 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageChe
         )
     kinds = (QwenImageCheckpoint, QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint)
     (kind,) = (candidate for candidate in kinds if candidate.pipeline_class.__name__ == index["_class_name"])
-    return kind(**fields)
+    return kind(**fields, objective=build_flow_matching(fields["scheduler"]))
