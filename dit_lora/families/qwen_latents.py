@@ -8,7 +8,6 @@ C).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,28 +16,26 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, VideoEncoder
-from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.opening import fill_defaults, get_checkpoint_folder, read_checkpoint_fields
+from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, VideoEncoder
+from dit_lora.families.flow_scheduler import read_flow_scheduler
+from dit_lora.families.opening import (
+    fill_defaults,
+    get_call_default,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
+)
+from dit_lora.families.packed_latents import PACK_SIZE
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import DrawFunctions, normal
-
-PACK_SIZE = 2
-"""Side of the square of latents that becomes one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenLatentsCheckpoint(FlowCheckpoint):
-    """A checkpoint of a model that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
+class QwenLatentsInfo(CheckpointInfo):
+    """The facts of a checkpoint that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
-    transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
-    output_field = "images"
 
     @property
     def size_multiple(self) -> int:
@@ -49,47 +46,30 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         frame_problems = image_frames_errors(shape.frames, self.pipeline_class.__name__)
         return [*side_errors(shape, self.size_multiple), *frame_problems]
 
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens of every caption, including padding: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenLatentsEncoders(Encoders):
+    transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
+
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device), encode_video)
+        vae = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
+        return make_pixel_encoder(vae, encode_video)
 
-    def mu(self, size: torch.Size) -> float:
-        return compute_mu(self.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for packed latents (S, P)."""
-        # The second dimension is time, a single frame.
-        channels, _, height, width = batch["latent_mean"].shape[1:]
-        # Latents of one token.
-        square = PACK_SIZE**2
-        return {
-            **super().draw_functions(batch),
-            "noise": partial(normal, (height * width // square, square * channels)),
-        }
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return self.pack_latents(normalize_latents(latents, self.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
-        return compute_packed_loss_weights(batch, self.mask_floor, self.pack_latents)
-
-    def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
-        batch, channels, _, height, width = latents.shape
-        return self.pipeline_class._pack_latents(latents, batch, channels, height, width)
-
-    def token_grid(self, batch: TensorMap) -> tuple[int, int]:
-        """Rows and columns of a batch's image tokens."""
-        height, width = batch["latent_mean"].shape[-2:]
-        return height // PACK_SIZE, width // PACK_SIZE
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
+def sample_normalized_latents(
+    batch: TensorMap, random_tensors: TensorMap, vae_config: Mapping[str, Any]
+) -> torch.Tensor:
+    """Latents sampled from the posterior and normalised, (B, C, 1, H, W): the inverse of decoding, before packing."""
+    latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
+    return normalize_latents(latents, vae_config)
 
 
 def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
@@ -114,5 +94,4 @@ def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict
         "transformer_config": transformer,
         "vae_config": vae,
         "scheduler": scheduler,
-        "objective": build_flow_matching(scheduler),
     }

@@ -6,7 +6,7 @@ Prompts, packing, positions, the shift and denoising call the stock pipeline's o
 Shapes: B batch, T text tokens, L layers of the text encoder, D their width, S image tokens, P packed channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -16,63 +16,71 @@ from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 from torch import nn
 from transformers import AutoTokenizer
 
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
-from dit_lora.families.qwen_latents import PACK_SIZE, QwenLatentsCheckpoint, read_qwen_latents_fields
+from dit_lora.families.flow_matching import FlowDenoiser
+from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu
+from dit_lora.families.loss_mask import compute_packed_loss_weights
+from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
+from dit_lora.families.qwen_latents import (
+    QwenLatentsEncoders,
+    QwenLatentsInfo,
+    read_qwen_latents_fields,
+    sample_normalized_latents,
+)
 from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.text.mask import cut_text
-from dit_lora.numerics.streams import move_to_device
+from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Krea2Checkpoint(QwenLatentsCheckpoint):
-    """A Krea 2 checkpoint, Raw or Turbo."""
+class Krea2Info(QwenLatentsInfo):
+    """The facts of a Krea 2 checkpoint, Raw or Turbo."""
 
     is_distilled: bool
     """`is_distilled` of model_index.json: the checkpoint samples in eight steps without guidance."""
     text_encoder_layers: tuple[int, ...]
     """Indices of the text encoder's hidden states that condition the transformer (0 is the embedding's output)."""
     pipeline_class: ClassVar[Any] = Krea2Pipeline
-    transformer_class: ClassVar[Any] = Krea2Transformer2DModel
-    guidance_batch_size = 1  # guidance is a second call
-    guidance_threshold = 0.0  # its guidance scale is the paper's minus one
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         if self.is_distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
                 "validation.model; or give an adapter that undoes it in lora.under"
             )
-        return super().apply_recipe(recipe)
+        return super().with_recipe(recipe, training_options)
 
-    def mu(self, size: torch.Size) -> float:
-        return DISTILLED_MU if self.is_distilled else super().mu(size)
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens of every caption, including padding and the template's end: the pipeline's default."""
-        return get_call_default(Krea2Pipeline, "max_sequence_length")
+@dataclass(frozen=True, kw_only=True)
+class Krea2Encoders(QwenLatentsEncoders):
+    info: Krea2Info
 
     def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
-        tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
-        return measure_template_limit(Krea2Pipeline, tokenizer, self.text_tokens)
+        tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
+        return measure_template_limit(Krea2Pipeline, tokenizer, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {**super().text_cache_key(), "tokens": self.text_tokens, "layers": list(self.text_encoder_layers)}
+        return {
+            **super().text_cache_key(),
+            "tokens": self.info.text_tokens,
+            "layers": list(self.info.text_encoder_layers),
+        }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, width = self.text_tokens, self.transformer_config["text_hidden_dim"]
+        tokens, width = self.info.text_tokens, self.info.transformer_config["text_hidden_dim"]
         return {
-            "prompt_embeds": (torch.Size((tokens, len(self.text_encoder_layers), width)), dtype),
+            "prompt_embeds": (torch.Size((tokens, len(self.info.text_encoder_layers), width)), dtype),
             "prompt_embeds_mask": (torch.Size((tokens,)), torch.bool),
         }
 
@@ -82,42 +90,79 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
 
         def encode_caption(caption: str) -> Tensors:
             # (1, T, L, D) and (1, T)
-            embeddings, mask = pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
+            embeddings, mask = pipeline.encode_prompt(
+                caption, device=device, max_sequence_length=self.info.text_tokens
+            )
             return {"prompt_embeds": embeddings, "prompt_embeds_mask": mask}
 
         return make_caption_encoder(encode_caption)
 
-    def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
-        # An instance method of the pipeline, which reads only `patch_size`.
-        pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
-        batch, channels, _, height, width = latents.shape
-        return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
+
+@dataclass(frozen=True, kw_only=True)
+class Krea2Denoiser(FlowDenoiser):
+    info: Krea2Info
+    transformer_class: ClassVar[Any] = Krea2Transformer2DModel
+
+    def mu(self, size: torch.Size) -> float:
+        if self.info.is_distilled:
+            return DISTILLED_MU
+        return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
+
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        """The random tensors of flow matching, with noise for packed latents (S, P)."""
+        return super().draw_functions(batch) | describe_packed_noise(batch["latent_mean"])
+
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        return _pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
+
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
+        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
+        return compute_packed_loss_weights(batch, self.mask_floor, _pack_latents)
 
     def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
         The pipeline pads text to the maximum caption length; here it is cut to the longest caption of the batch.
         """
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_embeds_mask"])
-        dtype, device = text.dtype, text.device
+        dtype, device, grid = text.dtype, text.device, compute_token_grid(batch["latent_mean"])
         return transformer(
             hidden_states=noisy.to(dtype),
             encoder_hidden_states=text,
             # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
             timestep=(timesteps / self.num_train_timesteps).to(dtype),
-            position_ids=Krea2Pipeline.prepare_position_ids(text.shape[1], *self.token_grid(batch), device),
+            position_ids=Krea2Pipeline.prepare_position_ids(text.shape[1], *grid, device),
             encoder_attention_mask=None if mask is None else move_to_device(mask, device),
             return_dict=False,
         )[0]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Krea2Sampler(Sampler):
+    info: Krea2Info
+    output_field = "images"
+    guidance_batch_size = 1  # guidance is a second call
+    guidance_threshold = 0.0  # its guidance scale is the paper's minus one
+
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)
 
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpoint:
+
+def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
+    """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+    # An instance method of the pipeline, which reads only `patch_size`.
+    pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
+    batch, channels, _, height, width = latents.shape
+    return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
@@ -136,7 +181,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpo
         problems.append(f"patch_size must be {PACK_SIZE}; got {index['patch_size']}")
     if problems:
         raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
-    return Krea2Checkpoint(**fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers)
+    info = Krea2Info(**fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers)
+    return Checkpoint(
+        info=info,
+        encoders=Krea2Encoders(info=info),
+        denoiser=Krea2Denoiser(info=info, objective=build_flow_matching(info.scheduler)),
+        sampler=Krea2Sampler(info=info),
+    )
 
 
 def _select_text_encoder_layers(index: Mapping[str, Any]) -> tuple[int, ...]:

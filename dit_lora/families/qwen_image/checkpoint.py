@@ -16,65 +16,66 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
+from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.flow_scheduler import require_min_steps
-from dit_lora.families.opening import get_call_default
-from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
+from dit_lora.families.base import Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.flow_matching import FlowDenoiser
+from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
+from dit_lora.families.loss_mask import compute_packed_loss_weights
+from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
+from dit_lora.families.sampling import Sampling
 from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text
-from dit_lora.numerics.streams import move_to_device
+from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenImageCheckpoint(QwenLatentsCheckpoint):
-    """A Qwen-Image text-to-image checkpoint."""
+class QwenImageInfo(QwenLatentsInfo):
+    """The facts of a Qwen-Image text-to-image checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
-    transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
-    guidance_batch_size = 1  # guidance is a second call
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return super().apply_recipe(recipe)
+        return super().with_recipe(recipe, training_options)
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens that captions are padded to: the default of the pipeline's `__call__`."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageEncoders(QwenLatentsEncoders):
+    info: QwenImageInfo
 
     def load_text_limit(self) -> TextLimit:
         """The limit on caption tokens, not counting the chat template's tokens around the caption."""
-        return load_text_limit(self.path, self.text_tokens)
+        return load_text_limit(self.info.path, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        stock = build_empty_pipeline(self.pipeline_class)
-        return {
-            **super().text_cache_key(),
-            "tokens": self.text_tokens,
-            "template": stock.prompt_template_encode,
-            "dropped": stock.prompt_template_encode_start_idx,
-        }
+        template = get_template_cache_key(self.info.pipeline_class)
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens, **template}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
-        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
+        return get_caption_spec(self.info, self.info.text_tokens, dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as the pipeline uses it. Captions are padded with zeros and have a mask."""
-        pipeline = self.load_text_pipeline(dtype, device)
+        pipeline, num_tokens = self.load_text_pipeline(dtype, device), self.info.text_tokens
 
         def encode_caption(caption: str) -> Tensors:
             # Encode without other captions, so that nothing is padded, then pad to the cache's length.
-            embeddings, _ = pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
-            # (1, count, D) -> (1, T, D)
-            count = embeddings.shape[1]
-            padding = (0, 0, 0, self.text_tokens - count)
-            mask = torch.arange(self.text_tokens, device=device) < count
-            return {"prompt_embeds": functional.pad(embeddings, padding), "prompt_mask": mask[None]}
+            embeddings, _ = pipeline.encode_prompt(caption, device=device, max_sequence_length=num_tokens)
+            return pad_caption(embeddings, num_tokens)
 
         return make_caption_encoder(encode_caption)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageDenoiser(FlowDenoiser):
+    info: QwenLatentsInfo
+    transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
+
+    def mu(self, size: torch.Size) -> float:
+        return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = super().load_transformer(dtype)
@@ -86,45 +87,57 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
                 transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
         return transformer
 
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        """The random tensors of flow matching, with noise for packed latents (S, P)."""
+        return super().draw_functions(batch) | describe_packed_noise(batch["latent_mean"])
+
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        return pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
+
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
+        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
-        return self.run_transformer(transformer, noisy, timesteps, batch, [self.token_grid(batch)])
-
-    def run_transformer(
-        self,
-        transformer: nn.Module,
-        hidden: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: TensorMap,
-        grids: Sequence[tuple[int, int]],
-    ) -> torch.Tensor:
-        """Run the transformer on tokens (B, S, P) of images with these rows and columns, the noisy image first."""
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
-        shapes = [(1, *grid) for grid in grids]
-        return transformer(
-            hidden_states=hidden.to(text.dtype),  # the dtype of the pipeline's latents
+        arguments = {
+            "hidden_states": noisy.to(text.dtype),  # the dtype of the pipeline's latents
             # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
-            timestep=timesteps.to(text.dtype) / 1000,
-            encoder_hidden_states=text,
+            "timestep": timesteps.to(text.dtype) / 1000,
+            "encoder_hidden_states": text,
             # None if nothing is padded, as in the pipeline: attention then has more and faster backends.
-            encoder_hidden_states_mask=None if mask is None else move_to_device(mask, text.device),
-            img_shapes=[shapes] * len(hidden),
-            return_dict=False,
-        )[0]
+            "encoder_hidden_states_mask": None if mask is None else move_to_device(mask, text.device),
+            "img_shapes": [[(1, *compute_token_grid(batch["latent_mean"]))]] * len(noisy),
+        }
+        prediction = transformer(**self.conditioning.append_tokens(arguments, batch), return_dict=False)[0]
+        # Keep the output for the noisy tokens only.
+        return prediction[:, : noisy.shape[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageSampler(Sampler):
+    info: QwenLatentsInfo
+    output_field = "images"
+    guidance_batch_size = 1  # guidance is a second call
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
 
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
+
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         The pipeline's `guidance_scale` is for an embedding that no published checkpoint has.
         """
-        require_min_steps(self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps")
+        require_min_steps(self.info.scheduler, sampling.inference_steps, f"{self.info.path.name}: inference steps")
 
         def call_pipeline(*, guidance_scale: float, **arguments: Any) -> Any:
             if guidance_scale <= 1:  # the pipeline warns about a prompt that it does not use
@@ -138,6 +151,31 @@ def build_empty_pipeline(pipeline_class: Any) -> Any:
     """The pipeline without components, to read the prompt templates."""
     parameters = inspect.signature(pipeline_class.__init__).parameters
     return pipeline_class(**{name: None for name in parameters if name != "self"})
+
+
+def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:
+    """The prompt template and the number of its tokens that the pipeline drops, for `Encoders.text_cache_key`."""
+    stock = build_empty_pipeline(pipeline_class)
+    return {"template": stock.prompt_template_encode, "dropped": stock.prompt_template_encode_start_idx}
+
+
+def get_caption_spec(info: QwenLatentsInfo, num_tokens: int, dtype: torch.dtype) -> TensorSpec:
+    """Shapes and dtypes of a caption from `pad_caption`, without the batch."""
+    size = (num_tokens, info.transformer_config["joint_attention_dim"])
+    return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
+
+
+def pad_caption(embeddings: torch.Tensor, num_tokens: int) -> Tensors:
+    """Pad a caption's embeddings (1, count, D) with zeros to (1, T, D), and add the mask of its tokens."""
+    count = embeddings.shape[1]
+    mask = torch.arange(num_tokens, device=embeddings.device) < count
+    return {"prompt_embeds": functional.pad(embeddings, (0, 0, 0, num_tokens - count)), "prompt_mask": mask[None]}
+
+
+def pack_latents(latents: torch.Tensor) -> torch.Tensor:
+    """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+    batch, channels, _, height, width = latents.shape
+    return QwenImagePipeline._pack_latents(latents, batch, channels, height, width)
 
 
 def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:

@@ -5,26 +5,35 @@ the stock pipelines' own code (diffusers/pipelines/qwenimage/pipeline_qwenimage_
 pipeline_qwenimage_edit_plus.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 from torch import nn
-from torch.nn import functional
 
 from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.video import ClipError
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.packed_latents import append_references, compute_token_grid
 from dit_lora.families.posterior import encode_video
-from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, build_empty_pipeline
+from dit_lora.families.qwen_image.checkpoint import (
+    QwenImageSampler,
+    build_empty_pipeline,
+    get_caption_spec,
+    get_template_cache_key,
+    pack_latents,
+    pad_caption,
+)
 from dit_lora.families.qwen_image.picture_text import (
     MAX_RATIO,
     PictureTextEncoder,
@@ -32,100 +41,113 @@ from dit_lora.families.qwen_image.picture_text import (
     load_processor,
     max_image_tokens,
 )
-from dit_lora.families.qwen_latents import PACK_SIZE
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo
 from dit_lora.families.references import PictureEncoder, ReferenceSpec, get_reference_latents
+from dit_lora.families.sampling import Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
-_IMAGE_AREA = 1024 * 1024  # pipeline_qwenimage_edit.py, __call__
+# pipeline_qwenimage_edit.py has the same value in `__call__`.
+_IMAGE_AREA = edit_plus.VAE_IMAGE_SIZE
 _IMAGE_TOKEN = "<|image_pad|>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenImageEditCheckpoint(QwenImageCheckpoint):
-    """A Qwen-Image-Edit checkpoint."""
+class QwenImageEditInfo(QwenLatentsInfo):
+    """The facts of a Qwen-Image-Edit checkpoint. The defaults are those of the first one, which takes one image."""
 
-    pipeline_class: ClassVar[Any] = QwenImageEditPipeline
-    # Qwen-Image-Edit takes exactly one image.
-    max_references: ClassVar[int] = 1
+    pipeline_class: Any = QwenImageEditPipeline
+    max_references: int = 1
+    text_area: int = _IMAGE_AREA
+    """Approximate number of pixels of an image for the text encoder. The VAE's is 1024x1024 in all versions."""
+    image_prompt: str = ""
+    """The text of each image that comes before the caption, formatted with the image's number."""
 
     @property
     def references(self) -> ReferenceSpec:
         return ReferenceSpec(
             1,
             self.max_references,
-            self._reference_shape,
+            lambda height, width, shape: VideoShape(1, *_compute_size(_IMAGE_AREA, height, width)),
             _reference_error,
             is_encoded_with_caption=True,
             is_resizable=False,
         )
 
-    def _vae_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width at which the VAE encodes an image of this size."""
-        scaled_width, scaled_height, _ = edit.calculate_dimensions(_IMAGE_AREA, width / height)
-        return scaled_height, scaled_width
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
+        return super().with_recipe(recipe, training_options)
 
-    def _text_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width at which the text encoder's processor gets an image of this size."""
-        return self._vae_size(height, width)
-
-    @property
-    def _text_area(self) -> int:
-        """Approximate number of pixels of an image for the text encoder."""
-        return _IMAGE_AREA
-
-    def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        return VideoShape(1, *self._vae_size(height, width))
-
-    def _prompt_images(self, pictures: list[Image.Image]) -> Any:
+    def select_prompt_images(self, pictures: list[Image.Image]) -> Any:
         """Images in the form in which the pipeline encodes them with a prompt."""
-        return pictures[0]
+        return pictures[0] if self.max_references == 1 else pictures
 
-    def _max_prompt_tokens(self, image_processor: Any) -> int:
-        """Number of tokens that captions are padded to: the pipeline's default for text, plus those of the images.
 
-        `image_processor` is the image processor.
-        """
-        # An upper bound, so that one padded length fits every caption with its images.
-        return self.text_tokens + self.max_references * max_image_tokens(image_processor, self._text_area)
+# Qwen-Image-Edit-2509 and -2511, whose text encoder gets smaller images.
+EDIT_PLUS = {
+    "pipeline_class": QwenImageEditPlusPipeline,
+    "max_references": 3,  # the cards of 2509 and 2511: "1 to 3 input images"
+    "text_area": edit_plus.CONDITION_IMAGE_SIZE,
+    # QwenImageEditPlusPipeline._get_qwen_prompt_embeds
+    "image_prompt": f"Picture {{}}: <|vision_start|>{_IMAGE_TOKEN}<|vision_end|>",
+}
 
-    def _empty_caption_prompt(self, num_images: int) -> str:
-        """The prompt of an empty caption, without the tokens of its images."""
-        # The image's own tokens are counted by `_max_prompt_tokens`.
-        template: str = build_empty_pipeline(self.pipeline_class).prompt_template_encode
-        return template.format("").replace(_IMAGE_TOKEN, "")
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConditioning(Conditioning):
+    """References, whose tokens follow the noisy ones, clean.
+
+    In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
+    """
+
+    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+        shapes = [(1, *compute_token_grid(latents)) for latents in get_reference_latents(batch)]
+        return transformer_kwargs | {
+            "hidden_states": append_references(transformer_kwargs["hidden_states"], batch, pack_latents),
+            "img_shapes": [[*sample_shapes, *shapes] for sample_shapes in transformer_kwargs["img_shapes"]],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImageEditEncoders(QwenLatentsEncoders):
+    info: QwenImageEditInfo
 
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
-        tokenizer = load_processor(self.path).tokenizer
-        num_template_tokens = len(tokenizer(self._empty_caption_prompt(self.max_references)).input_ids)
-        # The pipeline drops this many tokens at the start of the template from the embeddings.
-        num_dropped = build_empty_pipeline(self.pipeline_class).prompt_template_encode_start_idx
-        return TextLimit(tokenizer, self.text_tokens - (num_template_tokens - num_dropped))
+        tokenizer, stock = load_processor(self.info.path).tokenizer, build_empty_pipeline(self.info.pipeline_class)
+        image_prompts = (self.info.image_prompt.format(number + 1) for number in range(self.info.max_references))
+        # Without the images' own tokens, which `_count_prompt_tokens` adds.
+        template = stock.prompt_template_encode.format("".join(image_prompts)).replace(_IMAGE_TOKEN, "")
+        # The pipeline drops some tokens at the start of the template from the embeddings.
+        num_kept = len(tokenizer(template).input_ids) - stock.prompt_template_encode_start_idx
+        return TextLimit(tokenizer, self.info.text_tokens - num_kept)
+
+    def _count_prompt_tokens(self, image_processor: Any) -> int:
+        """Number of tokens that captions are padded to: the pipeline's default for text, plus those of the images."""
+        # An upper bound, so that one padded length fits every caption with its images.
+        num_image_tokens = max_image_tokens(image_processor, self.info.text_area)
+        return self.info.text_tokens + self.info.max_references * num_image_tokens
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        pictures = load_image_processor(self.path)
+        pictures = load_image_processor(self.info.path)
         return {
             **super().text_cache_key(),
-            "tokens": self._max_prompt_tokens(pictures),
-            "processor": self.path / "processor",
+            "tokens": self._count_prompt_tokens(pictures),
+            **get_template_cache_key(self.info.pipeline_class),
+            "processor": self.info.path / "processor",
             # Transformers has one for torchvision and one for Pillow, whose pixels differ.
             "pictures": type(pictures).__name__,
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (
-            self._max_prompt_tokens(load_image_processor(self.path)),
-            self.transformer_config["joint_attention_dim"],
-        )
-        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
+        return get_caption_spec(self.info, self._count_prompt_tokens(load_image_processor(self.info.path)), dtype)
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         return load_pretrained(
-            self.pipeline_class,
-            self.path,
+            self.info.pipeline_class,
+            self.info.path,
             transformer=None,
             vae=None,
-            processor=load_processor(self.path),
+            processor=load_processor(self.info.path),
             dtype=dtype,
             use_safetensors=True,
         ).to(device)
@@ -136,13 +158,14 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         Captions are padded with zeros and have a mask of text and image tokens.
         """
         pipeline = self.load_text_pipeline(dtype, device)
-        limit = self._max_prompt_tokens(pipeline.processor.image_processor)
-        resize = pipeline.image_processor.resize
+        limit = self._count_prompt_tokens(pipeline.processor.image_processor)
+        resize, area = pipeline.image_processor.resize, self.info.text_area
 
         def encode_caption(caption: str, references: list[Image.Image]) -> Tensors:
             # Scale as the pipeline does before it encodes the prompt.
-            pictures = [resize(picture, *self._text_size(picture.height, picture.width)) for picture in references]
-            embeddings, _ = pipeline.encode_prompt(caption, image=self._prompt_images(pictures), device=device)
+            pictures = [resize(picture, *_compute_size(area, picture.height, picture.width)) for picture in references]
+            images = self.info.select_prompt_images(pictures)
+            embeddings, _ = pipeline.encode_prompt(caption, image=images, device=device)
             count = embeddings.shape[1]
             # A ClipError is about this sample only.
             if count > limit:
@@ -150,84 +173,48 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
                     f"its caption has {count} tokens with its pictures, and there is room for {limit}; the pipeline "
                     "cuts none: shorten it"
                 )
-            mask = torch.arange(limit, device=device) < count
-            return {"prompt_embeds": functional.pad(embeddings, (0, 0, 0, limit - count)), "prompt_mask": mask[None]}
+            return pad_caption(embeddings, limit)
 
-        return PictureTextEncoder(self.path.name, encode_caption)
+        return PictureTextEncoder(self.info.path.name, encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the image's posterior and references' normalised mode, (C, 1, H, W)."""
-        vae: Any = memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device)
+        vae: Any = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
-        processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
+        processor = VaeImageProcessor(vae_scale_factor=self.info.size_multiple)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return encode_video(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # (1, 3, height, width) -> (1, 3, 1, height, width)
-            values = processor.preprocess(picture, *self._vae_size(picture.height, picture.width))
-            encoded = self.pipeline_class._encode_vae_image(pipeline, values.unsqueeze(2).to(device), generator=None)
-            return encoded[0]
+            values = processor.preprocess(picture, *_compute_size(_IMAGE_AREA, picture.height, picture.width))
+            values = values.unsqueeze(2).to(device)
+            return self.info.pipeline_class._encode_vae_image(pipeline, values, generator=None)[0]
 
         return PictureEncoder(encode, encode_reference, None)
 
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
-        References follow the noisy latents, clean. In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same
-        timestep.
-        """
-        references = get_reference_latents(batch)
-        # (B, S, P), followed by the tokens of each reference.
-        hidden = torch.cat([noisy, *(self.pack_latents(reference.float()) for reference in references)], dim=1)
-        grids = [(reference.shape[-2] // PACK_SIZE, reference.shape[-1] // PACK_SIZE) for reference in references]
-        prediction = self.run_transformer(transformer, hidden, timesteps, batch, [self.token_grid(batch), *grids])
-        # Keep the output for the noisy tokens only.
-        return prediction[:, : noisy.shape[1]]
+@dataclass(frozen=True, kw_only=True)
+class QwenImageEditSampler(QwenImageSampler):
+    info: QwenImageEditInfo
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        processor = load_processor(self.path) if text else None
+        processor = load_processor(self.info.path) if text else None
         return self._load_pipeline(dtype, transformer, text, processor=processor)
 
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         arguments = super().reference_kwargs(sampling)
         # Given a list, the pipeline would not scale the image for the text encoder.
-        return {"image": self._prompt_images(arguments["image"])}
+        return {"image": self.info.select_prompt_images(arguments["image"])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
-    """A Qwen-Image-Edit-2509 or -2511 checkpoint, whose text encoder gets smaller images."""
-
-    pipeline_class: ClassVar[Any] = QwenImageEditPlusPipeline
-    max_references = 3  # the cards of 2509 and 2511: "1 to 3 input images"
-
-    def _vae_size(self, height: int, width: int) -> tuple[int, int]:
-        # calculate_dimensions returns (width, height).
-        size = edit_plus.calculate_dimensions(edit_plus.VAE_IMAGE_SIZE, width / height)
-        return size[1], size[0]
-
-    def _text_size(self, height: int, width: int) -> tuple[int, int]:
-        size = edit_plus.calculate_dimensions(self._text_area, width / height)
-        return size[1], size[0]
-
-    @property
-    def _text_area(self) -> int:
-        return edit_plus.CONDITION_IMAGE_SIZE
-
-    def _prompt_images(self, pictures: list[Image.Image]) -> Any:
-        return pictures
-
-    def _empty_caption_prompt(self, num_images: int) -> str:
-        # QwenImageEditPlusPipeline._get_qwen_prompt_embeds
-        names = "".join(f"Picture {number}: <|vision_start|><|vision_end|>" for number in range(1, num_images + 1))
-        template: str = build_empty_pipeline(self.pipeline_class).prompt_template_encode
-        return template.format(names)
+def _compute_size(area: int, height: int, width: int) -> tuple[int, int]:
+    """Height and width of an image of this size, scaled to about `area` pixels as in the pipelines."""
+    scaled_width, scaled_height = edit_plus.calculate_dimensions(area, width / height)
+    return scaled_height, scaled_width
 
 
 def _reference_error(height: int, width: int) -> str | None:

@@ -1,18 +1,31 @@
 """Opens checkpoints of Qwen-Image and Qwen-Image-Edit by their pipeline, and rejects related models by name."""
 
-from diffusers import QwenImageTransformer2DModel
+from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_scheduler import build_flow_matching
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_component_config,
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint
-from dit_lora.families.qwen_image.edit import QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint
+from dit_lora.families.qwen_image.checkpoint import (
+    QwenImageDenoiser,
+    QwenImageEncoders,
+    QwenImageInfo,
+    QwenImageSampler,
+)
+from dit_lora.families.qwen_image.edit import (
+    EDIT_PLUS,
+    QwenImageEditEncoders,
+    QwenImageEditInfo,
+    QwenImageEditSampler,
+    ReferenceConditioning,
+)
 from dit_lora.families.qwen_latents import read_qwen_latents_fields
 
 # Related pipelines whose checkpoints are not supported, and what they are.
@@ -22,7 +35,7 @@ _UNSUPPORTED_PIPELINES = {
 }
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs.
 
     Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
@@ -48,6 +61,22 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageChe
             f"{model.path}: {', '.join(unsupported)} of its transformer's config must be false, as of "
             "Qwen/Qwen-Image; got true"
         )
-    kinds = (QwenImageCheckpoint, QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint)
-    (kind,) = (candidate for candidate in kinds if candidate.pipeline_class.__name__ == index["_class_name"])
-    return kind(**fields)
+    objective, pipeline_name = build_flow_matching(fields["scheduler"]), index["_class_name"]
+    if pipeline_name == QwenImagePipeline.__name__:
+        info = QwenImageInfo(**fields)
+        return Checkpoint(
+            info=info,
+            encoders=QwenImageEncoders(info=info),
+            denoiser=QwenImageDenoiser(info=info, objective=objective),
+            sampler=QwenImageSampler(info=info),
+        )
+    edit_info = QwenImageEditInfo(
+        **fields, **(EDIT_PLUS if pipeline_name == QwenImageEditPlusPipeline.__name__ else {})
+    )
+    conditioning = ReferenceConditioning()
+    return Checkpoint(
+        info=edit_info,
+        encoders=QwenImageEditEncoders(info=edit_info),
+        denoiser=QwenImageDenoiser(info=edit_info, objective=objective, conditioning=conditioning),
+        sampler=QwenImageEditSampler(info=edit_info),
+    )

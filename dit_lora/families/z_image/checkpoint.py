@@ -20,9 +20,20 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.flow_scheduler import read_flow_scheduler
 from dit_lora.families.opening import (
     fill_defaults,
@@ -53,16 +64,12 @@ DE_DISTILLATION_ADAPTER = "ostris/zimage_turbo_training_adapter/zimage_turbo_tra
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZImageCheckpoint(FlowCheckpoint):
-    """A Z-Image checkpoint."""
+class ZImageInfo(CheckpointInfo):
+    """The facts of a Z-Image checkpoint."""
 
-    pipeline_class: ClassVar[Any] = ZImagePipeline
-    transformer_class: ClassVar[Any] = ZImageTransformer2DModel
-    transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output_field = "images"
     scheduler_shift: float
     """Shift that the pipeline samples with. Training uses `TRAINING_SHIFT`."""
-    guidance_threshold = 0.0  # the pipeline computes cond + w (cond - uncond)
+    pipeline_class: ClassVar[Any] = ZImagePipeline
 
     @property
     def size_multiple(self) -> int:
@@ -80,36 +87,46 @@ class ZImageCheckpoint(FlowCheckpoint):
             *position_limit_errors(ends, "axes_lens"),
         ]
 
-    def notes(self, recipe: Recipe) -> list[str]:
-        notes, name = super().notes(recipe), recipe.model.path
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
+        name = recipe.model.path
         turbo_sign = None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
         if turbo_sign is None or recipe.lora.under:
-            return notes
+            return []
         return [
-            *notes,
             f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): trained as it is, it "
             "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
             f"lora.under=[{DE_DISTILLATION_ADAPTER}]; or train Tongyi-MAI/Z-Image and sample from this one with "
-            "validation.model",
+            "validation.model"
         ]
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZImageEncoders(Encoders):
+    info: ZImageInfo
+    transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template."""
         from transformers import AutoTokenizer
 
-        tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
+        tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
         return measure_template_limit(
-            self.pipeline_class, tokenizer, self.text_tokens, do_classifier_free_guidance=False
+            self.info.pipeline_class, tokenizer, self.info.text_tokens, do_classifier_free_guidance=False
         )
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {**super().text_cache_key(), "tokens": self.text_tokens}
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         # The cache stores captions at one length, although the pipeline does not pad them.
-        tokens = self.text_tokens
+        tokens = self.info.text_tokens
         return {
-            "prompt_embeds": (torch.Size((tokens, self.transformer_config["cap_feat_dim"])), dtype),
+            "prompt_embeds": (torch.Size((tokens, self.info.transformer_config["cap_feat_dim"])), dtype),
             "prompt_attention_mask": (torch.Size((tokens,)), torch.bool),
         }
 
@@ -123,7 +140,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         def encode_caption(caption: str) -> torch.Tensor:
             # Pass a new list, because the pipeline writes the templated caption into it.
             (embeddings,), _ = pipeline.encode_prompt(
-                [caption], device=device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+                [caption], device=device, do_classifier_free_guidance=False, max_sequence_length=self.info.text_tokens
             )
             return embeddings  # type: ignore[no-any-return]
 
@@ -131,7 +148,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         def encode(captions: Sequence[str]) -> Tensors:
             # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [encode_caption(caption) for caption in captions]
-            size = (len(encoded), self.text_tokens)
+            size = (len(encoded), self.info.text_tokens)
             padded = encoded[0].new_zeros((*size, encoded[0].shape[-1]))
             mask = torch.zeros(size, dtype=torch.bool, device=device)
             for row, embeddings in enumerate(encoded):
@@ -145,12 +162,18 @@ class ZImageCheckpoint(FlowCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZImageDenoiser(FlowDenoiser):
+    info: ZImageInfo
+    transformer_class: ClassVar[Any] = ZImageTransformer2DModel
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return shift_and_scale_latents(latents, self.vae_config)
+        return shift_and_scale_latents(latents, self.info.vae_config)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -171,6 +194,13 @@ class ZImageCheckpoint(FlowCheckpoint):
         # The network's time and velocity are reversed.
         return -torch.stack(outputs).squeeze(2)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ZImageSampler(Sampler):
+    info: ZImageInfo
+    output_field = "images"
+    guidance_threshold = 0.0  # the pipeline computes cond + w (cond - uncond)
+
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
@@ -182,11 +212,6 @@ class ZImageCheckpoint(FlowCheckpoint):
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
-
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
@@ -207,7 +232,7 @@ def find_turbo_sign(name: str, shift: float) -> str | None:
     return None
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs.
 
     Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
@@ -227,16 +252,18 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
             f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its transformer has "
             f"all_patch_size={list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
         )
-    checkpoint = ZImageCheckpoint(
-        **{**fields, "transformer_config": config},
-        scheduler_shift=float(scheduler["shift"]),
-        objective=FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"]),
-    )
+    info = ZImageInfo(**{**fields, "transformer_config": config}, scheduler_shift=float(scheduler["shift"]))
     # A caption's positions begin at 1; the image takes the position after its last token.
-    required, max_positions = checkpoint.text_tokens + 2, config["axes_lens"][0]
+    required, max_positions = info.text_tokens + 2, config["axes_lens"][0]
     if max_positions < required:
         raise DitLoraError(
-            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {required} "
+            f"{model.path}: captions of {info.text_tokens} tokens and the picture behind them need {required} "
             f"positions; its transformer has {max_positions} (axes_lens)"
         )
-    return checkpoint
+    objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
+    return Checkpoint(
+        info=info,
+        encoders=ZImageEncoders(info=info),
+        denoiser=ZImageDenoiser(info=info, objective=objective),
+        sampler=ZImageSampler(info=info),
+    )

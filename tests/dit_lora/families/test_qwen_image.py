@@ -311,7 +311,7 @@ def test_what_contradicts_the_family_is_refused(
 
 def test_a_scheduler_without_dynamic_shifting_has_its_own_shift(tiny: Path, tmp_path: Path) -> None:
     path = changed(tiny, tmp_path / "static", "scheduler", use_dynamic_shifting=False, shift=2.5)
-    assert open_at(path).objective.shift == 2.5
+    assert open_at(path).denoiser.objective.shift == 2.5
 
 
 def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> 
     output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
-    linear = [m for m in open_at(tiny).load_transformer(torch.float32).modules() if type(m) is nn.Linear]
+    linear = [m for m in open_at(tiny).denoiser.load_transformer(torch.float32).modules() if type(m) is nn.Linear]
     assert len(tensors) == 3 * len(linear) == 3 * (2 * 14 + 6)
     assert all(name.startswith("diffusion_model.") for name in tensors)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more

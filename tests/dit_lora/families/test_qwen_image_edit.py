@@ -77,7 +77,7 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
 ) -> None:
     """A prompt as words, which the pipeline encodes with its pictures, and as validation has it: the same bits."""
     checkpoint = open_at(tiny_checkpoints[variant])
-    files = (tmp_path / "0.png", tmp_path / "1.png")[: checkpoint.max_references]
+    files = (tmp_path / "0.png", tmp_path / "1.png")[: checkpoint.info.max_references]
     for file, size in zip(files, ((57, 80), (96, 64)), strict=False):
         pixels = pixels_of(VideoShape(1, *size), torch.Generator().manual_seed(size[0]))
         Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(file)
@@ -115,7 +115,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
     """From cache, and encoded as they come: the same tensors in the same batches."""
     cached_clips = cached(variant, caption_dropout=0.5).training_set
     live = cached(variant, caption_dropout=0.5, precompute=False).training_set
-    encode = open_at(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
+    encode = open_at(tiny_checkpoints[variant]).encoders.load_text_encoder(torch.float32, CPU)
     for entry in cached_clips.entries:
         before = tmp_path / "pairs" / "before" / Path(entry.id).name
         reference = read_reference(MediaFile(before), None, None)
@@ -156,8 +156,8 @@ def test_a_plan_counts_what_encoders_make(tiny_checkpoints: dict[str, Path], tmp
     subject = open_estimator(load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), is_gpu=False)
     (shape,) = subject.shapes
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
-    pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
-    texts = open_at(base).load_text_encoder(torch.float32, CPU).encode_with_references("", references, shape)
+    pictures: Any = open_at(base).encoders.load_video_encoder(torch.float32, CPU)
+    texts = open_at(base).encoders.load_text_encoder(torch.float32, CPU).encode_with_references("", references, shape)
     encoding = {**pictures(references[0]), **pictures.encode_references(references, shape)}
     encoding |= {name: tensor[0] for name, tensor in texts.items()}
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
@@ -194,13 +194,13 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 ) -> None:
     """Beside as many pictures as there may be; one token more is refused, as the pipeline would encode it whole."""
     checkpoint = open_at(tiny_checkpoints[variant])
-    number = checkpoint.max_references
+    number = checkpoint.info.max_references
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)]
     encode, limit = checkpoint.encoders.load_text_encoder(torch.float32, CPU), checkpoint.encoders.load_text_limit()
     room, _ = checkpoint.encoders.text_spec(torch.float32)["prompt_embeds"]
     # The tiny processor scales pictures to 16 tokens at most, and to fewer what the text encoder of Plus is shown.
     side = 128 if number == 1 else 64
-    spare = room[0] - checkpoint.text_tokens
+    spare = room[0] - checkpoint.info.text_tokens
     spare -= number * count_image_tokens(load_image_processor(checkpoint.path), side, side)
     fits = encode.encode_with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
@@ -213,7 +213,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 
 
 def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[str, Path]) -> None:
-    single, three = (open_at(tiny_checkpoints[variant]).references for variant in VARIANTS)
+    single, three = (open_at(tiny_checkpoints[variant]).info.references for variant in VARIANTS)
     assert single.count_error(2) == "it has 2 references, and this model takes 1"
     assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.count_error(3) is None

@@ -217,12 +217,12 @@ def test_turbo_is_refused_by_name_and_still_samples(raw: Path, turbo: Path, reci
         family.open(recipe.model, recipe)
     lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
     trained = family.open(recipe.model, recipe_for(turbo, recipe_values, lora=lora))
-    assert trained.mu(torch.Size([16, 1, 128, 128])) == 1.15
+    assert trained.denoiser.mu(torch.Size([16, 1, 128, 128])) == 1.15
     validation = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}
     training = recipe_for(raw, recipe_values, validation=validation)
     second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
-    assert second.is_distilled
-    pipeline = second.pipeline(torch.float32)
+    assert second.info.is_distilled
+    pipeline = second.sampler.pipeline(torch.float32)
     assert pipeline.config.is_distilled
 
 

@@ -80,16 +80,16 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
     assert recipe.model.path == "krea/Krea-2-Raw"
     fitting = checkpoint.apply_recipe(recipe)
     with torch.device("meta"):
-        config = fitting.transformer_config
-        transformer = fitting.transformer_class.from_config(config)
+        config = fitting.info.transformer_config
+        transformer = fitting.denoiser.transformer_class.from_config(config)
     num_parameters = sum(p.numel() for p in transformer.parameters())
     assert num_parameters == counted(config) == 12_820_073_036
-    assert fitting.objective.shift is None
-    assert fitting.mu(torch.Size([16, 1, 160, 160])) == pytest.approx(1.15)
-    assert fitting.mu(torch.Size([16, 1, 32, 32])) == pytest.approx(0.5)
-    fitting.check_shape(VideoShape(1, 1040, 752))
+    assert fitting.denoiser.objective.shift is None
+    assert fitting.denoiser.mu(torch.Size([16, 1, 160, 160])) == pytest.approx(1.15)
+    assert fitting.denoiser.mu(torch.Size([16, 1, 32, 32])) == pytest.approx(0.5)
+    fitting.info.check_shape(VideoShape(1, 1040, 752))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
-        fitting.check_shape(VideoShape(1, 1040, 760))
+        fitting.info.check_shape(VideoShape(1, 1040, 760))
 
 
 def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> None:
@@ -128,8 +128,8 @@ def test_the_text_encoder_has_the_layers_that_the_transformer_takes(checkpoint: 
     text = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["text_config"]
     transformer_config = checkpoint.info.transformer_config
     assert transformer_config["text_hidden_dim"] == text["hidden_size"]
-    assert len(checkpoint.text_encoder_layers) == transformer_config["num_text_layers"]
-    assert max(checkpoint.text_encoder_layers) <= text["num_hidden_layers"]
+    assert len(checkpoint.info.text_encoder_layers) == transformer_config["num_text_layers"]
+    assert max(checkpoint.info.text_encoder_layers) <= text["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("name", ["Krea-2-Raw", "Krea-2-Turbo"])

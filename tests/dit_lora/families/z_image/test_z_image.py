@@ -62,7 +62,7 @@ def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
     clean = (latent - 0.1159) * 0.3611
     level = 1 / (1 + (-own_draws((), "timestep")).exp())
     sigma = 2 / (2 + 1 / level - 1)
-    assert checkpoint.scheduler_shift == sampling_shift
+    assert checkpoint.info.scheduler_shift == sampling_shift
     noise = own_draws((4, 4, 6), "noise")
     noisy = clean + sigma.view(3, 1, 1, 1) * (noise - clean)
     for item, expected in zip(latents, noisy, strict=True):
