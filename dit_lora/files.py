@@ -2,9 +2,10 @@
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,6 +93,31 @@ def set_shared_permissions(folder: Path) -> None:
     probe.unlink()
     for file in private:
         file.chmod(mode)
+
+
+@contextmanager
+def stage_folder(output_folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder next to `output_folder`, which is renamed to it on success and removed on failure.
+
+    With `replace`, a folder of that name is removed first, once the new one is complete.
+    """
+    # Next to the output, so that the final rename stays on one file system and is atomic.
+    staged = output_folder.with_name(f".{output_folder.name}.partial")
+    # A killed process may have left its folder.
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        staged.mkdir(parents=True)
+    except OSError as error:
+        raise DitLoraError(f"cannot make {output_folder.parent}: {error.strerror}") from error
+    try:
+        yield staged
+        # Before the rename, so that nobody sees the folder with other permissions.
+        set_shared_permissions(staged)
+        if replace:
+            shutil.rmtree(output_folder, ignore_errors=True)
+        staged.rename(output_folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _is_stream(path: Path) -> bool:

@@ -5,7 +5,6 @@ act at twice its strength.
 """
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import read_json, set_shared_permissions
+from dit_lora.files import read_json, set_shared_permissions, stage_folder
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
 
@@ -136,19 +135,13 @@ def save_pipeline(
         holder.load_state_dict({**weights, **tables}, assign=True)
         transformer = holder
     require_valid_tensors({}, dict(transformer.named_parameters()))
-    staged = output_folder.with_name(f".{output_folder.name}.partial")
-    # An interrupted run may have left this folder.
-    shutil.rmtree(staged, ignore_errors=True)
-    # Every component but the trained one, which is written below.
-    copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
-    transformer.save_pretrained(staged / part, safe_serialization=True)
-    model_index = read_json(base / "model_index.json")
-    (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
-    (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
-    set_shared_permissions(staged)
-    # The new folder is complete now, so the old one can be replaced.
-    shutil.rmtree(output_folder, ignore_errors=True)
-    staged.rename(output_folder)
+    with stage_folder(output_folder, replace=True) as staged:
+        # Every component but the trained one, which is written below.
+        copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
+        transformer.save_pretrained(staged / part, safe_serialization=True)
+        model_index = read_json(base / "model_index.json")
+        (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
+        (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
     return output_folder
 
 
