@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, join_first
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
@@ -237,6 +237,4 @@ def _parse_eval_loss(line: Mapping[str, Any]) -> dict[int, float]:
 def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
     steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
     if steps:
-        listed = ", ".join(str(step) for step in steps[:8])
-        more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
-        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {listed}{more}."
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {join_first(steps, 8)}."
