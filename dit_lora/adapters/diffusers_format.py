@@ -11,19 +11,18 @@ from typing import Any
 
 import peft
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import get_base_parameters
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
-from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
-from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors
+from dit_lora.errors import CheckFailedError, format_list
 from dit_lora.files import read_json, set_shared_permissions, stage_folder
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
@@ -77,13 +76,10 @@ def save_adapter(
     get_lora_pipeline_class(pipeline_class).save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )
-    with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
-        metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
-    metadata |= build_header_entries(run_metadata)
+    metadata = read_metadata(staged / ADAPTER_FILE) | build_header_entries(run_metadata)
     # safetensors cannot change metadata in place, so the file is written again.
-    tensors = load_file(staged / ADAPTER_FILE)
-    save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
+    save_file(read_tensors(staged / ADAPTER_FILE), staged / ADAPTER_FILE, metadata=metadata)
     if base:
         # safetensors refuses tensors that are not contiguous.
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
@@ -171,11 +167,5 @@ def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, t
 
 def read_run_metadata(file: Path) -> dict[str, Any]:
     """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            # Before anything else is read: the file may come from a stranger.
-            require_few_tensors(file, opened.keys())
-            text = (opened.metadata() or {}).get(RUN_METADATA_KEY, "{}")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
+    text = read_metadata(file).get(RUN_METADATA_KEY, "{}")
     return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))

@@ -17,9 +17,9 @@ from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.peft_format import find_chat_adapter_file, load_chat_adapter
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import stage_folder
-from dit_lora.verify.safetensors_file import FLOAT_DTYPES, read_dtypes
 
 # Integer tensors, such as position ids, are not merged and do not decide the dtype.
 _INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -110,7 +110,8 @@ def _merge_layers(model: PreTrainedModel) -> int:
 
 def _find_stored_dtype(base: Path) -> torch.dtype:
     """Dtype of a checkpoint's floating-point weights; if there are several, one that holds all of them."""
-    dtype_names = read_dtypes(sorted(base.glob("model*.safetensors")))
+    files = sorted(base.glob("model*.safetensors"))
+    dtype_names = {tensor.dtype for file in files for tensor in read_header(file).tensors.values()}
     unknown = sorted(dtype_names - _INTEGER_DTYPES - FLOAT_DTYPES.keys())
     floating = [dtype for name, dtype in FLOAT_DTYPES.items() if name in dtype_names]
     if unknown or not floating:
