@@ -214,12 +214,11 @@ def _check_and_save(run: Run, result: StepResult) -> None:
 def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     """Raise on every rank if the state is not sound enough to keep; `check_frozen` also checks frozen weights."""
     setup, suspects = run.setup, run.recovery.diagnosis_context
-    accelerator = setup.session.accelerator
     # First: a rank that lost its weights by itself has no wrong learning rate.
     require_agreement(run, step)
     require_not_diverged(setup.engine, suspects.start_peak, step)
-    require_finite_everywhere(accelerator, collect_local_state(setup.engine, run.ema), step)
-    require_unaltered(accelerator, suspects, step, check_frozen=check_frozen)
+    require_finite_everywhere(collect_local_state(setup.engine, run.ema), step)
+    require_unaltered(suspects, step, check_frozen=check_frozen)
 
 
 def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:

@@ -33,7 +33,7 @@ from dit_lora.guard.event import Event, make_hidden_infinity_event, make_kernel_
 from dit_lora.guard.fallbacks import list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
-from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.dtensors import combine_shard_norms, get_local_tensor
 
 STATISTICS_FILE = "statistics.jsonl"
 OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold")
@@ -167,12 +167,8 @@ class HealthyStepChecks:
         # A model may be spread over several devices.
         norms = [norm.to(self._host.device).float() for norm in torch._foreach_norm(parts, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if not any(isinstance(gradient, DTensor) for gradient in gradients):
-            return norm
-        # Ranks hold shards: add their squared norms.
-        squares = norm.double().square()
-        torch.distributed.all_reduce(squares)
-        return squares.sqrt().float()
+        is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+        return combine_shard_norms(norm) if is_sharded else norm
 
     def _observe_spikes(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
-
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 from dit_lora.data.storage import UnreadableError
@@ -24,6 +22,7 @@ from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.state_checks import compute_decay_share, compute_weight_peak
 from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.recovery.monitoring import StepWatcher
@@ -182,7 +181,7 @@ def _find_control_sample(
 def _share_micro_batch(setup: AnySetup, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Send the micro-batch of rank `owner` to every rank. Collective."""
     seed = setup.recipe.train.seed
-    (parts,) = broadcast_object_list([pack_for_sending(local_batch, seed) if local_batch is not None else None], owner)
+    parts = broadcast_object(pack_for_sending(local_batch, seed) if local_batch is not None else None, owner)
     if local_batch is not None or parts is None:
         return local_batch
     batch, position = parts

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import format_remaining_count
@@ -19,6 +18,7 @@ from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.finite_gate import BadStateError
 from dit_lora.numerics.digest import compute_digest
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.run import Run
 
 Tensors = Mapping[str, torch.Tensor]

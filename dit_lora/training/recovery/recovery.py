@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.loading.order import Occurrence, Order
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
@@ -31,6 +30,7 @@ from dit_lora.guard.recovery_policy import Action, Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
+from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.training.checkpoints.files import checkpoint_path
 from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
 from dit_lora.training.recovery.records import RecoveryFiles
@@ -141,10 +141,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             last_batch = micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
             diagnosis = find_bad_state(last_batch, context) or diagnose_diverged_weights(last_batch, context)
-            diagnoses = [replace(diagnosis, micro_step=None)]
-            if context.collective_forward:
-                broadcast_object_list(diagnoses)
-            return [(last_batch, diagnoses[0])]
+            diagnosis = replace(diagnosis, micro_step=None)
+            return [(last_batch, broadcast_object(diagnosis) if context.collective_forward else diagnosis)]
         if context.collective_forward:
             return self._diagnose_collectively(failure, micro_batches, control)
         # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
@@ -183,7 +181,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
             # The owner's verdict counts on every rank: the loop must not branch on local evidence.
-            (diagnosis,) = broadcast_object_list([diagnosis], from_process=owner)
+            diagnosis = broadcast_object(diagnosis, owner)
             diagnosed.append((micro_batch, diagnosis))
             if diagnosis.cause in STATE_CAUSES:
                 break  # all ranks share the state: it is why the others fail
