@@ -225,7 +225,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None, 
         change = 100 * (last_loss / first_loss - 1)
         lines.append(f"eval loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
     # The whole run, resumes included: the file has a line for each step taken.
-    steps = read_json_lines(session.dir / "metrics.jsonl")[0]
+    steps = read_json_lines(session.dir / "metrics.jsonl").objects
     waited, spent = (sum(line[name] for line in steps) for name in ("data_seconds", "seconds"))
     if spent:
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")

@@ -76,8 +76,10 @@ def test_a_line_is_never_joined_to_one_that_a_killed_process_tore(tmp_path: Path
         file.write(b'{"step": 2, "words": "na\xc3')  # in the middle of a letter too
     append_line(path, '{"step": 3}')
     append_line(path, '{"step": 4}')
-    assert read_json_lines(path) == ([{"step": 1}, {"step": 3}, {"step": 4}], 1)
-    assert read_json_lines(tmp_path / "nowhere.jsonl") == ([], 0)
+    objects, damaged = read_json_lines(path)
+    assert objects == [{"step": 1}, {"step": 3}, {"step": 4}]
+    assert len(damaged) == 1
+    assert read_json_lines(tmp_path / "nowhere.jsonl") == ([], [])
 
 
 def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path: Path) -> None:
