@@ -8,7 +8,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from dit_lora.terminal import indent_lines, make_one_line, make_printable
@@ -54,6 +54,17 @@ class InterruptedRunError(DitLoraError):
 def format_list(summary: str, items: Sequence[str]) -> str:
     """The summary line, then one line for each offender."""
     return "\n".join([summary, *(f"  - {offender}" for offender in items)])
+
+
+def join_first(items: Collection[object], limit: int) -> str:
+    """Join the first `limit` items with commas and count the rest, as in `a, b and 3 more`."""
+    more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
+    return ", ".join(str(item) for item in list(items)[:limit]) + more
+
+
+def format_remaining_count(items: Collection[object]) -> str:
+    """The number of items after the first, as in ` (and 3 more)`; empty for a single item."""
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
 def make_write_error(error: OSError) -> DitLoraError:

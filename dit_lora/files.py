@@ -2,12 +2,13 @@
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import ParseError, parse_json
@@ -92,6 +93,31 @@ def set_shared_permissions(folder: Path) -> None:
     probe.unlink()
     for file in private:
         file.chmod(mode)
+
+
+@contextmanager
+def stage_folder(output_folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder next to `output_folder`, which is renamed to it on success and removed on failure.
+
+    With `replace`, a folder of that name is removed first, once the new one is complete.
+    """
+    # Next to the output, so that the final rename stays on one file system and is atomic.
+    staged = output_folder.with_name(f".{output_folder.name}.partial")
+    # A killed process may have left its folder.
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        staged.mkdir(parents=True)
+    except OSError as error:
+        raise DitLoraError(f"cannot make {output_folder.parent}: {error.strerror}") from error
+    try:
+        yield staged
+        # Before the rename, so that nobody sees the folder with other permissions.
+        set_shared_permissions(staged)
+        if replace:
+            shutil.rmtree(output_folder, ignore_errors=True)
+        staged.rename(output_folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _is_stream(path: Path) -> bool:
@@ -237,25 +263,32 @@ def read_json(path: Path) -> Any:
         raise ParseError(f"{path} is not valid JSON: {error}") from error
 
 
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects in a JSON-lines file, and the number of damaged lines, which killed processes leave.
+class JsonLines(NamedTuple):
+    """The content of a JSON-lines file. A blank line is neither an object nor damaged."""
 
-    No objects if the file does not exist. Raises `OSError` for links and for anything but a regular file.
+    objects: list[dict[str, Any]]
+    damaged: list[bytes]
+    """The beginnings of lines that are not JSON objects. Killed processes leave such lines, which begin with `{`."""
+
+
+def read_json_lines(path: Path, *, follow_links: bool = False) -> JsonLines:
+    """Read a JSON-lines file; empty if it does not exist.
+
+    Raises `OSError` for anything but a regular file, and for links unless `follow_links`.
     """
-    objects, torn = list[dict[str, Any]](), 0
+    lines = JsonLines([], [])
     try:
-        file = open_inside(path.parent, path, MAX_LINES_BYTES)
+        file = open_regular(path, MAX_LINES_BYTES) if follow_links else open_inside(path.parent, path, MAX_LINES_BYTES)
     except FileNotFoundError:
-        return [], 0
+        return lines
     with file:
-        # A blank line is neither an object nor damaged.
         for line in iterate_bounded_lines(file):
             value = parse_json_object(line)
             if value is not None:
-                objects.append(value)
+                lines.objects.append(value)
             elif line.strip():
-                torn += 1
-    return objects, torn
+                lines.damaged.append(line.strip()[:80])
+    return lines
 
 
 def iterate_bounded_lines(file: BinaryIO) -> Iterator[bytes]:

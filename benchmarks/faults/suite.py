@@ -16,10 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from benchmarks.faults import (
@@ -44,6 +42,7 @@ from benchmarks.faults.targets import FaultTargets
 from benchmarks.faults.world import Engine, World, engine_of
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
+from dit_lora.numerics.ranks import broadcast_object
 
 _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 """Foreign loops have models of their own."""
@@ -119,9 +118,7 @@ def judge_all(faults: Sequence[Fault], targets: FaultTargets, engine: Engine = "
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        shared: list[Any] = [folder]
-        broadcast_object_list(shared)
-        world = World(Path(shared[0]), accelerator, targets, engine)
+        world = World(Path(broadcast_object(folder)), accelerator, targets, engine)
         world.reference("clean", ())  # encodes the clips that the faults' caches begin with
         for fault in faults:
             yield fault.judge(world)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file
 
 from benchmarks.faults.world import Observation, Overrides, Stage, Tensors, World
 from benchmarks.verdicts.cases import Case, Right
 from dit_lora.commands.verify import find_target
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
+from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.verify.output_fingerprint import compare_output
 
 QUESTIONS = {
@@ -188,9 +188,7 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[QuarantineRe
     text = json.dumps([world.accelerator.num_processes, overrides, sorted(entries, key=str)])
     key = blake2b(text.encode(), digest_size=8).hexdigest()
     folder = world.root / "clean" / key
-    results = [folder.exists()]
-    broadcast_object_list(results)  # other jobs may be making it: all ranks do as the first one saw
-    if results[0]:
+    if broadcast_object(folder.exists()):  # other jobs may be making it: all ranks do as the first one saw
         return folder
 
     def leave_out(stage: Stage) -> None:
@@ -217,9 +215,7 @@ def _unique(world: World) -> int:
     """A number that no other job uses, equal on all ranks."""
     import os
 
-    number = [os.getpid()]
-    broadcast_object_list(number)
-    return number[0]
+    return broadcast_object(os.getpid())
 
 
 def load_adapter(folder: Path) -> Tensors:

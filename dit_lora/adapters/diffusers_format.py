@@ -5,27 +5,25 @@ act at twice its strength.
 """
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.groups import get_base_parameters
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
-from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
-from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import read_json, set_shared_permissions
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors
+from dit_lora.errors import CheckFailedError, format_list
+from dit_lora.files import read_json, set_shared_permissions, stage_folder
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
 
@@ -78,13 +76,10 @@ def save_adapter(
     get_lora_pipeline_class(pipeline_class).save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )
-    with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
-        metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
-    metadata |= build_header_entries(run_metadata)
+    metadata = read_metadata(staged / ADAPTER_FILE) | build_header_entries(run_metadata)
     # safetensors cannot change metadata in place, so the file is written again.
-    tensors = load_file(staged / ADAPTER_FILE)
-    save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
+    save_file(read_tensors(staged / ADAPTER_FILE), staged / ADAPTER_FILE, metadata=metadata)
     if base:
         # safetensors refuses tensors that are not contiguous.
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
@@ -136,19 +131,13 @@ def save_pipeline(
         holder.load_state_dict({**weights, **tables}, assign=True)
         transformer = holder
     require_valid_tensors({}, dict(transformer.named_parameters()))
-    staged = output_folder.with_name(f".{output_folder.name}.partial")
-    # An interrupted run may have left this folder.
-    shutil.rmtree(staged, ignore_errors=True)
-    # Every component but the trained one, which is written below.
-    copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
-    transformer.save_pretrained(staged / part, safe_serialization=True)
-    model_index = read_json(base / "model_index.json")
-    (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
-    (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
-    set_shared_permissions(staged)
-    # The new folder is complete now, so the old one can be replaced.
-    shutil.rmtree(output_folder, ignore_errors=True)
-    staged.rename(output_folder)
+    with stage_folder(output_folder, replace=True) as staged:
+        # Every component but the trained one, which is written below.
+        copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
+        transformer.save_pretrained(staged / part, safe_serialization=True)
+        model_index = read_json(base / "model_index.json")
+        (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
+        (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
     return output_folder
 
 
@@ -178,11 +167,5 @@ def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, t
 
 def read_run_metadata(file: Path) -> dict[str, Any]:
     """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            # Before anything else is read: the file may come from a stranger.
-            require_few_tensors(file, opened.keys())
-            text = (opened.metadata() or {}).get(RUN_METADATA_KEY, "{}")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
+    text = read_metadata(file).get(RUN_METADATA_KEY, "{}")
     return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))

@@ -8,8 +8,6 @@ from typing import Any
 import peft
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.attach_file import build_peft_config
@@ -20,6 +18,7 @@ from dit_lora.adapters.lora_file import CONVERTER_ERRORS, is_lora_tensor, parse_
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class, with_lora
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.environment.safetensors_files import read_header, read_metadata, read_tensors
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor
 
@@ -105,7 +104,7 @@ def is_in_peft_format(file: Path) -> bool:
 def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
     """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
     if is_in_peft_format(file):
-        tensors = load_file(file)
+        tensors = read_tensors(file)
         return {f"transformer.{name.removeprefix('base_model.model.')}": tensor for name, tensor in tensors.items()}
     loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
     return loaded[0] if isinstance(loaded, tuple) else loaded
@@ -113,8 +112,7 @@ def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch
 
 def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
     """True if a pipeline's loader renamed, split or dropped tensors of a LoRA's file to get this state."""
-    with safe_open(file, framework="pt") as opened:
-        names = set(opened.keys())
+    names = read_header(file).tensors.keys()
     return names != state.keys() and all(is_lora_tensor(name) for name in names)
 
 
@@ -126,7 +124,7 @@ def find_missing_names(pipeline_class: Any, file: Path) -> list[str]:
     """
     # Given tensors instead of a file, the method only converts names.
     convert = get_lora_pipeline_class(pipeline_class).lora_state_dict
-    tensors, missing = load_file(file), list[str]()
+    tensors, missing = read_tensors(file), list[str]()
     names = list(tensors)
     while True:
         try:
@@ -171,8 +169,7 @@ def _find_adapter_and_model(pipeline: Any, adapter: str | Path, name: str | None
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
     # Check the config in the header: Diffusers reads it too, and PEFT matches its patterns.
-    with safe_open(file, framework="pt") as opened:
-        parse_header_config(opened.metadata() or {}, file)
+    parse_header_config(read_metadata(file), file)
     part = read_run_metadata(file).get("part", "transformer")
     model = getattr(pipeline, part, None)
     if model is None:
@@ -183,7 +180,7 @@ def _find_adapter_and_model(pipeline: Any, adapter: str | Path, name: str | None
     base = file.with_name(BASE_FILE)
     if base.is_file():
         # Base weights are loaded first, because PEFT renames the weights of the layers that it wraps.
-        weights = load_file(base)
+        weights = read_tensors(base)
         _enlarge_embeddings(model, weights)
         # Missing names are expected: the file has only the trained weights.
         _, unexpected = model.load_state_dict(weights, strict=False)
@@ -204,7 +201,7 @@ def _run_pipeline_loader(target: _LoadTarget) -> None:
             torch_device=device,
             low_cpu_mem_usage=lazy,
         )
-    elif any(".lokr_" in name for name in load_file(file)):
+    elif any(".lokr_" in name for name in read_header(file).tensors):
         # Only some pipelines load LoKr with `load_lora_weights`, but every model can.
         target.model.load_lora_adapter(
             str(file.parent), weight_name=file.name, prefix="transformer", adapter_name=target.name
@@ -216,7 +213,7 @@ def _run_pipeline_loader(target: _LoadTarget) -> None:
 
 
 def _has_only_base_weights(file: Path) -> bool:
-    return file.with_name(BASE_FILE).is_file() and not load_file(file)
+    return file.with_name(BASE_FILE).is_file() and not read_header(file).tensors
 
 
 def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> None:

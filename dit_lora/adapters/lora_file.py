@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.layer_names import LayerNames, map_spellings_to_layers
@@ -29,6 +27,7 @@ from dit_lora.adapters.patterns import read_peft_config, require_bounded_pattern
 from dit_lora.adapters.published_names import map_published_spellings, split_rows
 from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.records import AdapterConfig, CheckpointState, parse_typed_json, read_typed_json, validate_value
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 
@@ -40,8 +39,6 @@ _NAMES_OF_A = ("lora_A", "lora_down", "lora.down")
 CONVERTER_ERRORS = (ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
 """Files of a run's checkpoint: trained weights, their moving averages, and the state with the run's settings."""
-MAX_TENSORS = 100_000
-"""Largest number of tensors of an adapter file. A published one has a few thousand; a million would take minutes."""
 _METADATA_KEY = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
@@ -82,14 +79,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     Raises `DitLoraError` that lists every name without a layer and every wrong shape, and for files that are not
     safetensors or have values that are not finite.
     """
-    try:
-        # Load values even if the caller builds its model on `meta`.
-        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
-            require_few_tensors(file, opened.keys())
-            header = dict(opened.metadata() or {})
-            tensors = read_tensors(file)
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
+    header, tensors = read_metadata(file), read_trained_tensors(file)
     # PEFT's config comes from its own file, or from the header.
     config_file = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
@@ -125,23 +115,17 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     return LoraFile(file, config, layers, digests)
 
 
-def require_few_tensors(file: Path, names: Collection[str]) -> None:
-    """Raise `DitLoraError` if an adapter file has more than `MAX_TENSORS` tensors."""
-    if len(names) > MAX_TENSORS:
-        raise DitLoraError(f"{file} has {len(names):,} tensors; a LoRA may have {MAX_TENSORS:,}")
-
-
 def is_lora_tensor(name: str) -> bool:
     """True if a name in a file is that of A, B or alpha of some layer, of any model."""
     return _MATRIX_NAME.fullmatch(name) is not None or _ALPHA_NAME.fullmatch(name) is not None
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_trained_tensors(file: Path) -> dict[str, torch.Tensor]:
     """A file's tensors. For a run's checkpoint, moving averages replace the weights if the run keeps them."""
-    tensors, averages = load_file(file), file.with_name(AVERAGES_FILE)
+    tensors, averages = read_tensors(file), file.with_name(AVERAGES_FILE)
     if file.name == WEIGHTS_FILE and averages.is_file():
         # The run samples, evaluates and exports the averages, too.
-        tensors |= {name.removeprefix("ema/"): tensor for name, tensor in load_file(averages).items()}
+        tensors |= {name.removeprefix("ema/"): tensor for name, tensor in read_tensors(averages).items()}
     return tensors
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import peft
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +26,7 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.start import build_saved_config, build_saved_state
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.dtensors import get_original_class
@@ -76,7 +76,7 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
     """
     find_chat_adapter_file(folder)
     # Either may be empty: a run may train only base weights, or only an adapter.
-    weights, tensors = _read_tensors(folder / BASE_FILE), _read_tensors(folder / CHAT_ADAPTER_FILE)
+    weights, tensors = (read_tensors(folder / name, missing_ok=True) for name in (BASE_FILE, CHAT_ADAPTER_FILE))
     # Read the names now: PEFT renames the parameters of layers that it wraps.
     parameters = dict(model.named_parameters())
     trained = {name: parameters[name] for name in weights if name in parameters}
@@ -149,15 +149,6 @@ def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter_tensor(name):
             parameter.data = parameter.data.float()
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    if not file.is_file():
-        return {}
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
 
 
 def _require_fit(file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

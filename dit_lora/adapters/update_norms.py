@@ -11,10 +11,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.oft import OFTLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
 from torch import nn
 
 from dit_lora.adapters.changed_weight import merge_into_weight
+from dit_lora.environment.safetensors_files import open_safetensors
 from dit_lora.numerics.quantized_linear import QuantizedLinear
 
 STRONG_UPDATE_RATIO = 1.0
@@ -143,7 +143,7 @@ def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Pa
     """Changes of trained base weights from the tensors of the same name and shape in the checkpoint's `files`."""
     changes, norms, roots = {}, {}, {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             for name in tensors.keys() & set(opened.keys()):
                 # One tensor at a time, so that the checkpoint is never in memory as a whole.
                 original, current = opened.get_tensor(name).double(), tensors[name].double()
@@ -187,7 +187,7 @@ def _compute_norm(tensor: torch.Tensor) -> float:
 def _read_stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
     norms = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             for key in opened.keys():  # noqa: SIM118
                 name = key.removesuffix(".weight")
                 if name in names and name != key:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
@@ -23,6 +22,7 @@ from dit_lora.data.sources.made_captions import GeneratedCaptions
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import TextLimit
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, RUN_METADATA_KEY
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_run_metadata
 from dit_lora.adapters.load import is_in_peft_format
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, find_chat_adapter_file
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.config.records import RunMetadata, parse_typed_json
 from dit_lora.config.remedies import HUB_PREFIX
+from dit_lora.environment.safetensors_files import read_header, read_tensors
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
@@ -25,7 +25,6 @@ from dit_lora.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.verify.locate import find_pipeline_folder, find_source
 from dit_lora.verify.pipeline_checks import check_pipeline_files
 from dit_lora.verify.reference_model import ReferenceModel
-from dit_lora.verify.safetensors_file import read_file_metadata, read_tensors
 from dit_lora.verify.verified_files import (
     VERIFICATION_FILE,
     compute_digests,
@@ -34,7 +33,7 @@ from dit_lora.verify.verified_files import (
     read_verification,
     write_verification,
 )
-from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
+from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline, fail_if_unreadable
 
 TargetKind = Literal["diffusion", "chat", "pipeline"]
 
@@ -85,8 +84,7 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
         model: The base checkpoint to use instead of the recorded one.
 
     Raises:
-        DitLoraError: It is none of these, or its base is not recorded.
-        CheckFailedError: The file cannot be read.
+        DitLoraError: It is none of these, its file cannot be read, or its base is not recorded.
     """
     if not target.exists():
         raise DitLoraError(f"{target} does not exist; give a run's folder, or an adapter's folder or file")
@@ -95,14 +93,14 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
     if chat is not None:
         peft_file = chat / CHAT_ADAPTER_FILE
         # Some kinds of adapters for diffusion models are saved in PEFT's format, too.
-        if not (is_in_peft_format(peft_file) and _read_metadata(peft_file).get("family") in DIFFUSION_FAMILIES):
+        if not (is_in_peft_format(peft_file) and read_run_metadata(peft_file).get("family") in DIFFUSION_FAMILIES):
             return _make_chat_target(chat, model)
-    source = find_source(target, read_metadata=_read_metadata)
+    source = find_source(target)
     base = source.resolve_base(model)
     if source.is_pipeline:
         # Read the headers now, so that the error names the corrupt file; the loader's error would not.
         for weights in sorted((source.file / source.part).glob("*.safetensors")):
-            read_file_metadata(weights)
+            read_header(weights)
     return VerifyTarget("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.metadata)
 
 
@@ -123,7 +121,7 @@ def _find_chat_folder(target: Path) -> Path | None:
 
 def _make_chat_target(folder: Path, model: str | None) -> VerifyTarget:
     file = find_chat_adapter_file(folder)
-    metadata = _read_metadata(file)
+    metadata = read_run_metadata(file)
     if metadata.get("family") in DIFFUSION_FAMILIES:
         raise DitLoraError(
             f"{folder} is a diffusion adapter in PEFT's format; verify reads what pipelines load: "
@@ -132,12 +130,7 @@ def _make_chat_target(folder: Path, model: str | None) -> VerifyTarget:
     return VerifyTarget("chat", file, find_origin(folder, model).model, metadata)
 
 
-def _read_metadata(file: Path) -> dict[str, Any]:
-    """Training metadata in the header of a safetensors file; empty if there is none."""
-    text = read_file_metadata(file).get(RUN_METADATA_KEY, "{}")
-    return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))
-
-
+@fail_if_unreadable()
 def verify_adapter(target: Path, model: str | None = None, *, allow_extreme_update: bool = False) -> Verification:
     """Verify a run's result, an adapter's folder or file, or a pipeline's folder, on its base checkpoint.
 
@@ -195,5 +188,5 @@ def _run_checks(source: VerifyTarget, allow_extreme_update: bool) -> Verificatio
     # A base that no adapter was loaded into.
     base_model = reference_model.load_model(dtype)
     if source.metadata.get("quantize"):  # as it was trained on
-        quantize_base(base_model, source.metadata["quantize"], set(read_tensors(result.base_file)))
+        quantize_base(base_model, source.metadata["quantize"], set(read_tensors(result.base_file, missing_ok=True)))
     return check_adapter(result, base_model.to(device))

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dit_lora.adapters.lora_file import CONVERTER_ERRORS
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.export.merge_pipeline import list_weight_files
 from dit_lora.families.base import Denoiser
 from dit_lora.verify.locate import find_pipeline_folder
-from dit_lora.verify.safetensors_file import FLOAT_DTYPES
 
 # Prefixes of Diffusers' names in files of other programs.
 _KEY_PREFIXES = ("", "transformer.", "model.diffusion_model.", "diffusion_model.")
@@ -84,10 +83,7 @@ class StoredWeights:
         expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         with ExitStack() as open_files:
             self._open_files = open_files
-            try:
-                self._index_tensors(location, denoiser, expected)
-            except (OSError, SafetensorError) as error:
-                raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
+            self._index_tensors(location, denoiser, expected)
             # All names and shapes are known here, and no tensor has been read.
             differing = {name: shape for name, shape in expected.items() if self.shapes.get(name) != shape}
             if differing:
@@ -121,8 +117,7 @@ class StoredWeights:
         if location.path.suffix != ".safetensors":
             raise DitLoraError(f"{location.source} is no .safetensors file; convert it first")
         # One file: find out which prefix its keys have. Each candidate must cover all of the model's tensors.
-        with safe_open(location.path, framework="pt") as opened:
-            names = set(opened.keys())
+        names = read_header(location.path).tensors.keys()
         for prefix in _KEY_PREFIXES:
             if {f"{prefix}{name}" for name in expected} <= names:
                 self._add_file(location.path, prefix)
@@ -133,7 +128,7 @@ class StoredWeights:
     def _add_file(self, file: Path, prefix: str) -> None:
         """Add the tensors of a file whose names begin with this prefix."""
         # Stays open until the context ends, so that each tensor is read when it is asked for.
-        opened = self._open_files.enter_context(safe_open(file, framework="pt"))
+        opened = self._open_files.enter_context(open_safetensors(file))
         unsupported = []
         for key in opened.keys():  # noqa: SIM118
             if not key.startswith(prefix):
@@ -160,7 +155,7 @@ class StoredWeights:
             model = read(
                 str(location.path), config=str(denoiser.info.path), subfolder=denoiser.info.part, local_files_only=True
             )
-        except CONVERTER_ERRORS as error:
+        except (*CONVERTER_ERRORS, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise DitLoraError(f"{location.source} is no {name} that Diffusers reads: {reason}") from error
         # Tensors of this model are views of the file where the conversion left them unchanged.

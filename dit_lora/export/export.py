@@ -1,9 +1,8 @@
 """Writes an adapter, or a weighted sum of several, in the formats that other programs read."""
 
-import contextlib
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import build_from_configs, config_only_model
-from dit_lora.files import set_shared_permissions
+from dit_lora.files import stage_folder
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
@@ -151,7 +150,6 @@ def _export_expert_pair(
         write_expert_pair(request.output_dir, write_expert)
         return results
     with stage_folder(request.output_dir) as staged:
-        staged.mkdir()
         model = request.model
         for name, targets in parts.items():
             merged_dir = staged / f"{request.output_dir.name}_{name}"
@@ -174,7 +172,6 @@ def write_expert_pair(
     A folder with one file is replaced by a file with the expert's name.
     """
     with stage_folder(output_dir) as staged:
-        staged.mkdir()
         for name in experts:
             folder = staged / f"{output_dir.name}_{name}"
             write_expert(name, folder)
@@ -196,26 +193,6 @@ def find_adapter(target: Path) -> ResultSource:
             "Diffusers loads it with from_pretrained"
         )
     return source
-
-
-@contextlib.contextmanager
-def stage_folder(output_dir: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output_dir`, which is renamed to it on success and removed on failure."""
-    # Next to the output, so that the final rename stays on one file system and is atomic.
-    staged = output_dir.with_name(f".{output_dir.name}.partial")
-    # A killed export may have left its folder.
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DitLoraError(f"cannot make {output_dir.parent}: {error.strerror}") from error
-    try:
-        yield staged
-        # safetensors creates files with mode 0600; give them the usual permissions.
-        set_shared_permissions(staged)
-        staged.rename(output_dir)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _check_weights(request: ExportRequest) -> list[float]:

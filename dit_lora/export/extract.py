@@ -18,7 +18,7 @@ from dit_lora.config.records import RunMetadata, read_typed_json
 from dit_lora.data.cache.digests import Digests
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.base_weights import CheckpointLocation, StoredWeights, find_checkpoint
-from dit_lora.export.export import MessageCallback, build_empty_model, stage_folder, write_expert_pair
+from dit_lora.export.export import MessageCallback, build_empty_model, write_expert_pair
 from dit_lora.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
 from dit_lora.export.low_rank import RankChoice, factor_difference
 from dit_lora.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata, require_valid_rank
@@ -27,6 +27,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import config_only_model
+from dit_lora.files import stage_folder
 from dit_lora.redact import redact_value
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar

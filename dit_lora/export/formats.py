@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import peft
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, build_header_entries, get_base_weights, save_adapter
 from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.key_maps import LayerKeys, build_comfyui_layout, build_kohya_layout
 from dit_lora.export.meta_model import fold_alpha, load_lora_file, load_lora_state
@@ -80,7 +81,7 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
         require_same_updates(expected, collect_weight_updates(reloaded), file.name)
         if export_format == "folded":
             # The folded format exists for loaders that ignore alpha, so it must hold without alpha too.
-            state = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
+            state = {key.removeprefix("transformer."): tensor for key, tensor in read_tensors(file).items()}
             reloaded = adapter.build_empty_model()
             load_lora_state(reloaded, state, None, file)
             require_same_updates(expected, collect_weight_updates(reloaded), f"{file.name} without its alpha")
@@ -90,7 +91,7 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
 def _require_same_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
     """Raise `CheckFailedError` if the base weights in the file differ from the trained ones."""
     # Both directions: a missing tensor and an extra one are errors alike.
-    stored_weights = load_file(file) if file.is_file() else {}
+    stored_weights = read_tensors(file, missing_ok=True)
     differing = [
         name
         for name in expected.keys() | stored_weights.keys()
@@ -118,7 +119,7 @@ def _write_layout(
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(layout.build_tensors(updates), file, metadata=metadata)
     # Compare the products B A, since the format may fold the scale into a factor.
-    require_same_updates(updates, layout.read_updates(load_file(file)), file.name)
+    require_same_updates(updates, layout.read_updates(read_tensors(file)), file.name)
 
 
 def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.peft_format import find_chat_adapter_file, load_chat_adapter
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import set_shared_permissions
-from dit_lora.verify.safetensors_file import FLOAT_DTYPES, read_dtypes
+from dit_lora.files import stage_folder
 
 # Integer tensors, such as position ids, are not merged and do not decide the dtype.
 _INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -73,19 +72,15 @@ def merge_adapter(
     model = load_pretrained(model_class, base, dtype=dtype, use_safetensors=True)
     load_chat_adapter(model, adapter_dir)
     on_progress(f"merging {_merge_layers(model)} layers")
-    # Write next to the output and rename at the end: a failed merge leaves no half folder.
-    staged = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
     on_progress(f"writing {output_dir}")
     if model.can_generate():
         # Transformers reads some published generation configs and refuses to write them: the base's is copied below.
         model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
-    # Transformers has written the config and the weights.
-    copy_checkpoint_files(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
-    (staged / RUN_METADATA_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
-    set_shared_permissions(staged)
-    staged.rename(output_dir)
+    with stage_folder(output_dir) as staged:
+        model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
+        # Transformers has written the config and the weights.
+        copy_checkpoint_files(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
+        (staged / RUN_METADATA_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
     return output_dir
 
 
@@ -115,7 +110,8 @@ def _merge_layers(model: PreTrainedModel) -> int:
 
 def _find_stored_dtype(base: Path) -> torch.dtype:
     """Dtype of a checkpoint's floating-point weights; if there are several, one that holds all of them."""
-    dtype_names = read_dtypes(sorted(base.glob("model*.safetensors")))
+    files = sorted(base.glob("model*.safetensors"))
+    dtype_names = {tensor.dtype for file in files for tensor in read_header(file).tensors.values()}
     unknown = sorted(dtype_names - _INTEGER_DTYPES - FLOAT_DTYPES.keys())
     floating = [dtype for name, dtype in FLOAT_DTYPES.items() if name in dtype_names]
     if unknown or not floating:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
 from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json
-from dit_lora.verify.safetensors_file import FLOAT_DTYPES, read_dtypes
 
 _SHARD_INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
 # Does not match files of a variant such as fp16 (`model.fp16.safetensors`), which are not read.
@@ -73,7 +72,7 @@ def write_merged_pipeline(
     _write_json(output_dir / "model_index.json", {**read_json(base / "model_index.json"), **index_changes})
     _write_json(output_dir / RUN_METADATA_FILE, dict(training_metadata))
     for file, names in files.items():
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             metadata = opened.metadata()
             tensors = {n: _merge_tensor(n, opened.get_tensor(n), changes, weights) for n in progress(names)}
         bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
@@ -88,7 +87,7 @@ def require_merged_weights(source: Path, transformer: Any, changes: WeightChange
     loaded = dict(transformer.named_parameters())
     deviating = []
     for file in list_weight_files(source):
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             for name in opened.keys():  # noqa: SIM118
                 change = changes.get(name.removesuffix(".weight"))
                 if change is None and name not in weights:
@@ -111,8 +110,8 @@ def require_merged_weights(source: Path, transformer: Any, changes: WeightChange
 
 def find_widest_dtype(source: Path) -> torch.dtype:
     """The widest dtype of the transformer's weights: loading them in it loses nothing."""
-    dtype_names = read_dtypes(list_weight_files(source))
-    kinds = [FLOAT_DTYPES[name] for name in dtype_names if name in FLOAT_DTYPES]
+    headers = [tensor for file in list_weight_files(source) for tensor in read_header(file).tensors.values()]
+    kinds = {FLOAT_DTYPES[tensor.dtype] for tensor in headers if tensor.dtype in FLOAT_DTYPES}
     return functools.reduce(torch.promote_types, kinds)
 
 
@@ -137,11 +136,11 @@ def _require_mergeable(
     files: dict[Path, list[str]] = {}
     faults = []
     for file in list_weight_files(source):
-        with safe_open(file, framework="pt") as opened:
-            files[file] = list(opened.keys())
-            for name in changed_names.intersection(files[file]):
-                dtype = opened.get_slice(name).get_dtype()
-                faults += [] if dtype in FLOAT_DTYPES else [f"{name}: {dtype}"]
+        tensors = read_header(file).tensors
+        files[file] = list(tensors)
+        for name in changed_names.intersection(tensors):
+            dtype = tensors[name].dtype
+            faults += [] if dtype in FLOAT_DTYPES else [f"{name}: {dtype}"]
     present = {name for names in files.values() for name in names}
     faults += [f"{name}: not there" for name in changed_names - present]
     if faults:

@@ -10,8 +10,6 @@ from typing import Any
 
 import peft
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
@@ -20,6 +18,7 @@ from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_valid
 from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
 from dit_lora.adapters.lora_mixins import add_adapter_methods
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
 
 _PEFT_PREFIX = "base_model.model."
@@ -159,10 +158,7 @@ def fold_alpha(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
 
 def read_base_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """Base weights in a file. Raises `DitLoraError` with all that do not belong to this model."""
-    try:
-        weights = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
+    weights = read_tensors(file)
     # The file may only hold weights of this model, at their exact shapes.
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     mismatches = [

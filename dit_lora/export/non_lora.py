@@ -8,7 +8,7 @@ import peft
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import (
@@ -20,15 +20,15 @@ from dit_lora.adapters.diffusers_format import (
 )
 from dit_lora.adapters.kinds import PEFT_ONLY_KINDS, create_peft_config, get_adapter_kind
 from dit_lora.adapters.layer_names import LayerNames
-from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, parse_header_config, read_tensors
+from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, parse_header_config, read_trained_tensors
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.meta_model import get_adapter_state, load_base_weights, read_base_weights, unfreeze_weights
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor
-from dit_lora.verify.safetensors_file import read_file_metadata
 
 Config = Mapping[str, Any]
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, RuntimeError)
@@ -51,7 +51,7 @@ def load_non_lora_adapter(model: Any, file: Path) -> None:
     """
     config = dict(_read_config(file) or {})
     # Files come from PEFT, Diffusers or a run's checkpoint, and each adds other prefixes.
-    tensors = {_strip_wrapper_names(name): tensor for name, tensor in read_tensors(file).items()}
+    tensors = {_strip_wrapper_names(name): tensor for name, tensor in read_trained_tensors(file).items()}
     # A checkpoint's file holds adapter and base weights together.
     adapter_tensors = {name: tensor for name, tensor in tensors.items() if is_adapter_tensor(name)}
     weights = {name: tensor for name, tensor in tensors.items() if name not in adapter_tensors}
@@ -110,7 +110,7 @@ def write_non_lora_adapter(
         file = save_chat_adapter(model, output_dir, metadata)
     else:
         file = save_adapter(model, pipeline_class, output_dir, metadata)
-    stored_tensors = {_strip_wrapper_names(key): tensor for key, tensor in load_file(file).items()}
+    stored_tensors = {_strip_wrapper_names(key): tensor for key, tensor in read_tensors(file).items()}
     _require_same_tensors(get_adapter_state(model), stored_tensors, file)
 
 
@@ -137,7 +137,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
         tensors[f"{counterparts[layer]}.{factor}"] = (tensor * scale).contiguous()
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt", **build_header_entries(metadata)})
-    _require_same_tensors(tensors, load_file(file), file)
+    _require_same_tensors(tensors, read_tensors(file), file)
 
 
 def _read_config(file: Path) -> Config | None:
@@ -150,7 +150,7 @@ def _read_config(file: Path) -> Config | None:
         return create_peft_config(lora, []).to_dict() if lora and lora.kind != "lora" else None
     if config_file.is_file():
         return read_peft_config(config_file)
-    return parse_header_config(read_file_metadata(file), file)
+    return parse_header_config(read_metadata(file), file)
 
 
 def _build_peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:

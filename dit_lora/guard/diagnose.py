@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from dit_lora.errors import format_remaining_count
 from dit_lora.guard.bisect import (
     NUM_REPLAYS,
     NUM_ROUNDS,
@@ -26,7 +27,6 @@ from dit_lora.guard.state_checks import (
     diagnose_diverged_weights,
     find_bad_state,
     find_grown_weights,
-    format_remaining_count,
     is_unusable_magnitude,
 )
 from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks

@@ -1,9 +1,10 @@
 """A line of events.jsonl, written both by a run and by the guard of other loops."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dit_lora.errors import join_first
 from dit_lora.guard.diagnosis import Cause, Diagnosis
 
 
@@ -75,3 +76,16 @@ def make_kernel_event(
     """Make the event for a kernel or backend that a comparison found wrong, or did not reach."""
     diagnosis = {"cause": cause, "words": message, "switch": fallback, "module": module}
     return Event(step, kind, diagnosis, action, rank=rank, seconds=seconds)
+
+
+def make_observation_event(
+    step: int, kind: str, message: str, *, cause: Cause = "unknown", module: str | None = None
+) -> Event:
+    """Make the event for something unusual in a healthy step, on which no action is taken."""
+    return Event(step, kind, {"cause": cause, "words": message, **({"module": module} if module is not None else {})})
+
+
+def make_hidden_infinity_event(step: int, modules: Sequence[str]) -> Event:
+    """Make the event for modules whose output overflowed although the loss is finite: a clamp or a mask hides it."""
+    message = f"the loss is finite, but the output of {join_first(modules, 5)} is not: something hides it"
+    return make_observation_event(step, "hidden_infinity", message, cause="precision", module=modules[0])

@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.dtensors import combine_shard_norms, get_local_tensor
 from dit_lora.numerics.finite import abs_max, can_hold_nonfinite, compute_headroom
 
 # Names of PEFT's submodules inside a wrapped layer (peft/tuners/lora/layer.py).
@@ -110,10 +110,7 @@ class Monitor:
         # One kernel launch for all parameters: hundreds of small launches would keep a GPU waiting.
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
         if any(isinstance(self._trainable[name], DTensor) for name in tensors):
-            # Ranks hold shards of a parameter: add squared norms, since norms themselves do not add up.
-            squares = torch.stack(norms).double().square()
-            distributed.all_reduce(squares)
-            norms = list(squares.sqrt().float())
+            norms = list(combine_shard_norms(torch.stack(norms)))
         for name, norm in zip(tensors, norms, strict=True):
             # `blocks.0.to_q.lora_A.default.weight` belongs to `blocks.0.to_q`.
             inside = _LORA_SUBMODULE.search(name)

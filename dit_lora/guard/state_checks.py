@@ -1,11 +1,12 @@
 """Find weights, moments, averages and buffers that are damaged or have diverged."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from dit_lora.config.optimizers import collect_names
+from dit_lora.errors import format_remaining_count
 from dit_lora.guard.diagnosis import Cause, Diagnosis
 from dit_lora.guard.diagnosis_context import DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.frozen_weights import iter_frozen_tensors
@@ -197,10 +198,6 @@ def diagnose_diverged_weights(micro_batch: MicroBatch, context: DiagnosisContext
 def find_grown_weights(pending: PendingDiagnosis) -> Diagnosis | None:
     """The verdict on a micro-batch that fails because the trained weights have grown; else None."""
     return _diagnose_grown_weights(pending) if has_diverged(pending) else None
-
-
-def format_remaining_count(items: Sequence[object]) -> str:
-    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
 def _find_module_name(description: str) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from dit_lora.errors import DitLoraError
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, read_header
 from dit_lora.guard.checks import CheckFinding
 from dit_lora.numerics.finite import compute_headroom
 
@@ -16,10 +15,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 # Names of floating-point dtypes in a safetensors header (safetensors, `Dtype`).
 _SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
+    **FLOAT_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
@@ -29,16 +25,10 @@ def read_stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
-                sizes = [(part.get_dtype(), math.prod(part.get_shape())) for part in slices]
-        except (OSError, SafetensorError) as error:
-            raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error
-        # Integer tensors, such as position ids, do not count.
-        for dtype, count in sizes:
-            if dtype in _SAFETENSORS_DTYPES:
-                counts[_SAFETENSORS_DTYPES[dtype]] += count
+        for tensor in read_header(file).tensors.values():
+            # Integer tensors, such as position ids, do not count.
+            if tensor.dtype in _SAFETENSORS_DTYPES:
+                counts[_SAFETENSORS_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
     return counts.most_common(1)[0][0] if counts else None
 
 

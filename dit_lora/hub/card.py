@@ -13,6 +13,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.kinds import describe_adapter
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.errors import join_first
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, Contents
 from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
@@ -267,8 +268,7 @@ def _list_data_facts(contents: Contents) -> Iterator[str]:
         yield f"seconds of a clip: {_format_range(data['seconds'])}; {data['seconds']['sum']:,g} in all"
     if data.get("shapes"):
         shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
-        more = f" and {len(shapes) - 12} more" if len(shapes) > 12 else ""
-        yield f"frames x height x width, with their samples: {', '.join(shapes[:12])}{more}"
+        yield f"frames x height x width, with their samples: {join_first(shapes, 12)}"
     if data.get("caption_words") and "distinct_captions" in data:
         distinct = data["distinct_captions"]
         yield f"words of a caption: {_format_range(data['caption_words'])}; {distinct:,} captions are distinct"

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -30,6 +27,7 @@ from dit_lora.config.records import (
     validate_value,
 )
 from dit_lora.config.yaml_parsing import read_yaml
+from dit_lora.environment.safetensors_files import UnreadableFileError, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_inside, require_regular
 from dit_lora.hub.cleaning import clean_config, clean_json
@@ -198,10 +196,10 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
     try:
         # An adapter must have an effect; base weights only have to be finite.
         for file in sorted(folder.glob("*.safetensors")):
-            tensors = load_file(file)
+            tensors = read_tensors(file)
             adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
             require_valid_tensors(adapter, {} if adapter else tensors)
-    except (CheckFailedError, OSError, SafetensorError) as error:
+    except (CheckFailedError, UnreadableFileError) as error:
         message = str(error).removeprefix("refused to save: ")
         raise CheckFailedError(f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {message}") from error
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.files import read_json
 from dit_lora.models.opendit import convert_opendit, infer_opendit_config
@@ -136,13 +135,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise DitLoraError(f"{path} is neither a file of weights nor a folder of .bin or .safetensors")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        if file.suffix == ".safetensors":
-            try:
-                file_tensors = load_file(file)
-            except (OSError, SafetensorError) as error:
-                raise DitLoraError(f"{file} cannot be read: {error}") from error
-        else:
-            file_tensors = read_released(file).tensors
+        file_tensors = read_tensors(file) if file.suffix == ".safetensors" else read_released(file).tensors
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:

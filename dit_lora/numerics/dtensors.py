@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -58,6 +58,14 @@ def get_original_class(module: nn.Module) -> type:
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one, on every rank; any other tensor unchanged. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def combine_shard_norms(norms: torch.Tensor) -> torch.Tensor:
+    """Norms of whole parameters from the norms of each rank's shards, in fp32. Collective: one all-reduce."""
+    # Squares are added, since norms themselves do not add up; in fp64, where they do not overflow.
+    squares = norms.double().square()
+    distributed.all_reduce(squares)
+    return squares.sqrt().float()
 
 
 def gather_tensors(tensors: Mapping[str, torch.Tensor], *, keep_values: bool) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dit_lora.numerics.finite import HALF_DTYPES
-from dit_lora.numerics.ranks import gather_object, get_num_processes
+from dit_lora.numerics.ranks import get_num_processes, is_true_on_all_ranks
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -65,5 +65,4 @@ def has_memory_for_fp32(model: nn.Module) -> bool:
         needed += 2 * in_steps
     available = get_available_bytes(device, get_num_processes())
     # All ranks must take the same branch: a rank by itself would wait in a collective forward pass.
-    fits: list[bool] = gather_object([needed <= available])
-    return all(fits)
+    return is_true_on_all_ranks(needed <= available)

@@ -1,4 +1,4 @@
-"""The number of ranks, and object gathering over torch's process group, without Accelerate."""
+"""The number of ranks, and objects sent between ranks over torch's process group, without Accelerate."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +38,24 @@ def gather_object(local_items: list[T]) -> list[T]:
     lists: list[list[T]] = [[] for _ in range(get_num_processes())]
     distributed.all_gather_object(lists, local_items)
     return [item for items in lists for item in items]
+
+
+def broadcast_object(value: T, source: int = 0) -> T:
+    """The value that rank `source` passes, on every rank. Collective."""
+    values = [value]
+    if get_num_processes() > 1:
+        distributed.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+def is_true_on_any_rank(flag: bool) -> bool:
+    """True if the flag is true on at least one rank. Collective, without the device."""
+    return any(gather_object([flag]))
+
+
+def is_true_on_all_ranks(flag: bool) -> bool:
+    """True if the flag is true on every rank. Collective, without the device."""
+    return all(gather_object([flag]))
 
 
 def _is_distributed() -> bool:

@@ -102,7 +102,7 @@ def write_guard_report(folder: Path) -> Path:
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
     state, color = _describe_state(events, starts)
-    lines, _ = read_json_lines(folder / STATISTICS_FILE)
+    lines = read_json_lines(folder / STATISTICS_FILE).objects
     history = ModuleHistory()
     for line in lines:
         # Steps of different guards overlap, so the map shows only the last guard that has any.
@@ -111,7 +111,7 @@ def write_guard_report(folder: Path) -> Path:
     heat = build_heat_maps(history)
     notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
     if torn:
-        notes.append(f"{torn} torn lines of events.jsonl are left out.")
+        notes.append(f"{len(torn)} torn lines of events.jsonl are left out.")
     weights = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
     page = render_page(
         "guard_page.html",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from dit_lora.config.records import read_typed_json
@@ -27,6 +26,7 @@ from dit_lora.guard.event import Event, make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback, list_attention_fallbacks, list_model_fallbacks
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_all_ranks
 from dit_lora.numerics.tolerances import END_OF_RUN_FACTOR, KERNEL_TOLERANCE
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
@@ -77,13 +77,13 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     loaded = {name: get_local_tensor(p.detach()).to("cpu", copy=True) for name, p in trainable_base}
     # Only the main process reads the run's folder; every rank then gets the same record.
     record = _read_first_record(setup.session.dir, resume_from) if setup.session.is_main else None
-    (first_record,) = broadcast_object_list([record])
+    first_record = broadcast_object(record)
     # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
     base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_idle_adapters(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _compute_base_output(setup, base, first_record["inputs"] if first_record else make_synthetic_inputs(setup))
     # Every rank compares with the main process's record, and all raise if one of them differs.
-    (reference_output,) = broadcast_object_list([first_record or today])
+    reference_output = broadcast_object(first_record or today)
     base.record = reference_output
     error = _compare_with_record(setup, reference_output, today, is_resumed=first_record is not None)
     raise_on_all_ranks(setup.session.accelerator, error)
@@ -303,7 +303,7 @@ def _find_faulty_backend(setup: AnySetup, fingerprint: BaseFingerprint, limit: f
         with switch.disable_temporarily():
             current = _compute_base_output(setup, fingerprint, fingerprint.record["inputs"])
         is_restored = NOT_RECORDED not in current and compute_distance(current, fingerprint.record) <= limit
-        if all(gather_object([is_restored])):
+        if is_true_on_all_ranks(is_restored):
             return switch.name
     return None
 
@@ -346,11 +346,9 @@ def _find_differing_kernels(
     coarse = [switch for switch in kernels if switch.rounding_error]
 
     def measure_distance() -> float:
-        measured = [compute_distance(compute_output_record(reference_model, model, inputs, dtype), expected)]
+        measured = compute_distance(compute_output_record(reference_model, model, inputs, dtype), expected)
         # One answer for all ranks, so that all take the same branch.
-        if setup.engine.collective_forward:
-            broadcast_object_list(measured)
-        return measured[0]
+        return broadcast_object(measured) if setup.engine.collective_forward else measured
 
     if not is_finite(expected):
         return {}, 0.0  # there is nothing to compare with

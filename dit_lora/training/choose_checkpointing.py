@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from accelerate.utils import gather_object
 
 from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.memory import get_available_bytes
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.execution.activation_checkpointing import (
     CHECKPOINTING_MODES,

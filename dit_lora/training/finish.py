@@ -36,7 +36,7 @@ from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, record_out
 from dit_lora.verify.pipeline_checks import check_pipeline_files
 from dit_lora.verify.reference_model import find_sharing_obstacle, share_model_weights
 from dit_lora.verify.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
-from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
+from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline, fail_if_unreadable
 from dit_lora.version import __version__
 
 
@@ -92,7 +92,7 @@ def _try_verification(
 ) -> Verification | None:
     """Verify the result; None, with a warning, if memory does not suffice."""
     try:
-        with unify_out_of_memory_errors():
+        with unify_out_of_memory_errors(), fail_if_unreadable():
             return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
@@ -225,7 +225,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None, 
         change = 100 * (last_loss / first_loss - 1)
         lines.append(f"eval loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
     # The whole run, resumes included: the file has a line for each step taken.
-    steps = read_json_lines(session.dir / "metrics.jsonl")[0]
+    steps = read_json_lines(session.dir / "metrics.jsonl").objects
     waited, spent = (sum(line[name] for line in steps) for name in ("data_seconds", "seconds"))
     if spent:
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")

@@ -13,7 +13,7 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
-from dit_lora.guard.event import Event
+from dit_lora.guard.event import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
@@ -237,12 +237,11 @@ def _check_and_save(run: Run, result: StepResult) -> None:
 def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     """Raise on every rank if the state is not sound enough to keep; `check_frozen` also checks frozen weights."""
     setup, suspects = run.setup, run.recovery.diagnosis_context
-    accelerator = setup.session.accelerator
     # First: a rank that lost its weights by itself has no wrong learning rate.
     require_agreement(run, step)
     require_not_diverged(setup.engine, suspects.start_peak, step)
-    require_finite_everywhere(accelerator, collect_local_state(setup.engine, run.ema), step)
-    require_unaltered(accelerator, suspects, step, check_frozen=check_frozen)
+    require_finite_everywhere(collect_local_state(setup.engine, run.ema), step)
+    require_unaltered(suspects, step, check_frozen=check_frozen)
 
 
 def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -262,26 +261,22 @@ def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
     # After a rollback the bar goes back too.
     bar.update(step - bar.n)
     for spike in spikes:
-        _report_anomaly(run, step, "spike", spike.message)
+        _report_anomaly(run, make_observation_event(step, "spike", spike.message))
     if hidden:
-        # Values beyond the dtype's range, hidden from the loss by a clamp or a mask; at most five are named.
-        modules_text = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
-        message = f"the loss is finite, but the output of {modules_text} is not: something hides it"
-        _report_anomaly(run, step, "hidden_infinity", message, cause="precision", module=hidden[0])
+        _report_anomaly(run, make_hidden_infinity_event(step, hidden))
     for name in run.journal.find_idle_groups(line):
         message = (
             f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, though others have one: nothing "
             "of it is trained (said once)"
         )
-        _report_anomaly(run, step, "zero_gradient_group", message)
+        _report_anomaly(run, make_observation_event(step, "zero_gradient_group", message))
 
 
-def _report_anomaly(run: Run, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
-    """Log an unusual but healthy step and write an event; no action is taken. Writes on the main process only."""
-    diagnosis = {"cause": cause, "words": message, **facts}
+def _report_anomaly(run: Run, event: Event) -> None:
+    """Log an unusual but healthy step and write its event. Writes on the main process only."""
     if run.journal is not None:
-        run.journal.write_event(Event(step, kind, diagnosis))
-    run.setup.session.say(f"guard: step {step}: {message}")
+        run.journal.write_event(event)
+    run.setup.session.say(f"guard: step {event.step}: {event.message}")
 
 
 def validate(run: Run, step: int) -> None:
@@ -307,7 +302,7 @@ def validate(run: Run, step: int) -> None:
                 run.checkpoints.update_best(step)
             else:
                 message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
-                _report_anomaly(run, step, "non_finite_validation", message)
+                _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
         with phases.timing("samples"):
             write = partial(setup.task.write_samples, setup, step)
             optional.attempt("samples", step, write, is_collective=is_collective)

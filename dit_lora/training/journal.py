@@ -60,9 +60,9 @@ class Journal:
             for name in EVAL_LOSS_FILES:
                 (run_dir / name).unlink(missing_ok=True)
         for name in ("metrics.jsonl", *EVAL_LOSS_FILES, "events.jsonl"):
-            torn = read_json_lines(run_dir / name)[1]
+            torn = read_json_lines(run_dir / name).damaged
             if torn:
-                say(f"warning: {name}: passed over {torn} torn line(s), of a process that was killed")
+                say(f"warning: {name}: passed over {len(torn)} torn line(s), of a process that was killed")
         # A killed run may have written steps after its last checkpoint: these are repeated.
         self.rewind(start_step)
 
@@ -77,7 +77,7 @@ class Journal:
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far."""
-        return _read_records(self.dir / "metrics.jsonl")
+        return read_json_lines(self.dir / "metrics.jsonl").objects
 
     def write_step(self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None) -> None:
         """Write a `build_metrics_line`. `modules` are per-module statistics, or None in steps without them."""
@@ -139,7 +139,8 @@ class Journal:
         diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", diagnosis, "skip", sample_ids=tuple(samples))
         # A resumed run finds the same samples again: only a changed list is a new event.
-        earlier = [line for line in _read_records(self.dir / "events.jsonl") if line["kind"] == event.kind]
+        events = read_json_lines(self.dir / "events.jsonl").objects
+        earlier = [line for line in events if line["kind"] == event.kind]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.write_event(event)
 
@@ -184,11 +185,13 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
     """A run's eval losses so far, by step."""
-    losses = {}
-    for name in EVAL_LOSS_FILES:
-        for line in _read_records(run_dir / name):
-            losses[line["step"]] = line["eval_loss"] if "eval_loss" in line else line["held_out_loss"]
-    return losses
+    lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
+    return {line["step"]: get_eval_loss(line) for line in lines}
+
+
+def get_eval_loss(line: Mapping[str, Any]) -> Any:
+    """The eval loss in a line; None if it has none. Earlier versions called it `held_out_loss`."""
+    return line.get("eval_loss", line.get("held_out_loss"))
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -214,12 +217,8 @@ def measure_peak_gib() -> float:
 
 def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:
     """Keep only the lines of steps `first_step` to `last_step`, and return them: later steps will be repeated."""
-    lines = [line for line in _read_records(path) if first_step <= line["step"] <= last_step]
+    lines = [line for line in read_json_lines(path).objects if first_step <= line["step"] <= last_step]
     if path.exists():
         # Replaced as a whole: a kill in between leaves the old lines or the new ones.
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    return read_json_lines(path)[0]

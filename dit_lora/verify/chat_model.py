@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
@@ -17,6 +16,7 @@ from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.numerics.streams import make_generator
 from dit_lora.verify.reference_model import InputSpec, ReferenceModel
@@ -73,7 +73,7 @@ class ChatReferenceModel(ReferenceModel):
         # Load base weights before PEFT wraps the layers and renames their weights.
         if base.is_file():
             # Not strict: the file only has the trained weights.
-            _, unexpected = model.load_state_dict(load_file(base), strict=False)
+            _, unexpected = model.load_state_dict(read_tensors(base), strict=False)
             if unexpected:
                 raise ValueError(f"the model has no {', '.join(unexpected)}")
         if config.is_file():
@@ -87,8 +87,7 @@ class ChatReferenceModel(ReferenceModel):
 
     def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
         # The result may be base weights only, without an adapter's file.
-        adapter: Any = file.with_name(CHAT_ADAPTER_FILE)
-        state = load_file(adapter) if adapter.is_file() else {}
+        state = read_tensors(file.with_name(CHAT_ADAPTER_FILE), missing_ok=True)
         return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
     def list_weight_files(self) -> list[Path]:

@@ -1,6 +1,6 @@
 """Finds a result, its training metadata, and the base checkpoint that it was trained on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,12 @@ class ResultSource:
         return base if base.family else base.model_copy(update={"family": detect_family(base)})
 
 
-def find_source(
-    target: Path,
-    filenames: Sequence[str] = DIFFUSERS_FILENAMES,
-    read_metadata: Callable[[Path], Mapping[str, Any]] = read_run_metadata,
-) -> ResultSource:
+def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> ResultSource:
     """Find the adapter or the pipeline at this path: a run's folder, an adapter's folder, or an adapter's file.
 
     Args:
         target: The path.
         filenames: Accepted file names of an adapter.
-        read_metadata: Reads the training metadata from the adapter's file.
 
     Raises:
         DitLoraError: There is none.
@@ -100,7 +95,7 @@ def find_source(
             is_diffusion = read_run_metadata(peft_file).get("family", "") in DIFFUSION_FAMILIES
             file = peft_file if is_diffusion else None
     if file is not None:
-        return ResultSource(target, file, read_metadata(file) or _read_checkpoint_metadata(file))
+        return ResultSource(target, file, read_run_metadata(file) or _read_checkpoint_metadata(file))
     peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
     if filenames == DIFFUSERS_FILENAMES and any(config.is_file() for config in peft_configs):
         raise DitLoraError(

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from dit_lora.environment.safetensors_files import open_safetensors
 from dit_lora.errors import format_list
 from dit_lora.numerics.finite import describe_bad_values
 from dit_lora.verify.checks import Check, check_finite
-from dit_lora.verify.safetensors_file import make_read_error
 
 _NO_ADAPTER = "a whole model, without adapter"
 
@@ -30,23 +29,20 @@ def check_pipeline_files(
         trained_tensors: Tensors that the files must contain, with these values; None to skip this.
 
     Raises:
-        CheckFailedError: A file cannot be read.
+        UnreadableFileError: A file cannot be read.
     """
     misfits, bad, names_read = [], [], set()
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    # One at a time: a second full model may not fit into host memory.
-                    tensor = opened.get_tensor(name)
-                    names_read.add(name)
-                    # The tensor is checked and freed before the next one is read.
-                    problem = _describe_mismatch(name, tensor, expected, trained_tensors)
-                    misfits += [problem] if problem else []
-                    fault = describe_bad_values(name, tensor)
-                    bad += [fault] if fault else []
-        except (OSError, SafetensorError) as error:
-            raise make_read_error(file, error) from error
+        with open_safetensors(file) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                # One at a time: a second full model may not fit into host memory.
+                tensor = opened.get_tensor(name)
+                names_read.add(name)
+                # The tensor is checked and freed before the next one is read.
+                problem = _describe_mismatch(name, tensor, expected, trained_tensors)
+                misfits += [problem] if problem else []
+                fault = describe_bad_values(name, tensor)
+                bad += [fault] if fault else []
     misfits += [f"{name}: not in the files" for name in expected if name not in names_read]
     keys = Check(True, f"{loader_name} takes all {len(names_read)} tensors of the transformer; none lacks")
     if misfits:

@@ -31,14 +31,14 @@ from dit_lora.adapters.update_norms import (
     list_loaded_layers,
     measure_updates,
 )
-from dit_lora.errors import DitLoraError, format_list
+from dit_lora.environment.safetensors_files import UnreadableFileError, read_header, read_metadata, read_tensors
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.parsing import parse_json
 from dit_lora.verify.checks import Check, check_adapter_effect, check_finite, check_keys, check_scale
 from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_output
 from dit_lora.verify.reference_model import ReferenceModel
-from dit_lora.verify.safetensors_file import read_file_metadata, read_tensors
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
 # What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
@@ -135,7 +135,7 @@ class VerificationTarget:
         config_file = self.file.with_name(peft.utils.CONFIG_NAME)
         if config_file.is_file():
             return read_peft_config(config_file)
-        text = read_file_metadata(self.file).get("lora_adapter_metadata")
+        text = read_metadata(self.file).get("lora_adapter_metadata")
         metadata = parse_json(text) if text else {}
         adapter_config = {name.removeprefix("transformer."): value for name, value in metadata.items()}
         require_bounded_patterns(adapter_config, self.file)
@@ -176,9 +176,9 @@ def check_pipeline(
 
 def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verification:
     """Run the checks of an adapter, and of trained base weights, in a fresh model of its base."""
-    read_file_metadata(result.file)  # raises a one-line error for a file that cannot be read
+    read_header(result.file)  # raises a one-line error for a file that cannot be read
     # The base weights that were trained too; empty without such a file.
-    config, base = result.read_config(), read_tensors(result.base_file)
+    config, base = result.read_config(), read_tensors(result.base_file, missing_ok=True)
     try:
         file_tensors = result.reference_model.read_adapter_tensors(result.file)
     except DitLoraError as error:
@@ -253,6 +253,15 @@ def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | No
         message = f"{result.reference_model.name} refuses the file on this base{hint}: {first_line.strip()}"
         return Check(False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines]))
     return None
+
+
+@contextmanager
+def fail_if_unreadable() -> Iterator[None]:
+    """Turn an `UnreadableFileError` in the context into a `CheckFailedError`: such a file does not pass."""
+    try:
+        yield
+    except UnreadableFileError as error:
+        raise CheckFailedError(str(error)) from error
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dit_lora.files import (
     replace_contents,
     require_regular,
     set_shared_permissions,
+    stage_folder,
     write_atomically,
 )
 
@@ -75,8 +76,10 @@ def test_a_line_is_never_joined_to_one_that_a_killed_process_tore(tmp_path: Path
         file.write(b'{"step": 2, "words": "na\xc3')  # in the middle of a letter too
     append_line(path, '{"step": 3}')
     append_line(path, '{"step": 4}')
-    assert read_json_lines(path) == ([{"step": 1}, {"step": 3}, {"step": 4}], 1)
-    assert read_json_lines(tmp_path / "nowhere.jsonl") == ([], 0)
+    objects, damaged = read_json_lines(path)
+    assert objects == [{"step": 1}, {"step": 3}, {"step": 4}]
+    assert len(damaged) == 1
+    assert read_json_lines(tmp_path / "nowhere.jsonl") == ([], [])
 
 
 def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path: Path) -> None:
@@ -112,6 +115,22 @@ def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     weights = {"private.safetensors": 0o640, "shared.safetensors": 0o604}
     assert modes == {"new": 0o640, "old": 0o604, **weights}
+
+
+def test_a_staged_folder_gets_its_name_only_when_complete(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+    (tmp_path / "new" / ".out.partial" / "left_by_a_kill").mkdir(parents=True)
+    with stage_folder(folder) as staged:
+        (staged / "file").write_text("first")
+        assert not folder.exists()
+    with pytest.raises(FileNotFoundError), stage_folder(folder, replace=True) as staged:
+        (staged / "no_folder" / "file").write_text("second")
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert (folder / "file").read_text() == "first"
+    with stage_folder(folder, replace=True) as staged:
+        (staged / "other").touch()
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    assert [path.name for path in folder.iterdir()] == ["other"]
 
 
 def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None:

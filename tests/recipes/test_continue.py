@@ -195,7 +195,7 @@ def test_a_start_that_is_not_there_or_no_adapter(refused: Callable[..., str], tm
     assert "is no .safetensors file, the one form that holds no code" in refused(f"lora.init={tmp_path / 'old.pt'}")
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
     message = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
-    assert "torn.safetensors is not a safetensors adapter: " in message
+    assert "torn.safetensors cannot be read: " in message
     assert not (tmp_path / "cache").exists()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import MAX_ENLARGEMENT, DroppedClip, Placement
 from dit_lora.data.media.video_header import VideoHeader
+from dit_lora.errors import join_first
 
 # Share of the clips from which on advice is given, and share of a picture from which on a crop counts as heavy.
 MIN_ADVICE_SHARE = 0.25
@@ -112,8 +113,8 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
     descriptions = [_describe_rare_shape(shape, counts[shape], samples_per_step) for shape in rare]
     return [
         f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of "
-        f"one; these do not come in every epoch: {_shorten_list(descriptions)}; give references fewer sizes, or lower "
-        "train.batch_size or accumulate"
+        f"one; these do not come in every epoch: {join_first(descriptions, _MAX_LISTED)}; give references "
+        "fewer sizes, or lower train.batch_size or accumulate"
     ]
 
 
@@ -157,11 +158,13 @@ def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[s
         descriptions = [_describe_rare_shape(row.shape, row.samples, samples_per_step) for row in small]
         advice.append(
             f"buckets with fewer samples than a step takes ({samples_per_step}) do not come in every epoch: "
-            f"{_shorten_list(descriptions)}; a smaller train.accumulate or fewer buckets make them more even"
+            f"{join_first(descriptions, _MAX_LISTED)}; a smaller train.accumulate or fewer buckets make them more even"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
-        advice.append(f"buckets that no clip goes to: {_shorten_list(unused)}; leaving them out changes nothing")
+        advice.append(
+            f"buckets that no clip goes to: {join_first(unused, _MAX_LISTED)}; leaving them out changes nothing"
+        )
     return advice
 
 
@@ -234,8 +237,3 @@ def _describe_rare_shape(shape: VideoShape, num_samples: int, samples_per_step: 
     epochs = samples_per_step / num_samples
     period = f"{epochs:.1f} epochs" if epochs < 10 else f"{epochs:.0f} epochs"
     return f"{shape} ({num_samples} sample{'' if num_samples == 1 else 's'}, every {period})"
-
-
-def _shorten_list(texts: Sequence[str]) -> str:
-    more = len(texts) - _MAX_LISTED
-    return ", ".join(texts[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

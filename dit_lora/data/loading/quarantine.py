@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
+from dit_lora.config.records import Count, validate_value
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_atomically
-from dit_lora.parsing import parse_json
+from dit_lora.files import read_json_lines, write_atomically
+from dit_lora.parsing import ParseError
 
 QUARANTINE_FILE = "quarantine.jsonl"
 """File name of the list in a run's folder."""
@@ -19,14 +22,16 @@ QUARANTINE_FILE = "quarantine.jsonl"
 class QuarantineRecord:
     """One sample that is left out, with the first and last epoch without it."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     sample_id: str
-    from_epoch: int
-    to_epoch: int | None
+    from_epoch: Count
+    to_epoch: Count | None
     """The last epoch without the sample; None if it never comes back."""
-    step: int
+    step: Count
     cause: str
     reason: str
-    from_copy: int = 0
+    from_copy: Count = 0
     """First copy in `from_epoch` that is left out; earlier copies have been trained on."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """Results of the tests that were run; empty if the cause was evident, such as NaN in a cache entry."""
@@ -46,22 +51,6 @@ class QuarantineRecord:
         return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])
 
 
-def _parse_record(values: object) -> QuarantineRecord:
-    """A record from the values of one line; raises `TypeError` if they do not fit."""
-    if not isinstance(values, dict):
-        raise TypeError(f"a line is an object; got {values!r}")
-    record = QuarantineRecord(**values)
-    if not isinstance(record.sample_id, str):
-        raise TypeError(f"sample_id is a name; got {record.sample_id!r}")
-    if not isinstance(record.from_epoch, int) or not isinstance(record.to_epoch, int | None):
-        raise TypeError(f"epochs are numbers; got {record.from_epoch!r} and {record.to_epoch!r}")
-    if not isinstance(record.evidence, dict):
-        raise TypeError(f"evidence is an object; got {record.evidence!r}")
-    if not isinstance(record.from_copy, int):
-        raise TypeError(f"from_copy is a number; got {record.from_copy!r}")
-    return record
-
-
 class Quarantine:
     """Samples that a run leaves out. Every rank holds equal records; the main process stores them in `path`."""
 
@@ -76,27 +65,18 @@ class Quarantine:
     @classmethod
     def load(cls, path: Path) -> "Quarantine":
         """Read the records of a file; none if it does not exist. Raises `DitLoraError` if it has other contents."""
-        if not path.exists():
-            return cls(path)
         try:
-            # A killed process may have stopped writing in the middle of a character. Only that line
-            # is lost; the others still count.
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            quarantine = cls(path)
-            for line in lines:
-                try:
-                    values = parse_json(line)
-                except ValueError:
-                    # It begins like a record: its end is missing, or the next record is joined to it.
-                    if not line.startswith("{"):
-                        raise
-                    quarantine.num_torn_lines += 1
-                    continue
-                # A complete line that does not fit is an error, and is not skipped.
-                quarantine.add([_parse_record(values)])
-            return quarantine
-        except (OSError, ValueError, TypeError) as error:
+            lines = read_json_lines(path, follow_links=True)
+            # A torn line begins like a record: its end is missing, or the next record is joined to it.
+            foreign = next((line for line in lines.damaged if not line.startswith(b"{")), None)
+            if foreign is not None:
+                raise ParseError(f"it has the line {foreign.decode(errors='replace')!r}")
+            # A complete line that does not fit is an error, and is not skipped.
+            quarantine = cls(path, validate_value(lines.objects, list[QuarantineRecord], "it"))
+        except (OSError, ParseError) as error:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error
+        quarantine.num_torn_lines = len(lines.damaged)
+        return quarantine
 
     def save(self) -> None:
         """Write all records atomically."""

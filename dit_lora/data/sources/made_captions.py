@@ -56,7 +56,7 @@ class GeneratedCaptions:
             str(row["file"]): str(row["caption"])
             for file in files
             # Damaged lines, which a killed process may have left, are skipped.
-            for row in read_json_lines(file)[0]
+            for row in read_json_lines(file).objects
             if {"file", "caption"} <= row.keys()
         }
         with lock_table(self._folder.parent) as table:

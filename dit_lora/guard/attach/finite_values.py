@@ -10,7 +10,6 @@ from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import describe_bad_values, is_finite
 from dit_lora.numerics.layouts import get_strided_values
 
-_MAX_NAMED = 5
 SQUARE_LIMIT = 1.8e19
 """Square root of fp32's largest number: larger gradients overflow when an optimizer squares them in fp32."""
 
@@ -53,12 +52,6 @@ def find_bad_tensors(value: Any, tolerated_names: Collection[str], scalar_names:
         if description is not None:
             bad.append(description)
     return bad
-
-
-def format_bad_tensors(bad: Collection[str]) -> str:
-    """Join the first five descriptions and count the rest."""
-    text = ", ".join(list(bad)[:_MAX_NAMED])
-    return text + (f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else "")
 
 
 def find_infinite_names(model: torch.nn.Module) -> list[str]:

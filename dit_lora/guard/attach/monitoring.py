@@ -21,7 +21,6 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
-from dit_lora.guard.attach.finite_values import format_bad_tensors
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
 from dit_lora.guard.checks import (
@@ -30,11 +29,11 @@ from dit_lora.guard.checks import (
     check_gradient_coverage,
     find_wrong_backends,
 )
-from dit_lora.guard.event import Event, make_kernel_event
+from dit_lora.guard.event import Event, make_hidden_infinity_event, make_kernel_event, make_observation_event
 from dit_lora.guard.fallbacks import list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
-from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.dtensors import combine_shard_norms, get_local_tensor
 
 STATISTICS_FILE = "statistics.jsonl"
 OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold")
@@ -143,8 +142,7 @@ class HealthyStepChecks:
             self._folder.mkdir(parents=True, exist_ok=True)
             append_line(self._folder / STATISTICS_FILE, json.dumps(line))
         if hidden:
-            message = f"the step is finite, but the output of {format_bad_tensors(hidden)} is not: something hides it"
-            self._report(step, "hidden_infinity", message, cause="precision", module=hidden[0])
+            self._report(make_hidden_infinity_event(step, hidden))
 
     def close(self) -> None:
         remove_listener(self._record_attention)
@@ -169,12 +167,8 @@ class HealthyStepChecks:
         # A model may be spread over several devices.
         norms = [norm.to(self._host.device).float() for norm in torch._foreach_norm(parts, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if not any(isinstance(gradient, DTensor) for gradient in gradients):
-            return norm
-        # Ranks hold shards: add their squared norms.
-        squares = norm.double().square()
-        torch.distributed.all_reduce(squares)
-        return squares.sqrt().float()
+        is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+        return combine_shard_norms(norm) if is_sharded else norm
 
     def _observe_spikes(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device
@@ -190,7 +184,7 @@ class HealthyStepChecks:
         for name, value in series.items():
             spike = spikes.observe(name, value)
             if spike is not None:
-                self._report(step, "spike", spike.message)
+                self._report(make_observation_event(step, "spike", spike.message))
 
     def _run_preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
         """Check the first healthy step. Each failed check is logged; none stops the loop. Collective."""
@@ -209,7 +203,7 @@ class HealthyStepChecks:
         ]
         for finding in findings:
             if not finding.ok:
-                self._report(step, "preflight", f"{finding.check}: {finding.words}")
+                self._report(make_observation_event(step, "preflight", f"{finding.check}: {finding.words}"))
         self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
         self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
@@ -225,12 +219,9 @@ class HealthyStepChecks:
             fallbacks[name].disable()
             self._watched.disabled_names.add(name)
             message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-            event = make_kernel_event(step, "preflight", message, name, cause="attention_backend")
-            self._write(replace(event, facts={"guard": self._guard_id}))
-            self._host.log(f"guard: step {step}: {message}")
+            self._report(make_kernel_event(step, "preflight", message, name, cause="attention_backend"))
 
-    def _report(self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
-        """Log and write an observation about a healthy step, on which no action is taken."""
-        diagnosis = {"cause": cause, "words": message, **facts}
-        self._write(Event(step, kind, diagnosis, facts={"guard": self._guard_id}))
-        self._host.log(f"guard: step {step}: {message}")
+    def _report(self, event: Event) -> None:
+        """Log and write an event."""
+        self._write(replace(event, facts={"guard": self._guard_id}))
+        self._host.log(f"guard: step {event.step}: {event.message}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dit_lora.config.ladder import LadderConfig
-from dit_lora.errors import DitLoraError, format_list
+from dit_lora.errors import DitLoraError, format_list, format_remaining_count
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import BundleWriter
@@ -460,6 +460,5 @@ def _add_bad_gradients(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
     diagnosis = replace(diagnosis, evidence={**diagnosis.evidence, "gradients": list(names[:20])})
     if diagnosis.module is not None:
         return diagnosis
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    message = f"{diagnosis.words}; the gradient of {names[0]}{more} was not finite"
+    message = f"{diagnosis.words}; the gradient of {names[0]}{format_remaining_count(names)} was not finite"
     return replace(diagnosis, words=message, module=names[0].rpartition(".")[0])

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dit_lora.errors import join_first
 from dit_lora.guard.attach.accelerator_adapter import Host, has_found_infinity
 from dit_lora.guard.attach.calls.backward_passes import BackwardPasses
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
 from dit_lora.guard.attach.finite_checks import OptimizerChecks
-from dit_lora.guard.attach.finite_values import find_bad_tensors, format_bad_tensors, is_finite_tensor
+from dit_lora.guard.attach.finite_values import find_bad_tensors, is_finite_tensor
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
 from dit_lora.guard.attach.recovery import ALTERED_FROZEN, BAD_WEIGHTS, LoopFailure, LoopRecovery
@@ -204,7 +205,7 @@ class StepHooks:
                 self._recovery.restore_on_this_rank(self.number)
         bad = find_bad_tensors(value, self._tolerated | self._state.infinite_names, self._scalars)
         if bad:
-            self._recovery.report_save(self.number, path, format_bad_tensors(bad))
+            self._recovery.report_save(self.number, path, join_first(bad, 5))
 
     def require_finite(self, *, may_raise: bool = True) -> None:
         """Recover if any rank's trained state is bad; report changed frozen weights and buffers."""

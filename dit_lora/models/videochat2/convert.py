@@ -12,11 +12,9 @@ Values are those of video_chat2/configs/config_mistral.json and its siblings, wh
 """
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import set_shared_permissions
+from dit_lora.files import stage_folder
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check_tensors, collect_tensors
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
@@ -148,7 +146,7 @@ def convert_videochat2(
     check_tensors(sources, expected)
     # After the check, every LoRA matrix fits its weight.
     adapter = _Adapter(sources, lora_alpha)
-    with _stage_folder(output_folder) as folder:
+    with stage_folder(output_folder) as folder:
         if keep_adapter:
             adapter.save(folder / ADAPTER_FOLDER)
         else:
@@ -359,18 +357,3 @@ def _iter_shards(sources: Sources, names: Sequence[str], shard_bytes: int) -> It
         tensors[name] = tensor
         size += tensor.nbytes
     yield tensors
-
-
-@contextmanager
-def _stage_folder(output_folder: Path) -> Iterator[Path]:
-    """Context that yields a temporary folder, renamed to `output_folder` on success and removed on failure."""
-    # Next to the target, so that the rename stays within one file system.
-    staged = output_folder.with_name(f".{output_folder.name}.{os.getpid()}.partial")
-    staged.mkdir(parents=True)
-    try:
-        yield staged
-        # Before the rename, so that nobody sees the folder with other permissions.
-        set_shared_permissions(staged)
-        staged.rename(output_folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)

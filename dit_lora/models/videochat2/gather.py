@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from dit_lora.config.records import WeightMap, read_typed_json
+from dit_lora.environment.safetensors_files import open_safetensors, read_header
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.videochat2.released import (
     ReleasedFile,
@@ -107,16 +107,12 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
     def read(name: str) -> torch.Tensor:
         # Open the file at each read, so that no file stays open for hundreds of tensors.
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
+        with open_safetensors(file) as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise DitLoraError(f"{file} is no whole safetensors file: {error}") from error
-    for name, shape in shapes.items():
-        yield name, TensorOnDisk(file, shape, partial(read, name))
+    for name, tensor in read_header(file).tensors.items():
+        yield name, TensorOnDisk(file, tensor.shape, partial(read, name))
 
 
 def _iter_pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Finding, Verdict
+from dit_lora.errors import join_first
 from dit_lora.report.audit.charts import (
     ChannelChart,
     Histogram,
@@ -129,7 +130,7 @@ def _build_groups(samples: Sequence[AuditedSample], pictures: PagePictures) -> t
         # A sample with several findings is shown once, under its first code. The others are listed by name.
         files = {sample.file for sample in code_samples}
         having = [sample.file for sample in samples if any(f.code == code for f in sample.findings)]
-        elsewhere = _join_names(file for file in having if file not in files)
+        elsewhere = join_first([file for file in having if file not in files], _MAX_NAMES)
         cards = [make_card(sample, pictures) for sample in code_samples[: max_cards.get(code, 0)]]
         groups.append(AuditGroup(code, count, cards, len(code_samples) - len(cards), elsewhere))
     return rejects, groups
@@ -236,7 +237,7 @@ def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:
             root = previous_file
         groups.setdefault(root, [root]).append(file)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    return [_join_names(dict.fromkeys(members)) for members in ordered]
+    return [join_first(dict.fromkeys(members), _MAX_NAMES) for members in ordered]
 
 
 def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
@@ -266,12 +267,6 @@ def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
         rows.append((cells, not row["samples"]))
     dropped = [(sample["id"], sample["code"], clip_text(sample["words"])) for sample in report["dropped"]]
     return Buckets(report["advice"], rows, dropped)
-
-
-def _join_names(files: Iterable[str]) -> str:
-    listed = list(files)
-    more = f" and {len(listed) - _MAX_NAMES:,} more" if len(listed) > _MAX_NAMES else ""
-    return ", ".join(listed[:_MAX_NAMES]) + more
 
 
 def _to_number(value: Any) -> float | None:

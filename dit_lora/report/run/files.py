@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, join_first
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
-from dit_lora.training.journal import EVAL_LOSS_FILES
+from dit_lora.training.journal import EVAL_LOSS_FILES, get_eval_loss
 from dit_lora.training.session.run_lock import is_live
 
 # Bounded, because a failing run can write events for days.
@@ -228,15 +228,11 @@ def _get_stat(path: Path) -> tuple[float, int] | None:
 
 
 def _parse_eval_loss(line: Mapping[str, Any]) -> dict[int, float]:
-    step = line.get("step")
-    # Earlier versions called it `held_out_loss`.
-    key = "eval_loss" if "eval_loss" in line else "held_out_loss"
-    return {step: to_float_or_nan(line[key])} if isinstance(step, int) and key in line else {}
+    step, loss = line.get("step"), get_eval_loss(line)
+    return {step: to_float_or_nan(loss)} if isinstance(step, int) and loss is not None else {}
 
 
 def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
     steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
     if steps:
-        listed = ", ".join(str(step) for step in steps[:8])
-        more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
-        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {listed}{more}."
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {join_first(steps, 8)}."

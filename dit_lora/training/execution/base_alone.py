@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 
 from dit_lora.adapters.under import disable_trained_adapter
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor, is_zero_initialized
 from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.ranks import is_true_on_all_ranks
 
 
 def has_only_idle_adapters(model: nn.Module) -> bool:
@@ -18,7 +18,7 @@ def has_only_idle_adapters(model: nn.Module) -> bool:
     idle = _find_idle_parameters(model)
     is_zero = all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
     # A rank's shard of a trained weight may still be zero: ask all ranks.
-    return all(gather_object([is_zero]))
+    return is_true_on_all_ranks(is_zero)
 
 
 @contextmanager

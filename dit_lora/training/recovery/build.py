@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 from dit_lora.errors import DitLoraError, format_list
@@ -19,6 +17,7 @@ from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.state_checks import compute_weight_peak
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.recovery.context import RunDiagnosisContext
 from dit_lora.training.recovery.monitoring import StepWatcher

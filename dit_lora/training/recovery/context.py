@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.batch import Batch
@@ -15,6 +14,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import compute_decay_share
 from dit_lora.numerics.finite import describe_bad_tensors
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss, pack_for_sending
@@ -70,7 +70,7 @@ class RunDiagnosisContext(DiagnosisContext):
     def share_micro_batch(self, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
         seed = self.setup.recipe.train.seed
         packed = pack_for_sending(local_batch, seed) if local_batch is not None else None
-        (parts,) = broadcast_object_list([packed], owner)
+        parts = broadcast_object(packed, owner)
         if local_batch is not None or parts is None:
             return local_batch
         batch, position = parts

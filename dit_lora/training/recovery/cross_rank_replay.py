@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from dit_lora.guard.diagnosis import Cause, Diagnosis
 from dit_lora.guard.diagnosis_context import DiagnosisContext
 from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
+from dit_lora.numerics.ranks import gather_object
 
 DiagnosedBatches = list[RankDiagnosis[MicroBatch]]
 _NUM_FURTHER_RUNS = 8

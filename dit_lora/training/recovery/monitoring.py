@@ -5,11 +5,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
-
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import Spike, SpikeDetector
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.journal import LOSS_PART_KEYS, Journal
 
 
@@ -89,5 +88,5 @@ def share_spike_history(watcher: StepWatcher, journal: Journal | None) -> None:
     if watcher.spikes is None:
         return
     # Only one rank has the file, but every rank needs the same adaptive clip.
-    (lines,) = broadcast_object_list([journal.read_history() if journal is not None else None])
+    lines = broadcast_object(journal.read_history() if journal is not None else None)
     watcher.replace_history(lines)

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
-
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.training.recovery.context import make_replayable
 from dit_lora.training.recovery.recovery import RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, reseed
@@ -87,12 +86,12 @@ def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batc
 
 def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
     """`build_compared_batches` as micro-batches: equally many on all ranks, the same ones for collective forwards."""
-    choices = [build_compared_batches(setup, quarantine)]
+    batches = build_compared_batches(setup, quarantine)
     if setup.engine.collective_forward:
-        broadcast_object_list(choices)
+        batches = broadcast_object(batches)
     # Each comparison gathers: a rank with more batches would wait for the others forever.
-    count = min(gather_object([len(choices[0])]))
-    return [make_micro_batch(setup, batch) for batch in choices[0][:count]]
+    count = min(gather_object([len(batches)]))
+    return [make_micro_batch(setup, batch) for batch in batches[:count]]
 
 
 def disable_for_run(recovery: RunRecovery, fallback: Fallback) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from dit_lora.environment.versions import probe_environment
 from dit_lora.fuse.sources import compute_sources_digest
 from dit_lora.guard.checks import CheckFinding, is_cached, store_findings
 from dit_lora.guard.comparison.block_parity import MIN_PASSES
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.ranks import is_true_on_all_ranks
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.recovery import RunRecovery
 from dit_lora.training.task import AnySetup
@@ -43,12 +43,12 @@ class ParityCache:
         # Without switches there is nothing to compare, and nothing to look up.
         is_remembered = bool(parity_watch.fallbacks) and is_known and is_cached(self.file, self._cache_key)
         # One rank without a cached result makes all ranks compare, because comparing is collective.
-        self.has_passed_before: bool = all(gather_object([is_remembered]))
+        self.has_passed_before: bool = is_true_on_all_ranks(is_remembered)
         """True if every rank has made the same comparison before, and found no difference."""
 
     def store(self, *, is_sound: bool) -> None:
         """Cache this comparison if no rank found a difference, and nothing was left uncompared."""
-        if all(gather_object([is_sound])):
+        if is_true_on_all_ranks(is_sound):
             message = "no kernel differs from the stock model"
             store_findings(self.file, self._cache_key, [CheckFinding("kernels", True, message, fatal=False)])
 

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from dit_lora.data.loading.batch import Batch, collate
@@ -34,6 +33,7 @@ from dit_lora.guard.fallbacks import disable_compile, list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices
 from dit_lora.guard.stored_precision import check_stored_precision, read_stored_dtype
+from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_all_ranks
 from dit_lora.numerics.saturation import has_fp16_saturation
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.recovery.kernel_parity import ParityWatch
@@ -141,13 +141,13 @@ def _find_healthy_batch(
 
     The micro-batch is None if all data is bad: that is for the guard. Uses no more samples than a training step.
     """
-    choices = [_read_candidate_batches(setup, quarantine)]
+    candidates = _read_candidate_batches(setup, quarantine)
     # All ranks try the same samples: one that read a torn file would diverge.
     if setup.engine.collective_forward:
-        broadcast_object_list(choices)
+        candidates = broadcast_object(candidates)
     first_result: tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]
     first_result = (None, [], _ForwardRecorder(setup.transformer))
-    for samples in choices[0]:
+    for samples in candidates:
         micro_batch, records = make_micro_batch(setup, collate(samples)), _ForwardRecorder(setup.transformer)
         with record_grad_flags(setup.transformer) as learning, record_block_inputs(setup.transformer) as calls:
             findings = _check_gradients(setup, micro_batch, records)
@@ -157,7 +157,7 @@ def _find_healthy_batch(
         # Usually the first is healthy, and the others are never run.
         healthy = all(f.ok for f in findings if f.check == FINITE_GRADIENTS)
         if setup.engine.collective_forward:
-            healthy = all(gather_object([healthy]))
+            healthy = is_true_on_all_ranks(healthy)
         if healthy:
             parity_watch.trained_inputs, parity_watch.block_calls = learning, calls
             return micro_batch, findings, records

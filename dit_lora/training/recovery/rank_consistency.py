@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
+from dit_lora.errors import format_remaining_count
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.finite_gate import BadStateError
 from dit_lora.numerics.digest import compute_digest
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.run import Run
 
 Tensors = Mapping[str, torch.Tensor]
@@ -79,7 +80,7 @@ def diagnose_differing_rank(
         "differing_tensors": len(names),
         "from_the_snapshot": [max(by_name.values(), default=0.0) for by_name in moves],
     }
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    more = format_remaining_count(names)
     if at_fault:
         ranks_text = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
         message = f"{names[0]}{more} of {ranks_text} is not what the other ranks have: that rank's memory"
@@ -153,7 +154,7 @@ def _require_sound_averages(run: Run, step: int) -> None:
         return
     rank, host, exceeding = reports[0]
     name, (peak, bound) = next(iter(exceeding.items()))
-    more = f" (and {len(exceeding) - 1} more)" if len(exceeding) > 1 else ""
+    more = format_remaining_count(exceeding)
     message = (
         f"the moving average ema/{name}{more} reaches {peak:.3g} on rank {rank} ({host}), and its weight was never "
         f"beyond {bound:.3g}: it changed in memory"

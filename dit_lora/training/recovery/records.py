@@ -4,7 +4,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.data.loading.quarantine import Quarantine
@@ -14,6 +13,7 @@ from dit_lora.guard.event import Event
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.repro_bundle import write_bundle
 from dit_lora.numerics.precision import DTYPES
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.terminal import make_printable
 from dit_lora.training.checkpoint_state import Checkpoints
 from dit_lora.training.checkpoints.files import list_checkpoints, remove_checkpoints_after
@@ -79,12 +79,11 @@ class RecoveryFiles:
 
     def find_newest_saved_step(self) -> int:
         """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""
-        steps = [0]
+        step = 0
         if self.setup.session.is_main:
             self.checkpoints.writer.wait()  # one may be under way
-            steps = [max(list_checkpoints(self.setup.session.dir), default=0)]
-        broadcast_object_list(steps)
-        return steps[0]
+            step = max(list_checkpoints(self.setup.session.dir), default=0)
+        return broadcast_object(step)
 
     def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         """Write the inputs of `dit-lora replay` on the rank that ran the micro-batch, at most `guard.bundles` per run.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.loading.order import Occurrence, Order
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
@@ -28,6 +27,7 @@ from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
+from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.training.checkpoints.files import checkpoint_path
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
@@ -134,10 +134,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             last_batch = failure.micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
             diagnosis = find_bad_state(last_batch, context) or diagnose_diverged_weights(last_batch, context)
-            diagnoses = [replace(diagnosis, micro_step=None)]
-            if context.collective_forward:
-                broadcast_object_list(diagnoses)
-            return [RankDiagnosis(diagnoses[0], last_batch)]
+            diagnosis = replace(diagnosis, micro_step=None)
+            shared_diagnosis = broadcast_object(diagnosis) if context.collective_forward else diagnosis
+            return [RankDiagnosis(shared_diagnosis, last_batch)]
         if context.collective_forward:
             return self._diagnose_collectively(failure)
         # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
@@ -179,7 +178,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
             # The owner's verdict counts on every rank: the loop must not branch on local evidence.
-            (diagnosis,) = broadcast_object_list([diagnosis], from_process=owner)
+            diagnosis = broadcast_object(diagnosis, owner)
             diagnosed.append(RankDiagnosis(diagnosis, micro_batch))
             if diagnosis.cause in STATE_CAUSES:
                 break  # all ranks share the state: it is why the others fail

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from dit_lora.errors import format_list
 from dit_lora.guard.diagnosis_context import DiagnosisContext
@@ -13,6 +11,7 @@ from dit_lora.guard.state_checks import compute_weight_peak, describe_altered_st
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.ema import TrainedEMA
 
@@ -22,7 +21,7 @@ def collect_local_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, tor
     return engine.local_state_dict() | (ema.named_averages() if ema else {})
 
 
-def require_finite_everywhere(accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int) -> None:
+def require_finite_everywhere(state: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise `BadStateError` on every rank if any rank's state is not finite. Collective."""
     parts = {name: get_local_tensor(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
@@ -34,9 +33,7 @@ def require_finite_everywhere(accelerator: Accelerator, state: Mapping[str, torc
         raise BadStateError(message, "non_finite_weights")
 
 
-def require_unaltered(
-    accelerator: Accelerator, diagnosis_context: DiagnosisContext, step: int, *, check_frozen: bool
-) -> None:
+def require_unaltered(diagnosis_context: DiagnosisContext, step: int, *, check_frozen: bool) -> None:
     """Raise `BadStateError` on every rank if any rank's memory altered values outside of a step. Collective.
 
     `check_frozen` also compares frozen weights and buffers, which reads all of them.

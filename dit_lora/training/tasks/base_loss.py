@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
+from dit_lora.numerics.ranks import gather_object, is_true_on_all_ranks
 from dit_lora.training.recovery.parity_cache import REMEASURE, describe_device, get_preflight_cache_path
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.eval_loss import EvalSample
@@ -35,7 +34,7 @@ def compute_base_eval_loss(
         )
         return float(losses[0])
     loss, sound = measure()
-    if loss is not None and math.isfinite(loss) and all(gather_object([sound])):
+    if loss is not None and math.isfinite(loss) and is_true_on_all_ranks(sound):
         store_findings(path, facts, [CheckFinding("eval loss", True, repr(loss), fatal=False)])
     return loss
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import gather_object
 
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
 from dit_lora.data.storage import UnreadableError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.numerics.ranks import gather_object, is_true_on_any_rank
 from dit_lora.numerics.streams import RandomStreams, derive_seed
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import AnySetup
@@ -53,7 +53,7 @@ def measure_eval_loss(
             except UnreadableError as error:
                 sample_faults = {eval_sample.entry.id: str(error)}
             # In a collective forward, leave the sample out if it is bad on any rank.
-            is_bad = any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
+            is_bad = is_true_on_any_rank(bool(sample_faults)) if is_collective else bool(sample_faults)
             if is_bad or sample is None:
                 faults.update(sample_faults)
                 continue

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from accelerate.utils import gather_object
-
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.ranks import gather_object
 from dit_lora.terminal import make_one_line
 from dit_lora.training.session.session import Session
 

@@ -94,7 +94,7 @@ class Trackers:
 
     def _open_all(self, config: Mapping[str, Any], start_step: int) -> None:
         # A resumed run continues under the id of its first start.
-        earlier_id = (read_json_lines(self._folder / TRACKERS_FILE)[0] or [{}])[0].get("id")
+        earlier_id = (read_json_lines(self._folder / TRACKERS_FILE).objects or [{}])[0].get("id")
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
             write_atomically(self._folder / TRACKERS_FILE, json.dumps({"id": run_id}) + "\n")
@@ -106,7 +106,7 @@ class Trackers:
             )
             if opened is not None:
                 self._open_trackers.append(opened)
-        self._events = [_select_public(line) for line in read_json_lines(self._folder / "events.jsonl")[0]]
+        self._events = [_select_public(line) for line in read_json_lines(self._folder / "events.jsonl").objects]
         # TensorBoard drops the steps that are repeated.
         if earlier_id and self._events:
             self._call_each(lambda tracker: _log_events(tracker, self._events, again_from))

@@ -26,12 +26,12 @@ from dit_lora.adapters.layer_names import (
 )
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.environment.safetensors_files import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportFormat, ExportRequest, export
 from dit_lora.export.key_maps import build_comfyui_layout
 from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.verify.safetensors_file import read_file_metadata
 
 Make = Callable[..., Trained]
 CONTINUED = LoraConfig(init="a/file")
@@ -352,7 +352,7 @@ def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
     [
         lambda file: read_lora(file, nn.Linear(1, 1), make_unsupported_names("not asked"), FluxPipeline),
         read_run_metadata,
-        read_file_metadata,
+        read_header,
     ],
     ids=["read_lora", "read_provenance", "header_of"],
 )

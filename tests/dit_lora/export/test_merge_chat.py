@@ -155,6 +155,16 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
         merge_adapter(adapter, base, output_folder)
 
 
+def test_a_failure_while_writing_leaves_no_folder(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    trained(saved_base("llava", base), "llava", adapter)
+    (tmp_path / "outside.json").write_text("{}")
+    (base / "tokenizer_config.json").symlink_to(tmp_path / "outside.json")
+    with pytest.raises(DitLoraError, match="links to outside"):
+        merge_adapter(adapter, base, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "outside.json"}
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.ranks import gather_object, get_process_index
+from dit_lora.numerics.ranks import gather_object, get_process_index, is_true_on_any_rank
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def gather_rank_calls(
         if tensor is not None and not is_finite(tensor)
     }
     selected = list(calls)
-    if any(gather_object([bool(bad)])):
+    if is_true_on_any_rank(bool(bad)):
         selected = [call for call in calls if call.micro_step in bad]
     # Send a control only for a model that has a selected call.
     healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.config.recipe import Recipe
@@ -27,6 +26,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
@@ -220,7 +220,7 @@ def _fill_cache(
     """Create the missing entries with all processes; returns the reason for each key that failed. Collective."""
     accelerator = session.accelerator
     # One name for all ranks: a failure recorded under it is known to all, and tried again by the next launch.
-    (launch,) = broadcast_object_list([uuid.uuid4().hex])
+    launch = broadcast_object(uuid.uuid4().hex)
     error: DitLoraError | None = None
     filled = BuildResult()
     progress: list[tqdm] = []

@@ -7,7 +7,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.config.data import SourceConfig, VideoShape
@@ -17,6 +16,7 @@ from dit_lora.data.sources.folders import list_media
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
@@ -36,7 +36,7 @@ def generate_prior(session: Session, sampler: Sampler) -> None:
             f"data.sources: generate: {sampler.info.path.name} makes pictures from references, which a generated "
             "source has none of; remove it"
         )
-    (missing_samples,) = broadcast_object_list([_run_on_main(session, partial(_find_missing_samples, session))])
+    missing_samples = broadcast_object(_run_on_main(session, partial(_find_missing_samples, session)))
     prior_sampler = _PriorSampler(session, sampler)
     is_quiet = not session.is_main or not missing_samples
     bar = tqdm(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet, dynamic_ncols=True)

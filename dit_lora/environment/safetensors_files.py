@@ -1,0 +1,100 @@
+"""Opens safetensors files of users and of strangers, with one-line errors for files that cannot be read."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from dit_lora.errors import DitLoraError
+from dit_lora.files import open_regular
+
+MAX_TENSORS = 100_000
+"""Largest number of tensors of a file. A published LoRA has a few thousand; a million would take minutes."""
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' dtype names of at least half precision, to dtypes."""
+
+
+class UnreadableFileError(DitLoraError):
+    """A safetensors file cannot be opened, or is damaged or incomplete."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """The description of one tensor in a file's header."""
+
+    dtype: str
+    """safetensors' name, such as `BF16`."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """The header of a file."""
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorHeader]
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a file for reading single tensors, with safetensors' `safe_open`.
+
+    Opening reads the header and checks the file's length against it. Links are followed, as the Hub's cache needs it.
+
+    Raises:
+        UnreadableFileError: It is missing, not a regular file, or not a complete safetensors file; also if reading a
+            tensor inside the context fails.
+        DitLoraError: It has more than `MAX_TENSORS` tensors.
+    """
+    try:
+        # safetensors would wait forever on a named pipe.
+        open_regular(file).close()
+        opened = safe_open(file, framework="pt")
+    except OSError as error:
+        raise UnreadableFileError(f"{file} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise _make_damaged_file_error(file, error) from error
+    with opened:
+        count = len(opened.keys())
+        if count > MAX_TENSORS:
+            raise DitLoraError(f"{file} has {count:,} tensors; a LoRA may have {MAX_TENSORS:,}")
+        try:
+            yield opened
+        except SafetensorError as error:
+            raise _make_damaged_file_error(file, error) from error
+
+
+def read_header(file: Path) -> SafetensorsHeader:
+    """Read a file's header, and none of its tensors. Raises as `open_safetensors`."""
+    with open_safetensors(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        tensors = {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        return SafetensorsHeader(opened.metadata() or {}, tensors)
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """The metadata in a file's header. Raises as `open_safetensors`."""
+    with open_safetensors(file) as opened:
+        return dict(opened.metadata() or {})
+
+
+def read_tensors(file: Path, *, missing_ok: bool = False) -> dict[str, torch.Tensor]:
+    """Read all tensors of a file to the CPU; none if it does not exist and `missing_ok`. Raises as `open_safetensors`.
+
+    Values are read even inside a context that builds tensors on `meta`.
+    """
+    if missing_ok and not file.is_file():
+        return {}
+    with torch.device("cpu"), open_safetensors(file):
+        return load_file(file)
+
+
+def _make_damaged_file_error(file: Path, error: SafetensorError) -> UnreadableFileError:
+    return UnreadableFileError(
+        f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
+    )
