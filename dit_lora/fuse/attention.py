@@ -49,7 +49,7 @@ TRAINABLE_BACKENDS = (
     "xformers",
 )
 """Diffusers' backends that have a backward. Sage and aiter are for inference; `_flash_3` lost its backward
-(docs/design.md)."""
+(docs/kernels.md)."""
 MASKLESS_BACKENDS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
 """Backends in `TRAINABLE_BACKENDS` that take no mask."""
 

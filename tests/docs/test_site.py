@@ -98,6 +98,13 @@ def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Built])
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
 
 
+def test_search_works_in_pages_opened_from_the_disk(site: Path, pages: dict[Path, Built]) -> None:
+    """Browsers refuse to fetch an index and to start a worker there: both come as scripts."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert "assets/iframe-worker.js" in pages[site / "index.html"].fetched
+    assert (site / "assets" / "iframe-worker.js").is_file()
+
+
 def test_every_link_and_anchor_of_the_site_resolves(pages: dict[Path, Built]) -> None:
     num_links, broken = 0, []
     for path, page in pages.items():
