@@ -110,7 +110,7 @@ class Krea2Denoiser(FlowDenoiser):
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
-        return super().draw_functions(batch) | describe_packed_noise(batch["latent_mean"])
+        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""

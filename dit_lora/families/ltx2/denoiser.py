@@ -50,7 +50,7 @@ class LTX2Denoiser(FlowDenoiser):
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
-        video = {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
+        video: dict[str, Any] = {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
         # Cached clips may have sound that this run does not train.
         if not self.info.has_sound:
             return video

@@ -1,5 +1,7 @@
 """Opens checkpoints of Qwen-Image and Qwen-Image-Edit by their pipeline, and rejects related models by name."""
 
+from typing import Any
+
 from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 
 from dit_lora.config.recipe import ModelConfig
@@ -70,9 +72,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             denoiser=QwenImageDenoiser(info=info, objective=objective),
             sampler=QwenImageSampler(info=info),
         )
-    edit_info = QwenImageEditInfo(
-        **fields, **(EDIT_PLUS if pipeline_name == QwenImageEditPlusPipeline.__name__ else {})
-    )
+    edit_fields: dict[str, Any] = EDIT_PLUS if pipeline_name == QwenImageEditPlusPipeline.__name__ else {}
+    edit_info = QwenImageEditInfo(**fields, **edit_fields)
     conditioning = ReferenceConditioning()
     return Checkpoint(
         info=edit_info,

@@ -89,4 +89,4 @@ def share_spike_history(watcher: StepWatcher, journal: Journal | None) -> None:
         return
     # Only one rank has the file, but every rank needs the same adaptive clip.
     lines = broadcast_object(journal.read_history() if journal is not None else None)
-    watcher.replace_history(lines)
+    watcher.replace_history(lines or [])
