@@ -28,10 +28,6 @@ def _run_directly(experiment: Callable[[], T]) -> T | None:
     return experiment()
 
 
-def _return_no_micro_batch(_micro_batch: MicroBatch, _excluded_ids: Collection[str]) -> MicroBatch | None:
-    return None
-
-
 @dataclass(frozen=True)
 class DiagnosisContext:
     """The model, its state and its switches: everything that a diagnosis may inspect and switch off."""
@@ -58,7 +54,7 @@ class DiagnosisContext:
     """Names of switches that an earlier diagnosis turned off, which are not tested again."""
     compute_decay_share: Callable[[], float] = float
     """Returns the largest fraction of a weight that one step's weight decay removes: learning rate times decay."""
-    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _return_no_micro_batch
+    find_other_sample: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = lambda *_: None
     """Returns a micro-batch of one sample other than those named, for comparison; None if there is none."""
 
     run_experiment: ExperimentRunner = _run_directly
