@@ -58,6 +58,7 @@ def format_list(summary: str, items: Sequence[str]) -> str:
 
 def join_first(items: Collection[object], limit: int) -> str:
     """Join the first `limit` items with commas and count the rest, as in `a, b and 3 more`."""
+    # The rest is only counted: a message with thousands of names would hide its beginning.
     more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
     return ", ".join(str(item) for item in list(items)[:limit]) + more
 

@@ -1,10 +1,12 @@
 """Atomic file writes, JSON-lines files, and safe reading of folders from untrusted sources."""
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -57,6 +59,13 @@ def write_atomically(path: Path, data: bytes | str, mode: int | None = None, *, 
         # The user knows the file by this name, not by the temporary one.
         error.filename = str(path)
         raise
+
+
+def write_json(path: Path, values: Mapping[str, Any] | list[Any]) -> None:
+    """Write an indented JSON file atomically; raises `OSError`."""
+    # JSON's encoder takes dicts, and no other mappings.
+    content = dict(values) if isinstance(values, Mapping) else values
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def sync_folder(path: Path) -> None:
@@ -224,6 +233,13 @@ def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         return file.read()
 
 
+def compute_sha256(path: Path) -> str:
+    """SHA-256 of a file that `open_regular` opens, in hexadecimal."""
+    with open_regular(path) as file:
+        # Reads in blocks, so that a checkpoint never lies in memory.
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def require_regular(folder: Path) -> None:
     """Raise `DitLoraError` if the folder or one of its subfolders holds a named pipe, a socket or a device.
 
@@ -287,6 +303,7 @@ def read_json_lines(path: Path, *, follow_links: bool = False) -> JsonLines:
             if value is not None:
                 lines.objects.append(value)
             elif line.strip():
+                # The beginning is enough to tell a torn line from another kind of file.
                 lines.damaged.append(line.strip()[:80])
     return lines
 

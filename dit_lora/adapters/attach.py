@@ -19,6 +19,8 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.streams import derive_seed
 
 # Diffusers', Transformers' and PEFT's name for the first adapter.
+PEFT_PREFIX = "base_model.model."
+"""Prefix of names in PEFT's state dicts: the wrapper and the model in it."""
 ADAPTER_NAME = "default"
 FROZEN_ADAPTER_PREFIX = "under_"
 """Prefix of the names of frozen adapters from `lora.under`, which are numbered in the recipe's order."""
@@ -88,7 +90,7 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
     set_dora_magnitudes(model, ADAPTER_NAME)
     # The base is frozen, so these are the adapter's parameters.
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapted = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    adapted = [layer.get_base_layer() for layer in find_tuner_layers(model)]
     matrices = sum(isinstance(base, nn.Linear) for base in adapted)
     kind = get_adapter_kind(config)
     return AttachReport(matrices, linear, parameters, len(adapted) - matrices, kind)
@@ -110,6 +112,18 @@ def is_lora_b(name: str) -> bool:
 def is_frozen_adapter(name: str) -> bool:
     """True if this is the name of a parameter of a frozen adapter from `lora.under`."""
     return (is_lora_a(name) or is_lora_b(name)) and f".{FROZEN_ADAPTER_PREFIX}" in name
+
+
+def get_adapter_state(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
+    """The tensors of an attached adapter, by the names that files have."""
+    state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    # A `PeftModel` puts its own attributes before the names; a model with injected layers does not.
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in state.items()}
+
+
+def find_tuner_layers(model: nn.Module) -> list[Any]:
+    """The layers with a PEFT adapter."""
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def find_adaptable_layers(model: nn.Module) -> list[str]:

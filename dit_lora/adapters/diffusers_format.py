@@ -23,7 +23,7 @@ from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, format_list
-from dit_lora.files import read_json, set_shared_permissions, stage_folder
+from dit_lora.files import read_json, set_shared_permissions, stage_folder, write_json
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
 
@@ -136,8 +136,8 @@ def save_pipeline(
         copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
         transformer.save_pretrained(staged / part, safe_serialization=True)
         model_index = read_json(base / "model_index.json")
-        (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
-        (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
+        write_json(staged / "model_index.json", {**model_index, **index})
+        write_json(staged / RUN_METADATA_FILE, run_metadata)
     return output_folder
 
 

@@ -6,7 +6,6 @@ encoders, DoRA's magnitudes and full differences are not part of a transformer's
 the message lists the names: a file is read completely or not at all.
 """
 
-import hashlib
 import math
 import re
 from collections import defaultdict
@@ -29,6 +28,7 @@ from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.records import AdapterConfig, CheckpointState, parse_typed_json, read_typed_json, validate_value
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.files import compute_sha256
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 
 # A or B as PEFT, kohya or Diffusers' older versions name it, with or without the adapter's name.
@@ -111,7 +111,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     files = {"sha256": file} | ({"config_sha256": config_file} if in_peft_format else {})
     if any("alpha" in factors for factors in factors_by_layer.values()):
         config = None  # its alpha is not used
-    digests = {name: _hash_file(path) for name, path in files.items()}
+    digests = {name: compute_sha256(path) for name, path in files.items()}
     return LoraFile(file, config, layers, digests)
 
 
@@ -416,8 +416,3 @@ def _get_alpha(layer: str, factors: Mapping[str, torch.Tensor], config: Mapping[
     alpha = patterns.get(get_pattern_key(list(patterns), layer), config["lora_alpha"])
     # With rsLoRA, PEFT's scale is alpha / sqrt(rank). Ours is alpha / rank, so alpha is adjusted.
     return float(alpha) * math.sqrt(rank) if config.get("use_rslora") else alpha
-
-
-def _hash_file(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

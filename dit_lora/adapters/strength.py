@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.oft import OFTLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from dit_lora.adapters.attach import find_tuner_layers
 from dit_lora.errors import DitLoraError
 
 _PEFT_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
@@ -21,7 +21,7 @@ def scale_adapters(pipeline: Any, strength: float) -> Iterator[None]:
     values: a rotation has no scale.
     """
     models = [component for component in pipeline.components.values() if isinstance(component, nn.Module)]
-    layers: list[Any] = [m for model in models for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    layers: list[Any] = [layer for model in models for layer in find_tuner_layers(model)]
     if strength not in (0, 1) and any(isinstance(layer, OFTLayer) for layer in layers):
         raise DitLoraError(
             f"strength {strength:g}: OFT rotates, and PEFT has no part of a rotation; it is on (1) or off (0)"

@@ -11,10 +11,9 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, FROZEN_ADAPTER_PREFIX, find_adaptable_layers
+from dit_lora.adapters.attach import ADAPTER_NAME, FROZEN_ADAPTER_PREFIX, find_adaptable_layers, find_tuner_layers
 from dit_lora.adapters.attach_file import build_exact_targets, build_peft_config, copy_matrices
 from dit_lora.adapters.lora_file import StoredLayer
 from dit_lora.adapters.lora_mixins import add_adapter_methods
@@ -58,14 +57,14 @@ def attach_frozen_adapters(
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
-    _set_active_adapters(_find_tuner_layers(model), [ADAPTER_NAME, START_ADAPTER, *frozen_adapters])
+    _set_active_adapters(find_tuner_layers(model), [ADAPTER_NAME, START_ADAPTER, *frozen_adapters])
 
 
 @contextmanager
 def disable_frozen_adapters(model: nn.Module, keep_active: Iterable[str] = ()) -> Iterator[None]:
     """Disable the frozen adapters inside the context, except those in `keep_active`. Nothing else changes."""
     layers = [
-        layer for layer in _find_tuner_layers(model) if any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
+        layer for layer in find_tuner_layers(model) if any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
     ]
     before = [list(layer.active_adapters) for layer in layers]
     # The start belongs to the trained adapter, so it stays on.
@@ -82,7 +81,7 @@ def disable_frozen_adapters(model: nn.Module, keep_active: Iterable[str] = ()) -
 @contextmanager
 def disable_trained_adapter(model: nn.Module) -> Iterator[None]:
     """Disable the trained adapter inside the context. The frozen adapters stay as they are."""
-    layers = _find_tuner_layers(model)
+    layers = find_tuner_layers(model)
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
         # The start's name has the same prefix, but it goes with the trained adapter.
@@ -96,10 +95,6 @@ def disable_trained_adapter(model: nn.Module) -> Iterator[None]:
         for layer, names in zip(layers, before, strict=True):
             _set_active_adapters([layer], names)
             layer._disable_adapters = False
-
-
-def _find_tuner_layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def _set_active_adapters(layers: Iterable[Any], names: list[str]) -> None:

@@ -54,15 +54,18 @@ def open_safetensors(file: Path) -> Iterator[Any]:
     try:
         # safetensors would wait forever on a named pipe.
         open_regular(file).close()
+        # Reads the header only; tensors are mapped into memory when they are asked for.
         opened = safe_open(file, framework="pt")
     except OSError as error:
         raise UnreadableFileError(f"{file} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise _make_damaged_file_error(file, error) from error
     with opened:
+        # Before anything else is read: the file may come from a stranger.
         count = len(opened.keys())
         if count > MAX_TENSORS:
             raise DitLoraError(f"{file} has {count:,} tensors; a LoRA may have {MAX_TENSORS:,}")
+        # Only errors of the file: an `OSError` in the caller's code may be about another one.
         try:
             yield opened
         except SafetensorError as error:
@@ -72,6 +75,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 def read_header(file: Path) -> SafetensorsHeader:
     """Read a file's header, and none of its tensors. Raises as `open_safetensors`."""
     with open_safetensors(file) as opened:
+        # A slice knows its dtype and shape without reading the tensor.
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         tensors = {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         return SafetensorsHeader(opened.metadata() or {}, tensors)
@@ -80,6 +84,7 @@ def read_header(file: Path) -> SafetensorsHeader:
 def read_metadata(file: Path) -> dict[str, str]:
     """The metadata in a file's header. Raises as `open_safetensors`."""
     with open_safetensors(file) as opened:
+        # None in files that have no metadata.
         return dict(opened.metadata() or {})
 
 
@@ -88,13 +93,16 @@ def read_tensors(file: Path, *, missing_ok: bool = False) -> dict[str, torch.Ten
 
     Values are read even inside a context that builds tensors on `meta`.
     """
+    # Results without an adapter, or without trained base weights, lack one of their files.
     if missing_ok and not file.is_file():
         return {}
+    # Opened first for its checks and errors: `load_file` names neither the file nor the remedy.
     with torch.device("cpu"), open_safetensors(file):
         return load_file(file)
 
 
 def _make_damaged_file_error(file: Path, error: SafetensorError) -> UnreadableFileError:
+    # An interrupted download or copy is the usual reason.
     return UnreadableFileError(
         f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
     )

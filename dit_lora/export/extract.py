@@ -70,7 +70,10 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
         if opened.info.expert_names and tuned.is_pipeline and base.is_pipeline:
             parts = tuple(opened.info.expert_names)
         else:
-            parts = (_find_common_part(tuned, base),)
+            # A full pipeline has every part, so only the other side decides.
+            parts = tuple({side.part for side in (tuned, base) if not side.is_pipeline}) or ("transformer",)
+            if len(parts) > 1:
+                raise DitLoraError(f"{tuned.source} and {base.source} are of the two experts of a checkpoint")
         results = {}
         for part in parts:
             checkpoint = family.open(configs.model_copy(update={"part": part}))
@@ -98,16 +101,6 @@ def _choose_pipeline(
     # The family follows from the pipeline class in model_index.json.
     model = ModelConfig(family="", path=path)
     return model.model_copy(update={"family": detect_family(model)})
-
-
-def _find_common_part(tuned_location: CheckpointLocation, base_location: CheckpointLocation) -> str:
-    """The transformer that both checkpoints are of, if at least one is not a full pipeline."""
-    # A full pipeline has every part, so only the other side decides.
-    parts = {checkpoint.part for checkpoint in (tuned_location, base_location) if not checkpoint.is_pipeline}
-    if len(parts) > 1:
-        both = f"{tuned_location.source} and {base_location.source}"
-        raise DitLoraError(f"{both} are of the two experts of a checkpoint")
-    return parts.pop() if parts else "transformer"
 
 
 def _extract_part(

@@ -1,7 +1,6 @@
 """Merges a chat model's adapter into its checkpoint: the result needs no PEFT."""
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.environment.safetensors_files import FLOAT_DTYPES, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import stage_folder
+from dit_lora.files import stage_folder, write_json
 
 # Integer tensors, such as position ids, are not merged and do not decide the dtype.
 _INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -80,7 +79,7 @@ def merge_adapter(
         model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
         # Transformers has written the config and the weights.
         copy_checkpoint_files(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
-        (staged / RUN_METADATA_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
+        write_json(staged / RUN_METADATA_FILE, provenance)
     return output_dir
 
 

@@ -1,7 +1,6 @@
 """Merges diffusion adapters into their base: a full pipeline for stock `from_pretrained`, without PEFT."""
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
 from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import read_json
+from dit_lora.files import read_json, write_json
 
 _SHARD_INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
 # Does not match files of a variant such as fp16 (`model.fp16.safetensors`), which are not read.
@@ -68,9 +67,9 @@ def write_merged_pipeline(
         base, output_dir, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARD_INDEX_FILE}"
     )
     (output_dir / part).mkdir(exist_ok=True)
-    _write_json(output_dir / part / "config.json", {**base_config, **config_changes})
-    _write_json(output_dir / "model_index.json", {**read_json(base / "model_index.json"), **index_changes})
-    _write_json(output_dir / RUN_METADATA_FILE, dict(training_metadata))
+    write_json(output_dir / part / "config.json", {**base_config, **config_changes})
+    write_json(output_dir / "model_index.json", {**read_json(base / "model_index.json"), **index_changes})
+    write_json(output_dir / RUN_METADATA_FILE, training_metadata)
     for file, names in files.items():
         with open_safetensors(file) as opened:
             metadata = opened.metadata()
@@ -155,7 +154,3 @@ def list_weight_files(folder: Path) -> list[Path]:
     if not files:
         raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors")
     return files
-
-
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

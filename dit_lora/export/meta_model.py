@@ -12,7 +12,7 @@ import peft
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.attach import ADAPTER_NAME, PEFT_PREFIX, get_adapter_state
 from dit_lora.adapters.attach_file import build_peft_config
 from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_valid_tensors
 from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
@@ -21,7 +21,6 @@ from dit_lora.adapters.lora_mixins import add_adapter_methods
 from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
 
-_PEFT_PREFIX = "base_model.model."
 _COMBINED_ADAPTER = "combined"
 
 AdapterState = Mapping[str, torch.Tensor]
@@ -115,12 +114,6 @@ def unfreeze_weights(model: nn.Module, weights: Tensors) -> None:
             parameter.requires_grad_(True)
 
 
-def get_adapter_state(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
-    """The matrices of an attached adapter."""
-    state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in state.items()}
-
-
 def combine_adapters(
     models: Sequence[Any], weights: Sequence[float], empty_model: Any
 ) -> tuple[AdapterState, peft.LoraConfig]:
@@ -137,7 +130,7 @@ def combine_adapters(
     for name, config in zip(names[1:], configs[1:], strict=True):
         wrapped.add_adapter(name, config)
     for name, model in zip(names, models, strict=True):
-        state = {f"{_PEFT_PREFIX}{key}": tensor for key, tensor in get_adapter_state(model).items()}
+        state = {f"{PEFT_PREFIX}{key}": tensor for key, tensor in get_adapter_state(model).items()}
         peft.set_peft_model_state_dict(wrapped, state, adapter_name=name)
     # `cat` is exact. PEFT's `linear` would add factors, whose product is not the sum of the products.
     wrapped.base_model.add_weighted_adapter(names, list(weights), _COMBINED_ADAPTER, combination_type="cat")

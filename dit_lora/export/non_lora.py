@@ -10,7 +10,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME
 from safetensors.torch import save_file
 
-from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.attach import ADAPTER_NAME, get_adapter_state
 from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     build_header_entries,
@@ -26,7 +26,7 @@ from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.export.meta_model import get_adapter_state, load_base_weights, read_base_weights, unfreeze_weights
+from dit_lora.export.meta_model import load_base_weights, read_base_weights, unfreeze_weights
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor
 

@@ -6,7 +6,6 @@ No VDiT checkpoint is published in Diffusers' format, so this puts one together:
     dit-lora convert opendit video-dit-mine --weights ema.pt
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import read_json
+from dit_lora.files import read_json, write_json
 from dit_lora.models.opendit import convert_opendit, infer_opendit_config
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
@@ -81,7 +80,7 @@ def write_base(
     # The pipeline was saved without its transformer, so add its class to the index.
     index = read_json(folder / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "model_index.json", index)
     return folder
 
 
@@ -135,6 +134,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise DitLoraError(f"{path} is neither a file of weights nor a folder of .bin or .safetensors")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
+        # Released .bin files are pickles, which are read without running any code in them.
         file_tensors = read_tensors(file) if file.suffix == ".safetensors" else read_released(file).tensors
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())

@@ -42,6 +42,7 @@ def gather_object(local_items: list[T]) -> list[T]:
 
 def broadcast_object(value: T, source: int = 0) -> T:
     """The value that rank `source` passes, on every rank. Collective."""
+    # Torch replaces the list's items in place.
     values = [value]
     if get_num_processes() > 1:
         distributed.broadcast_object_list(values, src=source)
@@ -50,6 +51,7 @@ def broadcast_object(value: T, source: int = 0) -> T:
 
 def is_true_on_any_rank(flag: bool) -> bool:
     """True if the flag is true on at least one rank. Collective, without the device."""
+    # Every rank gathers, whatever its flag is: the others would wait for it.
     return any(gather_object([flag]))
 
 

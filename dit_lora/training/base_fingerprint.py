@@ -5,7 +5,6 @@ as soon as the model is loaded, its output on synthetic inputs (`compute_output_
 own code and written to base_output.json. A resumed run compares its base with the record of the first start.
 """
 
-import json
 import math
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch import nn
 
 from dit_lora.config.records import read_typed_json
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_atomically
+from dit_lora.files import write_json
 from dit_lora.fuse.first_forward import format_required_error
 from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, make_kernel_event
@@ -105,7 +104,7 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
             f"and what the base was before step {fingerprint.recorded_at_step} is not known"
         )
     if setup.session.is_main:
-        write_atomically(setup.session.dir / BASE_OUTPUT, json.dumps(fingerprint.record, indent=2) + "\n")
+        write_json(setup.session.dir / BASE_OUTPUT, fingerprint.record)
 
 
 def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:

@@ -1,6 +1,5 @@
 """Saves a run's state to checkpoints in a background thread, and restores it at the start."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_atomically
+from dit_lora.files import write_json
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
 from dit_lora.training.checkpoints.compatibility import describe_launch_topology, describe_topology_change, has_dropout
 from dit_lora.training.checkpoints.files import (
@@ -114,7 +113,7 @@ class Checkpoints:
             best = find_best_checkpoints(folder, train.keep_best)
             file = folder / "checkpoints" / BEST_FILE
             try:
-                write_atomically(file, json.dumps(best, indent=2) + "\n")
+                write_json(file, best)
                 prune_checkpoints(folder, step, train.keep, [entry["step"] for entry in best])
             except OSError as error:
                 # The checkpoints themselves are whole.

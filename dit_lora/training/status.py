@@ -9,7 +9,7 @@ from typing import Any
 
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import InterruptedRunError
-from dit_lora.files import read_json, write_atomically
+from dit_lora.files import read_json, write_atomically, write_json
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.training.session.session import Session
 
@@ -71,7 +71,7 @@ def write_data_record(session: Session, data: TrainingData) -> None:
         # Long lists are cut, as above.
         record["buckets"] = data.bucket_report.as_dict()
         record["buckets"]["dropped"] = record["buckets"]["dropped"][:_MAX_LISTED]
-    write_atomically(session.dir / "data.json", json.dumps(record, indent=2) + "\n")
+    write_json(session.dir / "data.json", record)
 
 
 def build_tracker_config(session: Session) -> dict[str, Any]:

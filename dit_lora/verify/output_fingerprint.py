@@ -14,6 +14,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from dit_lora.adapters.attach import find_tuner_layers
 from dit_lora.adapters.start import has_start
 from dit_lora.guard.fallbacks import COMPILE, Fallback, disable_compile, list_model_fallbacks
 from dit_lora.numerics.eval_mode import use_eval_mode
@@ -21,7 +22,7 @@ from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.numerics.tolerances import compute_rounding_tolerance
 from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.verify.checks import Check, format_percent
-from dit_lora.verify.reference_model import SEED, InputSpec, ReferenceModel, tuner_layers
+from dit_lora.verify.reference_model import SEED, InputSpec, ReferenceModel
 
 NUM_VALUES = 128
 NOT_RECORDED = "not_recorded"
@@ -52,7 +53,7 @@ def record_output(
     with disable_kernels(model):
         # First the output with the adapter, then without it: the pair tells a wrong base from a wrong adapter.
         output_record = compute_output_record(reference_model, model, input_spec, dtype)
-        if tuner_layers(model):
+        if find_tuner_layers(model):
             with disable_adapters(model):
                 base_output = _compute_output(reference_model, model, input_spec, SEED, dtype)
                 output_record["base"] = _sample_values(base_output)
@@ -154,7 +155,7 @@ def compare_output(
     limit = compute_tolerance(output_record, model, dtype)
     allowed = f"{_describe_dtypes(output_record, model, dtype)}; up to {format_percent(limit)} is rounding"
     away = compute_distance(current_record, output_record)
-    if "base" not in output_record or not tuner_layers(model):
+    if "base" not in output_record or not find_tuner_layers(model):
         return _check_without_adapter(away, limit, allowed, base_name)
     with disable_adapters(model):
         base_output = _compute_output(reference_model, model, inputs, seed, dtype)
@@ -231,7 +232,7 @@ def _compute_output(
 def _scale_adapters(model: nn.Module, factor: float) -> Iterator[None]:
     """Context in which adapters act `factor` as strongly. Afterwards they act exactly as before."""
     # Only LoRA layers have a scale that can be raised.
-    layers = [layer for layer in tuner_layers(model) if isinstance(layer, LoraLayer)]
+    layers = [layer for layer in find_tuner_layers(model) if isinstance(layer, LoraLayer)]
     old_scalings = [dict(layer.scaling) for layer in layers]
     for layer in layers:
         layer.scaling.update({name: factor * value for name, value in layer.scaling.items()})
@@ -250,7 +251,7 @@ def is_finite(output_record: Mapping[str, Any]) -> bool:
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Context in which every adapter is off."""
-    layers = tuner_layers(model)
+    layers = find_tuner_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)

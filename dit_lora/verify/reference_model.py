@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from dit_lora.families.without_weights import build_from_configs, restore_to_method
@@ -63,11 +62,6 @@ def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
     if len({parameter.device.type for parameter in trained_model.parameters()}) > 1:
         return "the run's weights are in several places (train.offload)"
     return None
-
-
-def tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
-    """The layers with an adapter."""
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 class ReferenceModel(ABC):

@@ -1,14 +1,12 @@
 """SHA-256 digests of the verified files, stored in verification.json, to detect files that changed since."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dit_lora.config.records import VerifiedFiles, read_typed_json, validate_value
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.files import open_regular, write_atomically
+from dit_lora.files import compute_sha256, write_json
 from dit_lora.parsing import ParseError
 
 VERIFICATION_FILE = "verification.json"
@@ -16,7 +14,7 @@ VERIFICATION_FILE = "verification.json"
 
 def compute_digests(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """Hex SHA-256 of each file, by its path relative to the run's folder."""
-    return {file.relative_to(folder).as_posix(): _compute_sha256(file) for file in sorted(files)}
+    return {file.relative_to(folder).as_posix(): compute_sha256(file) for file in sorted(files)}
 
 
 def list_result_files(result: Path, part: str) -> list[Path]:
@@ -37,7 +35,7 @@ def find_changed_files(run: Path) -> list[str]:
     except ParseError as error:
         raise DitLoraError(f"{error}; run dit-lora verify {run} again") from error
     return [
-        name for name, digest in digests.items() if not (run / name).is_file() or _compute_sha256(run / name) != digest
+        name for name, digest in digests.items() if not (run / name).is_file() or compute_sha256(run / name) != digest
     ]
 
 
@@ -72,9 +70,4 @@ def require_unchanged(run: Path, message_prefix: str) -> None:
 
 def write_verification(run: Path, record: Mapping[str, Any]) -> None:
     """Write verification.json. Raises `OSError`."""
-    write_atomically(run / VERIFICATION_FILE, json.dumps(record, indent=2) + "\n")
-
-
-def _compute_sha256(file: Path) -> str:
-    with open_regular(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    write_json(run / VERIFICATION_FILE, record)

@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from torch import nn
 
+from dit_lora.adapters.attach import get_adapter_state
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
@@ -198,7 +199,9 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     # Loads the adapter into the fresh model, which has PEFT's layers from here on.
     key_check = _try_loading(result, new_model)
     if key_check is None:
-        loaded_tensors = _get_loaded_tensors(new_model)
+        # The first adapter is the only one, because the model is fresh; base weights alone attach none.
+        adapters = getattr(new_model, "peft_config", None)
+        loaded_tensors = get_adapter_state(new_model, next(iter(adapters))) if adapters else {}
         key_check = check_keys(result.reference_model.name, file_tensors, loaded_tensors, expected, [*base])
         layers = list_loaded_layers(new_model)
     # Without loaded layers there is no scale, and so no update to measure.
@@ -278,16 +281,6 @@ def _silence_libraries() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _get_loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of the loaded adapter, with the names used in files; empty without an adapter."""
-    adapters = getattr(model, "peft_config", None)
-    if not adapters:
-        return {}
-    # The first adapter is the only one: the model is fresh.
-    state = peft.get_peft_model_state_dict(model, adapter_name=next(iter(adapters)), save_embedding_layers=False)
-    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
 
 def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module) -> list[str]:

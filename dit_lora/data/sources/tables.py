@@ -208,7 +208,7 @@ def _read_jsonl(path: Path, collector: SampleCollector) -> _TableRows:
         else:
             collector.add_problem(f"{path.name} line {number}", "unreadable", fault)
     # Rows may have different keys; a column is any key of any row.
-    return list(dict.fromkeys(key for record in records for key in record)), lambda wanted: records
+    return list(dict.fromkeys(key for record in records for key in record)), lambda _: records
 
 
 def _read_csv(path: Path, collector: SampleCollector) -> _TableRows:
@@ -218,7 +218,7 @@ def _read_csv(path: Path, collector: SampleCollector) -> _TableRows:
         records = list(reader)
     except csv.Error as error:
         raise DitLoraError(f"cannot read {path} after line {reader.line_num}: {error}") from error
-    return list(reader.fieldnames or ()), lambda wanted: records
+    return list(reader.fieldnames or ()), lambda _: records
 
 
 def _read_parquet(path: Path, collector: SampleCollector) -> _TableRows:
@@ -235,8 +235,8 @@ def _read_parquet(path: Path, collector: SampleCollector) -> _TableRows:
             raise DitLoraError(f"cannot read {path}: {error}") from error
 
     # Other columns, which may contain whole images, are never read.
-    return call_parquet(parquet.read_schema).names, lambda wanted: call_parquet(
-        parquet.read_table, columns=wanted, partitioning=None
+    return call_parquet(parquet.read_schema).names, lambda columns: call_parquet(
+        parquet.read_table, columns=columns, partitioning=None
     ).to_pylist()
 
 

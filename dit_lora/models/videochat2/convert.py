@@ -11,7 +11,6 @@
 Values are those of video_chat2/configs/config_mistral.json and its siblings, which only differ in the language model.
 """
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import stage_folder
+from dit_lora.files import stage_folder, write_json
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check_tensors, collect_tensors
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
@@ -333,7 +332,7 @@ def _write_shards(
         (folder / _shard_name(number)).rename(folder / final)
         weight_map.update(dict.fromkeys(shard, final))
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def _shard_name(number: int) -> str:

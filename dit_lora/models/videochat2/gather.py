@@ -111,6 +111,7 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
             tensor: torch.Tensor = opened.get_tensor(name)
             return tensor
 
+    # Only the header is read here; each tensor is read when it is written.
     for name, tensor in read_header(file).tensors.items():
         yield name, TensorOnDisk(file, tensor.shape, partial(read, name))
 

@@ -39,7 +39,7 @@ class ModuleHistory:
             return
         self.steps.append(step)
         self.by_block.append(_combine_modules(modules, _find_block_name))
-        self.by_layer.append(_combine_modules(modules, _mask_numbers))
+        self.by_layer.append(_combine_modules(modules, lambda module: _NUMBER_PATTERN.sub("*", module)))
         # Halve the resolution: drop every second column, and from now on record only every second step.
         if len(self.steps) > MAX_STEPS:
             self._step_interval *= 2
@@ -86,10 +86,6 @@ def _find_block_name(module: str) -> str:
     # Modules outside numbered blocks are grouped by their first component.
     block = _BLOCK_PATTERN.match(module)
     return block[1] if block else module.partition(".")[0]
-
-
-def _mask_numbers(module: str) -> str:
-    return _NUMBER_PATTERN.sub("*", module)
 
 
 def _combine_modules(modules: Mapping[str, Any], get_row_name: Callable[[str], str]) -> RowStatistics:

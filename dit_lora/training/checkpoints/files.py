@@ -5,7 +5,6 @@ independent of the number of ranks. Nothing else has state: random numbers, data
 of the step. It never holds the frozen base.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import open_regular, set_shared_permissions, sync_folder
+from dit_lora.files import compute_sha256, set_shared_permissions, sync_folder
 from dit_lora.parsing import parse_json
 from dit_lora.training.checkpoints.compatibility import advise_on_samples_per_step
 
@@ -117,7 +116,7 @@ def save_checkpoint(
             _write_synced(staged / name, data)
         set_shared_permissions(staged)
         # Read back from the files: a digest of the tensors in memory would vouch for bytes that never arrived.
-        digests = {name: _hash_file(staged / name) for name in contents}
+        digests = {name: compute_sha256(staged / name) for name in contents}
         # The manifest comes last: a folder without it is torn, whatever else is in it.
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
@@ -259,7 +258,7 @@ def is_complete_checkpoint(path: Path) -> bool:
     """True if every file exists with the digest in the manifest, which is written last."""
     try:
         digests = read_typed_json(path / MANIFEST, Manifest)["sha256"]
-        return all(_hash_file(path / name) == digest for name, digest in digests.items())
+        return all(compute_sha256(path / name) == digest for name, digest in digests.items())
     # A file is missing, or the manifest is damaged.
     except (OSError, ValueError, KeyError):
         return False
@@ -303,8 +302,3 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
         save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _hash_file(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

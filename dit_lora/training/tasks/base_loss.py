@@ -28,11 +28,12 @@ def compute_base_eval_loss(
     # The text of the finding is the loss itself, in full precision.
     losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
     # One rank without a cached loss makes all ranks measure it, because that is collective.
-    if losses[0] is not None and all(loss is not None for loss in losses):
+    cached_losses = [loss for loss in losses if loss is not None]
+    if len(cached_losses) == len(losses):
         setup.session.say(
             "eval loss: of this base, data and draws it was measured before; guard.preflight=anew measures it again"
         )
-        return losses[0]
+        return cached_losses[0]
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and is_true_on_all_ranks(sound):
         store_findings(path, facts, [CheckFinding("eval loss", True, repr(loss), fatal=False)])

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.adapters.attach import attach_lora, find_tuner_layers, is_lora_b
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.verify.output_fingerprint import compare_output, record_output
-from dit_lora.verify.reference_model import tuner_layers
 
 
 def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
@@ -45,7 +44,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
         assert unchanged_result.passed, unchanged_result
         assert "bfloat16 on cpu then" in unchanged_result.message
         assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
-        for layer in tuner_layers(model):
+        for layer in find_tuner_layers(model):
             layer.scale_layer(2)
         doubled_result = compare_output(reference, model, recorded_output, dtype, "the base")
         assert not doubled_result.passed

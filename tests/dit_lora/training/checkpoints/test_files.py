@@ -246,13 +246,13 @@ def test_a_start_reads_each_file_of_the_newest_checkpoint_once(
     for step in (1, 2, 3):
         save(tmp_path, step, model, optimizer)
     (tmp_path / "checkpoints" / "step_000003" / "trainable.safetensors").write_bytes(b"torn")
-    read, digest = [], files._hash_file
+    read, digest = [], files.compute_sha256
 
     def note(path: Path) -> str:
         read.append(f"{path.parent.name}/{path.name}")
         return digest(path)
 
-    monkeypatch.setattr(files, "_hash_file", note)
+    monkeypatch.setattr(files, "compute_sha256", note)
     checkpoint = find_checkpoint("auto", tmp_path)
     assert checkpoint is not None
     load(checkpoint, *build())
