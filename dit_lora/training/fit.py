@@ -176,7 +176,8 @@ def _validate_start(run: Run) -> bool:
 
 
 def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
-    setup, recipe = run.setup, run.setup.recipe
+    setup = run.setup
+    recipe = setup.recipe
     return Loop(
         engine=setup.engine,
         loss_function=WeightedLoss(setup.checkpoint),

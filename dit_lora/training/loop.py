@@ -233,6 +233,8 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
                     engine.backward(output.losses.mean())
                 step.losses.append(output.losses.detach())
                 step.timesteps.append(output.timesteps)
+                # Frees the graph and the noise before the next forward, and before anything that `on_step` loads.
+                del batch, output
     except (DitLoraError, OSError, RuntimeError):
         # The step before comes first: it was taken, or it failed and this one is repeated. Other ranks may be inside
         # this step's collectives, so neither a recovery nor `on_step` can run collectively.
