@@ -11,6 +11,7 @@ from family_cases.subject import CPU, pixels_of
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.families import get_family
+from dit_lora.families.ltx2.sound import build_audio_encoder
 
 CAPTIONS = ("clip 0", "a longer caption of another clip", "many words, " * 90)
 FPS = 8.0
@@ -50,7 +51,7 @@ def batch_of(checkpoint: Any, *, sound: bool = False) -> dict[str, torch.Tensor]
     generator = torch.Generator().manual_seed(0)
     encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
-    encode_audio = checkpoint.load_audio_encoder(torch.float32, CPU)
+    encode_audio = build_audio_encoder(checkpoint.path, CPU)
     rows = []
     for caption in CAPTIONS:
         row = encode_video(pixels_of(NATIVE, generator))

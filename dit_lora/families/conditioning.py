@@ -50,6 +50,10 @@ class Conditioning:
         """Timesteps for the transformer: one per sample (B,), or one per token (B, S)."""
         return timesteps
 
+    def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """Noisy latents with further channels, as the transformer takes them."""
+        return latents
+
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         """The transformer's arguments with further tokens after those of the sample."""
         return transformer_kwargs

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dit_lora.config.data import VideoShape
 from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.media.video import read_frames
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, format_list
 
 # Keys are the pipelines' argument names.
 IMAGE_OPTIONS = {"image": ("first", "--image", "images"), "last_image": ("last", "--last-image", "last_images")}
@@ -74,3 +74,12 @@ def image_errors(validation: ValidationConfig, required: Sequence[str]) -> list[
                 f"{len(validation.prompts)} in validation.prompts"
             )
     return problems
+
+
+def require_images(
+    model: str, validation: ValidationConfig, required: Sequence[str], other_problems: Sequence[str] = ()
+) -> None:
+    """Raise `DitLoraError` with `image_errors` and the model's other problems with a recipe's images, if any."""
+    problems = [*image_errors(validation, required), *other_problems]
+    if problems:
+        raise DitLoraError(format_list(f"{model} is image-to-video", problems))

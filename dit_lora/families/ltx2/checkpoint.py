@@ -15,10 +15,14 @@ from transformers import Gemma3ForConditionalGeneration
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
-from dit_lora.families.ltx2.in_context import LTX2InContextCheckpoint
-from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
+from dit_lora.families.ltx2 import in_context
+from dit_lora.families.ltx2.denoiser import LTX2Denoiser
+from dit_lora.families.ltx2.encoders import LTX2Encoders
+from dit_lora.families.ltx2.info import LTX2Info
+from dit_lora.families.ltx2.sampler import LTX2Sampler
 from dit_lora.families.opening import (
     fill_defaults,
     get_checkpoint_folder,
@@ -33,7 +37,7 @@ from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 _TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name__: "ic_lora"}
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs.
 
     Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
@@ -55,21 +59,22 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     task = model.task or stored_task
     # The vendor's noise levels.
     objective = build_flow_matching(scheduler, NoiseLevelDistribution(density="stretched_logit_normal"))
-    return _select_checkpoint_class(task)(
-        **fields, scheduler=scheduler, objective=objective, has_task_override=task != stored_task
-    )
-
-
-def _select_checkpoint_class(task: str) -> type[LTX2Checkpoint]:
-    """The checkpoint class for a task. All tasks use the same files."""
-    if task == "t2v":
-        return LTX2Checkpoint
+    facts = {**fields, "scheduler": scheduler, "has_task_override": task != stored_task}
+    # All tasks use the same files.
     if task == "ic_lora":
-        return LTX2InContextCheckpoint
-    # Import late: it needs PyAV, which the pipeline needs only for images too.
-    from dit_lora.families.ltx2.image_to_video import LTX2ImageToVideoCheckpoint
+        return in_context.compose_checkpoint(objective, **facts)
+    if task == "i2v":
+        # Import late: it needs PyAV, which the pipeline needs only for images too.
+        from dit_lora.families.ltx2 import image_to_video
 
-    return LTX2ImageToVideoCheckpoint
+        return image_to_video.compose_checkpoint(objective, **facts)
+    info = LTX2Info(**facts)
+    return Checkpoint(
+        info=info,
+        encoders=LTX2Encoders(info=info),
+        denoiser=LTX2Denoiser(info=info, objective=objective),
+        sampler=LTX2Sampler(info=info),
+    )
 
 
 def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:

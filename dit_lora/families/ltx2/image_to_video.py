@@ -6,10 +6,10 @@ is first compressed like a frame of a video.
 Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -17,15 +17,19 @@ from diffusers import AutoencoderKLLTX2Video, LTX2ImageToVideoPipeline
 from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
-from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstTokensCheckpoint
-from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
-from dit_lora.families.pictures import to_pil_image
+from dit_lora.config.recipe import Recipe
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
+from dit_lora.families.first_frame import FirstTokens
+from dit_lora.families.ltx2.denoiser import LTX2Denoiser
+from dit_lora.families.ltx2.encoders import LTX2Encoders
+from dit_lora.families.ltx2.info import LTX2Info
+from dit_lora.families.ltx2.sampler import LTX2Sampler
+from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.refusals import min_frames_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
 
 # The pipeline's default strength of the compression.
 _CRF = resolve_default_image_crf(None)
@@ -33,18 +37,32 @@ IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessin
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2ImageToVideoCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
-    """An LTX-2 or LTX-2.3 checkpoint for image-to-video."""
+class LTX2ImageInfo(LTX2Info):
+    """The facts of an LTX-2 or LTX-2.3 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
+    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
     supported_options: ClassVar[tuple[str, ...]] = (
-        *LTX2Checkpoint.supported_options,
-        *FirstTokensCheckpoint.supported_options,
+        *LTX2Info.supported_options,
+        "data.image_column",
+        "validation.images",
     )
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         step = self.transformer_config["vae_scale_factors"][0]
         return [*super().find_shape_errors(shape), *min_frames_errors(shape.frames, step)]
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info = super().with_recipe(recipe, training_options)
+        require_images(self.path.name, recipe.validation, self.image_arguments)
+        return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2ImageEncoders(LTX2Encoders):
+    """Encoders for image-to-video."""
+
+    info: LTX2ImageInfo
 
     def latent_cache_key(self) -> Mapping[str, Any]:
         return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}
@@ -53,7 +71,7 @@ class LTX2ImageToVideoCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the clip's latents and its image's (C, 1, H, W), both normalised."""
-        vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
+        vae = memory.load(AutoencoderKLLTX2Video, self.info.path, torch.float32, device)
         processor = VideoProcessor(vae_scale_factor=vae.spatial_compression_ratio)
 
         @torch.no_grad()
@@ -75,11 +93,11 @@ class LTX2ImageToVideoCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
             vae_temporal_compression_ratio=vae.temporal_compression_ratio,
             transformer_spatial_patch_size=1,
             transformer_temporal_patch_size=1,
-            _normalize_latents=self.pipeline_class._normalize_latents,
-            _pack_latents=self.pipeline_class._pack_latents,
+            _normalize_latents=self.info.pipeline_class._normalize_latents,
+            _pack_latents=self.info.pipeline_class._pack_latents,
         )
         height, width = image.shape[-2:]
-        tokens, _ = self.pipeline_class.prepare_latents(
+        tokens, _ = self.info.pipeline_class.prepare_latents(
             pipeline_stub,
             image,
             num_channels_latents=vae.config.latent_channels,
@@ -93,19 +111,23 @@ class LTX2ImageToVideoCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         )
         # Latent height and width, to undo the packing.
         grid = (side // vae.spatial_compression_ratio for side in (height, width))
-        return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
+        return self.info.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
-    ) -> torch.Tensor:
-        """Predict the velocity with the image's tokens in the first frame; equal to one call of the stock pipeline."""
-        return super().predict(transformer, self.replace_first_frame(noisy, batch, {}), timesteps, batch)
+def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+    """A batch's image latents, repeated for every frame and packed, (B, S, C)."""
+    # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
+    latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
+    return LTX2ImageToVideoPipeline._pack_latents(latents)
 
-    def picture_tokens(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
-        latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
-        return self.pipeline_class._pack_latents(latents)
+
+def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
+    """The checkpoint for image-to-video."""
+    info = LTX2ImageInfo(**facts)
+    conditioning = FirstTokens(image_latents=get_image_tokens)
+    return Checkpoint(
+        info=info,
+        encoders=LTX2ImageEncoders(info=info),
+        denoiser=LTX2Denoiser(info=info, objective=objective, conditioning=conditioning),
+        sampler=LTX2Sampler(info=info),
+    )

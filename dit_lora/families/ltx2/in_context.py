@@ -21,9 +21,13 @@ from diffusers.video_processor import VideoProcessor
 from dit_lora.adapters.diffusers_format import DOWNSCALE_KEY
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampling, Tensors, VideoEncoder
-from dit_lora.families.ltx2.sound import AudioEncoder
-from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
+from dit_lora.families.base import Checkpoint, Sampling, TensorMap, Tensors, VideoEncoder
+from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.ltx2.denoiser import LTX2Denoiser
+from dit_lora.families.ltx2.encoders import LTX2Encoders
+from dit_lora.families.ltx2.info import LTX2Info
+from dit_lora.families.ltx2.sampler import LTX2Sampler
+from dit_lora.families.ltx2.sound import AudioEncoder, build_audio_encoder
 from dit_lora.families.pictures import to_pil_image
 from dit_lora.families.references import (
     ReferenceSpec,
@@ -32,12 +36,13 @@ from dit_lora.families.references import (
     read_reference_clips,
 )
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2InContextCheckpoint(LTX2Checkpoint):
-    """An LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
+class LTX2InContextInfo(LTX2Info):
+    """The facts of an LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
     trained_shape: VideoShape | None = None
@@ -74,13 +79,13 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             f"{shape.width} x {shape.height}, whose sides must then be multiples of {step}"
         ]
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Check the shape again with `data.reference_resolution` applied."""
-        checkpoint = super().apply_recipe(recipe)
+        info = super().with_recipe(recipe, training_options)
         # The base class checked it before `reference_resolution` was set, when the factor was still 1.
         shape = VideoShape.from_data(recipe.data)
-        checkpoint.check_shape(shape)
-        return replace(checkpoint, trained_shape=shape)
+        info.check_shape(shape)
+        return replace(info, trained_shape=shape)
 
     def training_metadata(self) -> dict[str, Any]:
         """Add the downscale factor of references, under the name that other programs read."""
@@ -91,45 +96,65 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             else {**header, DOWNSCALE_KEY: self.compute_reference_downscale(self.trained_shape)}
         )
 
-    def notes(self, recipe: Recipe) -> list[str]:
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
         factor = self.compute_reference_downscale(VideoShape.from_data(recipe.data))
         note = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
-        return [*super().notes(recipe), note]
+        return [*super().recipe_notes(recipe), note]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2InContextEncoders(LTX2Encoders):
+    """Encoders of clips and their references."""
+
+    info: LTX2InContextInfo
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the normalised latents of the clip and of its reference."""
-        vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
-        if not self.has_sound:
+        vae = memory.load(AutoencoderKLLTX2Video, self.info.path, torch.float32, device)
+        if not self.info.has_sound:
             return _ClipEncoder(self, vae)
-        return _ClipSoundEncoder(self, vae, self.load_audio_encoder(dtype, device))
+        return _ClipSoundEncoder(self, vae, build_audio_encoder(self.info.path, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2InContextSampler(LTX2Sampler):
+    """Sampler of videos from a reference clip."""
+
+    info: LTX2InContextInfo
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.compute_reference_downscale(shape)}
+        return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.info.compute_reference_downscale(shape)}
 
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """The reference clip, read as in training; the pipeline scales it down."""
-        fps = sampling.fps or self.frame_rate
-        clips = read_reference_clips(self.path.name, self.references, sampling.references, sampling.shape, fps)
+        info, fps = self.info, sampling.fps or self.info.frame_rate
+        clips = read_reference_clips(info.path.name, info.references, sampling.references, sampling.shape, fps)
         conditions = [LTX2ReferenceCondition(frames=_to_pil_frames(clip)) for clip in clips]
         return {"reference_conditions": conditions}
 
-    def append_reference_tokens(
-        self, transformer_kwargs: dict[str, Any], batch: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceTokens(Conditioning):
+    """References as further tokens of the transformer."""
+
+    transformer_config: Mapping[str, Any]
+
+    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         """The transformer's arguments with the reference's tokens after the video's, (B, S + R, C)."""
         latents, tokens, timesteps = (
             get_reference_latents(batch),
             transformer_kwargs["hidden_states"],
             transformer_kwargs["timestep"],
         )
-        reference_tokens = [self.pipeline_class._pack_latents(latent.float()) for latent in latents]
+        reference_tokens = [LTX2InContextPipeline._pack_latents(latent.float()) for latent in latents]
         packed_references = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
-        positions = [self._token_positions(batch["latent_mean"], 1)]
+        fps = transformer_kwargs["fps"]
+        positions = [self._token_positions(batch["latent_mean"], 1, fps)]
         # The latents' widths tell how many times smaller the references are.
         width = batch["latent_mean"].shape[-1]
-        positions += [self._token_positions(latent, width // latent.shape[-1]) for latent in latents]
+        positions += [self._token_positions(latent, width // latent.shape[-1], fps) for latent in latents]
         # Positions and timesteps are repeated for each sample of the batch.
         rows = len(tokens)
         token_timesteps = timesteps[:, None].expand(-1, tokens.shape[1])
@@ -143,7 +168,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             "video_coords": move_to_device(torch.cat(positions, dim=2), tokens.device).expand(rows, -1, -1, -1),
         }
 
-    def _token_positions(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
+    def _token_positions(self, latents: torch.Tensor, factor: int, fps: float) -> torch.Tensor:
         """Start and end of tokens in seconds and in the video's pixels, (1, 3, F H W, 2), as in the transformer."""
         config = self.transformer_config
         rope: Any = SimpleNamespace(
@@ -154,7 +179,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         )
         frames, height, width = latents.shape[-3:]
         positions = LTX2AudioVideoRotaryPosEmbed.prepare_video_coords(
-            rope, 1, frames, height, width, torch.device("cpu"), fps=self.frame_rate
+            rope, 1, frames, height, width, torch.device("cpu"), fps=fps
         )
         # Axes 1 and 2 are height and width: spread the smaller reference over the video's area.
         positions[:, 1:] *= factor
@@ -165,12 +190,12 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
 class _ClipEncoder:
     """Encodes clips, and their references as the pipeline does."""
 
-    checkpoint: LTX2InContextCheckpoint
+    encoders: LTX2InContextEncoders
     vae: Any
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        return self.checkpoint.encode_clip(self.vae, pixels)
+        return self.encoders.encode_clip(self.vae, pixels)
 
     @torch.no_grad()
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
@@ -178,7 +203,7 @@ class _ClipEncoder:
 
     def _encode_reference(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
         """The reference's latents (C, F, H, W), made by the pipeline's own method."""
-        vae, pipeline = self.vae, self.checkpoint.pipeline_class
+        vae, info, pipeline = self.vae, self.encoders.info, self.encoders.info.pipeline_class
         # `frames` collects the latents before they are packed.
         ratio, frames = vae.spatial_compression_ratio, []
 
@@ -202,7 +227,7 @@ class _ClipEncoder:
             shape.height,
             shape.width,
             shape.frames,
-            reference_downscale_factor=self.checkpoint.compute_reference_downscale(replace(shape, references=())),
+            reference_downscale_factor=info.compute_reference_downscale(replace(shape, references=())),
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )
@@ -231,3 +256,15 @@ class _NoPositions:
 def _to_pil_frames(clip: torch.Tensor) -> list[Any]:
     """Convert uint8 (frames, 3, height, width) to the PIL images that the pipeline takes as frames."""
     return [to_pil_image(frame) for frame in clip]
+
+
+def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
+    """The checkpoint for videos from a reference clip."""
+    info = LTX2InContextInfo(**facts)
+    conditioning = ReferenceTokens(transformer_config=info.transformer_config)
+    return Checkpoint(
+        info=info,
+        encoders=LTX2InContextEncoders(info=info),
+        denoiser=LTX2Denoiser(info=info, objective=objective, conditioning=conditioning),
+        sampler=LTX2InContextSampler(info=info),
+    )

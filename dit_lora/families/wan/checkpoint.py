@@ -8,6 +8,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, UniPCMu
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
     fill_defaults,
@@ -18,13 +19,13 @@ from dit_lora.families.opening import (
     require_complete_weights,
 )
 from dit_lora.families.refusals import refuse_ic_lora
-from dit_lora.families.wan.text_to_video import WanCheckpoint
+from dit_lora.families.wan.text_to_video import WanDenoiser, WanEncoders, WanInfo, WanSampler
 from dit_lora.numerics.objectives import FlowMatching
 
 _IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
@@ -32,9 +33,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
     fields["transformer_config"] = fill_defaults(WanTransformer3DModel, fields["transformer_config"])
     fields["vae_config"] = fill_defaults(AutoencoderKLWan, fields["vae_config"])
-    task, kind = _select_task_and_class(model, index)
+    task, has_both_tasks = _select_task(model, index), bool(index.get("expand_timesteps"))
     # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
-    has_condition_channels = task == "i2v" and not index.get("expand_timesteps")
+    has_condition_channels = task == "i2v" and not has_both_tasks
     _require_matching_components(model, index, fields, has_condition_channels=has_condition_channels)
     clip = ("image_encoder",) if _has_component(index, "image_encoder") else ()
     second = ("transformer_2",) if _has_component(index, "transformer_2") else ()
@@ -45,8 +46,18 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
         # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
         level_range = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
         objective = replace(objective, distribution=replace(objective.distribution, **level_range))
-    return kind(
-        **fields, objective=objective, expert_boundary=boundary, has_task_override=task != _get_stored_task(index)
+    facts = {**fields, "expert_boundary": boundary, "has_task_override": task != _get_stored_task(index)}
+    if task == "i2v":
+        # Import late: without torchvision, Transformers warns whenever CLIP's image processor is imported.
+        from dit_lora.families.wan import image_to_video
+
+        return image_to_video.compose_checkpoint(objective, **facts, has_token_mask=has_both_tasks)
+    info = WanInfo(**facts)
+    return Checkpoint(
+        info=info,
+        encoders=WanEncoders(info=info),
+        denoiser=WanDenoiser(info=info, objective=objective),
+        sampler=WanSampler(info=info),
     )
 
 
@@ -59,8 +70,8 @@ def _get_stored_task(index: Mapping[str, Any]) -> str:
     return "i2v" if index["_class_name"] == _IMAGE_PIPELINE else "t2v"
 
 
-def _select_task_and_class(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
-    """The task to train and its checkpoint class. TI2V-5B (`expand_timesteps`) supports both tasks."""
+def _select_task(model: ModelConfig, index: Mapping[str, Any]) -> str:
+    """The task to train. TI2V-5B (`expand_timesteps`) supports both tasks."""
     refuse_ic_lora(model)
     stored_task, has_both_tasks = _get_stored_task(index), bool(index.get("expand_timesteps"))
     task = model.task or stored_task
@@ -70,12 +81,7 @@ def _select_task_and_class(model: ModelConfig, index: Mapping[str, Any]) -> tupl
             f"model.task: {task}: {model.path} {does} ({index['_class_name']}); leave it out, or take a checkpoint of "
             "that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"
         )
-    if task == "t2v":
-        return task, WanCheckpoint
-    # Import late: without torchvision, Transformers warns whenever CLIP's image processor is imported.
-    from dit_lora.families.wan.image_to_video import WanImageCheckpoint, WanTokenImageCheckpoint
-
-    return task, WanTokenImageCheckpoint if has_both_tasks else WanImageCheckpoint
+    return task
 
 
 def _require_matching_components(

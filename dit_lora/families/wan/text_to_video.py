@@ -19,8 +19,18 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.base import (
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.opening import get_call_default, read_component_config
 from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
@@ -34,17 +44,15 @@ _TEXT_COMPONENTS = ("text_encoder", "tokenizer", "scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanCheckpoint(FlowCheckpoint):
-    """A Wan checkpoint for text-to-video."""
+class WanInfo(CheckpointInfo):
+    """The facts of a Wan checkpoint for text-to-video."""
 
     expert_boundary: float | None = None
     """Noise level from which `transformer` denoises; below it, `transformer_2` does. None with a single expert."""
     has_task_override: bool = False
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = WanPipeline
-    transformer_class: ClassVar[Any] = WanTransformer3DModel
-    transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
-    supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "model.task")
+    supported_options: ClassVar[tuple[str, ...]] = ("model.task",)
 
     @property
     def expert_names(self) -> Mapping[str, str]:
@@ -87,65 +95,99 @@ class WanCheckpoint(FlowCheckpoint):
         """
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path, self.text_tokens)
-
-    def text_cache_key(self) -> Mapping[str, Any]:
-        # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
-        # (prompt_clean).
-        return {**super().text_cache_key(), "tokens": self.text_tokens, "ftfy": is_ftfy_available()}
-
-    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (self.text_tokens, self.transformer_config["text_dim"])
-        return {"prompt_embeds": (torch.Size(size), dtype)}
-
-    def notes(self, recipe: Recipe) -> list[str]:
-        """Add a note if captions are encoded without ftfy, which the pipeline uses where it is installed."""
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
+        """A note if captions are encoded without ftfy, which the pipeline uses where it is installed."""
         if is_ftfy_available():
-            return super().notes(recipe)
+            return []
         return [
-            *super().notes(recipe),
             "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken "
             "characters and straightens quotes with it first. To train as it samples there: pip install ftfy",
         ]
 
+    def index_changes(self) -> dict[str, Any]:
+        """The pipeline class, if another task than the checkpoint's was trained."""
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanEncoders(Encoders):
+    """Encoders for text-to-video."""
+
+    info: WanInfo
+    transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
+
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.info.path, self.info.text_tokens)
+
+    def text_cache_key(self) -> Mapping[str, Any]:
+        # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
+        # (prompt_clean).
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens, "ftfy": is_ftfy_available()}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.info.text_tokens, self.info.transformer_config["text_dim"])
+        return {"prompt_embeds": (torch.Size(size), dtype)}
+
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the pipeline with only its text encoder: no transformer and no image encoder."""
         # Entries of components are [library, class]; other entries are options of the pipeline.
-        index = read_component_config(self.path)
+        index = read_component_config(self.info.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
         unused = dict.fromkeys(name for name in components if name not in _TEXT_COMPONENTS)
-        return load_pretrained(self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **unused).to(device)
+        return load_pretrained(
+            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **unused
+        ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
-        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
+        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.path, torch.float32, device), encode_video)
+        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.info.path, torch.float32, device), encode_video)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanDenoiser(FlowDenoiser):
+    """The denoiser of all tasks. What differs between them is the conditioning."""
+
+    info: WanInfo
+    transformer_class: ClassVar[Any] = WanTransformer3DModel
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return normalize_latents(latents, self.vae_config)
+        normalized = normalize_latents(latents, self.info.vae_config)
+        return self.conditioning.replace_given_latents(normalized, batch, random_tensors)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline.
 
-        For TI2V-5B the pipeline repeats the timestep for every token. One timestep per sample gives the same result
-        without computing the modulation of every token.
+        For TI2V-5B without an image, the pipeline repeats the timestep for every token. One timestep per sample gives
+        the same result without computing the modulation of every token.
         """
-        return self.run_transformer(transformer, noisy, timesteps, batch)
+        conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
+        return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
-    def run_transformer(
-        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    def predict_in_training(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Run the transformer. `timesteps` is (B,), or (B, S) for per-token timesteps (TI2V-5B)."""
+        timesteps = self.conditioning.token_timesteps(timesteps, batch, random_tensors)
+        if timesteps.ndim == 2:
+            # One timestep per latent frame. The pipeline takes one per token: (B, F) -> (B, S).
+            _, patch_height, patch_width = self.info.transformer_config["patch_size"]
+            tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+            timesteps = timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
+        hidden = self.conditioning.append_channels(noisy, batch, random_tensors)
         prompt_embeds = batch["prompt_embeds"]
         image_embeds = batch.get("image_embeds")
         if image_embeds is not None:
@@ -158,6 +200,13 @@ class WanCheckpoint(FlowCheckpoint):
             encoder_hidden_states_image=image_embeds,
             return_dict=False,
         )[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSampler(Sampler):
+    """Sampler for text-to-video."""
+
+    info: WanInfo
 
     @property
     def fp32_components(self) -> tuple[str, ...]:
@@ -172,9 +221,5 @@ class WanCheckpoint(FlowCheckpoint):
             "num_frames": shape.frames,
             "height": shape.height,
             "width": shape.width,
-            "max_sequence_length": self.text_tokens,
+            "max_sequence_length": self.info.text_tokens,
         }
-
-    def index_changes(self) -> dict[str, Any]:
-        """The pipeline class, if another task than the checkpoint's was trained."""
-        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}

@@ -14,6 +14,7 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.sana.checkpoint import SanaCheckpoint
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import compute_mean_squared_error
@@ -127,10 +128,10 @@ def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inpainting(SanaCheckpoint):
-    """Sana that is given the left column of the latents clean."""
+class Inpainting(Conditioning):
+    """The left column of the latents is given clean."""
 
-    def conditioning_mask(self, batch: Any, given: Any) -> torch.Tensor:
+    def mask(self, batch: Any, random_tensors: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
         conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
         conditioning_mask[..., 0] = 1
@@ -146,7 +147,7 @@ class Echo(nn.Module):
 
 
 def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: SanaCheckpoint) -> None:
-    checkpoint = Inpainting(**values_of(stored))
+    denoiser = replace(stored.denoiser, conditioning=Inpainting())
     generator = torch.Generator().manual_seed(3)
     batch = {
         "latent_mean": torch.randn(3, 32, 2, 5, generator=generator),
@@ -154,9 +155,9 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: SanaCheckpo
         "prompt_attention_mask": torch.ones(3, 4, dtype=torch.int64),
     }
     model, streams = Echo(), RandomStreams(0, [1, 2, 3])
-    output = checkpoint.denoiser.losses(model, batch, streams)
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), torch.device("cpu"))
-    clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
+    output = denoiser.losses(model, batch, streams)
+    random_inputs = streams.draw_tensors(denoiser.draw_functions(batch), torch.device("cpu"))
+    clean = denoiser.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
     level = random_inputs["timestep"].double().view(-1, 1, 1, 1)
     noisy = (1 - level) * clean.double() + level * random_inputs["noise"].double()

@@ -169,7 +169,7 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     assert checkpoint.info.index_changes() == {"_class_name": "LTX2InContextPipeline"}
     assert checkpoint.info.training_metadata()["reference_resolution"] == 48
     assert checkpoint.info.training_metadata()["reference_downscale_factor"] == 2
-    assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {"reference_downscale_factor": 1}
+    assert in_context(tiny_checkpoints["ltx-2.3"], None).info.training_metadata() == {"reference_downscale_factor": 1}
     assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).info.training_metadata()
     assert checkpoint.sampler.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 

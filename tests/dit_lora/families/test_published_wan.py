@@ -33,15 +33,15 @@ SIZES = {
 }
 # Kind, noise levels, shift, and tokens of a sample.
 RECIPES: dict[str, tuple[str, tuple[float, float], float, int]] = {
-    "2.1_t2v_1.3b": ("WanCheckpoint", (0, 1), 3, 32_760),
-    "2.1_t2v_14b": ("WanCheckpoint", (0, 1), 3, 32_760),
-    "2.1_i2v_14b": ("WanImageCheckpoint", (0, 1), 3, 32_760),
-    "2.1_flf2v_14b": ("WanImageCheckpoint", (0, 1), 16, 75_600),
-    "2.2_t2v_a14b_high": ("WanCheckpoint", (0.875, 1), 3, 32_760),
-    "2.2_t2v_a14b_low": ("WanCheckpoint", (0, 0.875), 3, 32_760),
-    "2.2_i2v_a14b": ("WanImageCheckpoint", (0.9, 1), 3, 32_760),
-    "2.2_ti2v_5b_t2v": ("WanCheckpoint", (0, 1), 5, 27_280),
-    "2.2_ti2v_5b_i2v": ("WanTokenImageCheckpoint", (0, 1), 5, 27_280),
+    "2.1_t2v_1.3b": ("Conditioning", (0, 1), 3, 32_760),
+    "2.1_t2v_14b": ("Conditioning", (0, 1), 3, 32_760),
+    "2.1_i2v_14b": ("ConditionChannels", (0, 1), 3, 32_760),
+    "2.1_flf2v_14b": ("ConditionChannels", (0, 1), 16, 75_600),
+    "2.2_t2v_a14b_high": ("Conditioning", (0.875, 1), 3, 32_760),
+    "2.2_t2v_a14b_low": ("Conditioning", (0, 0.875), 3, 32_760),
+    "2.2_i2v_a14b": ("ConditionChannels", (0.9, 1), 3, 32_760),
+    "2.2_ti2v_5b_t2v": ("Conditioning", (0, 1), 5, 27_280),
+    "2.2_ti2v_5b_i2v": ("FirstFrame", (0, 1), 5, 27_280),
 }
 
 
@@ -102,7 +102,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     model = recipe.model.model_copy(update={"path": str(path)})
     turns = in_turn(recipe.model_copy(update={"model": model}))
     checkpoint = get_family("wan").open(turns[0].model, turns[0])
-    assert type(checkpoint).__name__ == kind
+    assert type(checkpoint.denoiser.conditioning).__name__ == kind
     objective = checkpoint.denoiser.objective
     assert (objective.distribution.t_min, objective.distribution.t_max) == levels
     assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
@@ -111,14 +111,14 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     num_tokens = ((shape.frames - 1) // 4 + 1) * (shape.height // step) * (shape.width // step)
     assert num_tokens == tokens
     assert f"{tokens:,} video tokens" in (ROOT / "recipes" / "wan" / f"{stem}.yaml").read_text()
-    assert (turns[0].data.fps, checkpoint.text_tokens) == (24 if "5b" in stem else 16, 512)
+    assert (turns[0].data.fps, checkpoint.info.text_tokens) == (24 if "5b" in stem else 16, 512)
     with pytest.raises(DitLoraError, match=f"width must be a multiple of {step}; got 840"):
         checkpoint.info.check_shape(VideoShape(81, 480, 840))
     with pytest.raises(DitLoraError, match=f"height can be {1024 * step} at most"):
         checkpoint.info.check_shape(VideoShape(81, 1025 * step, 832))
     if len(turns) == 2:
         low = get_family("wan").open(turns[1].model, turns[1])
-        assert (low.objective.distribution.t_min, low.objective.distribution.t_max) == (
+        assert (low.denoiser.objective.distribution.t_min, low.denoiser.objective.distribution.t_max) == (
             0,
             levels[0],
         )

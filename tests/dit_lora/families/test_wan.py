@@ -57,14 +57,14 @@ def for_recipe(path: Path, **sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("variant", "model", "kind"),
     [
-        ("wan-2.1-t2v", {}, "WanCheckpoint"),
-        ("wan-2.1-t2v", {"task": "t2v"}, "WanCheckpoint"),
-        ("wan-2.1-i2v", {"task": "i2v"}, "WanImageCheckpoint"),
-        ("wan-2.1-flf2v", {}, "WanImageCheckpoint"),
-        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "WanImageCheckpoint"),
-        ("wan-2.2-ti2v-5b", {}, "WanCheckpoint"),
-        ("wan-2.2-ti2v-5b", {"task": "t2v"}, "WanCheckpoint"),
-        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "WanTokenImageCheckpoint"),
+        ("wan-2.1-t2v", {}, "Conditioning"),
+        ("wan-2.1-t2v", {"task": "t2v"}, "Conditioning"),
+        ("wan-2.1-i2v", {"task": "i2v"}, "ConditionChannels"),
+        ("wan-2.1-flf2v", {}, "ConditionChannels"),
+        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "ConditionChannels"),
+        ("wan-2.2-ti2v-5b", {}, "Conditioning"),
+        ("wan-2.2-ti2v-5b", {"task": "t2v"}, "Conditioning"),
+        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "FirstFrame"),
     ],
 )
 def test_the_files_say_the_kind_and_not_the_name(
@@ -73,8 +73,8 @@ def test_the_files_say_the_kind_and_not_the_name(
     unnamed = tmp_path / "checkpoint"
     unnamed.symlink_to(tiny_checkpoints[variant])
     checkpoint = opened(unnamed, **model)
-    assert type(checkpoint).__name__ == kind
-    chosen = kind == "WanTokenImageCheckpoint"
+    assert type(checkpoint.denoiser.conditioning).__name__ == kind
+    chosen = kind == "FirstFrame"
     expected = {"_class_name": "WanImageToVideoPipeline"} if chosen else {}
     assert checkpoint.info.index_changes() == expected
 
@@ -115,7 +115,7 @@ def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     low = {"model": {"part": "transformer_2"}}
     cut = for_recipe(path, **low, train={"timesteps": {"t_min": 0.2}})
-    assert (cut.objective.distribution.t_min, cut.objective.distribution.t_max) == (0.2, 0.875)
+    assert (cut.denoiser.objective.distribution.t_min, cut.denoiser.objective.distribution.t_max) == (0.2, 0.875)
     with pytest.raises(DitLoraError, match=r"from 0 on and below 0\.875"):
         for_recipe(path, **low, train={"timesteps": {"t_max": 0.95}})
     with pytest.raises(DitLoraError, match=r"model\.part is missing: .* has two experts"):

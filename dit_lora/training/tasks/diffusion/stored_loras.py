@@ -20,7 +20,7 @@ from dit_lora.config.remedies import get_hub_name
 from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, CheckpointInfo
 from dit_lora.families.without_weights import build_from_configs
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_adapter_files
 from dit_lora.verify.verified_files import require_file_unchanged
@@ -80,7 +80,7 @@ def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_dig
     options_and_paths += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
     lines = []
     for option, path in options_and_paths:
-        metadata = read_run_metadata(_find_lora_file(checkpoint, path, option))
+        metadata = read_run_metadata(_find_lora_file(checkpoint.info, path, option))
         # Files of other programs have no digest: there is nothing to warn about.
         if metadata.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
@@ -156,7 +156,7 @@ def require_changed_adapter(
 
 
 def _read_lora_file(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, location: str, option: str) -> LoraFile:
-    file = _find_lora_file(checkpoint, location, option)
+    file = _find_lora_file(checkpoint.info, location, option)
     metadata = read_run_metadata(file)
     # First: a file of another model has no name that fits, and the list of names says less.
     for field, expected in (("family", recipe.model.family), ("part", checkpoint.info.part)):
@@ -167,24 +167,24 @@ def _read_lora_file(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, lo
     return read_lora(file, model, names, checkpoint.info.pipeline_class)
 
 
-def _find_lora_file(checkpoint: Checkpoint, location: str, option: str) -> Path:
-    file = _find_expert_file(checkpoint, location) or find_lora(location, option)
+def _find_lora_file(info: CheckpointInfo, location: str, option: str) -> Path:
+    file = _find_expert_file(info, location) or find_lora(location, option)
     require_file_unchanged(file, option)
     return file
 
 
-def _find_expert_file(checkpoint: Checkpoint, location: str) -> Path | None:
+def _find_expert_file(info: CheckpointInfo, location: str) -> Path | None:
     """This expert's file in a folder or repository with both experts' adapters; None if it has no such file."""
     folder = Path(location).expanduser()
-    if not checkpoint.info.expert_names or folder.is_file():
+    if not info.expert_names or folder.is_file():
         return None
     if get_hub_name(location) is not None and not location.endswith(".safetensors"):
         # A whole repository on the Hub: only its adapters are downloaded.
         folder = resolve_result_folder(location, (ADAPTER_FILE, *EXPERT_FILE_PATTERNS))
-    name = checkpoint.info.expert_names[checkpoint.info.part]
+    name = info.expert_names[info.part]
     matching = [
         file
         for file in find_adapter_files(folder)
-        if read_run_metadata(file).get("part") == checkpoint.info.part or file.stem.endswith(name)
+        if read_run_metadata(file).get("part") == info.part or file.stem.endswith(name)
     ]
     return matching[0] if matching else None

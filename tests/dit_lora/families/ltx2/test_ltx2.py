@@ -195,15 +195,18 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
 
 def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
-    assert opened(path).frame_rate == 24.0  # the pipeline's default
-    assert for_recipe(path).frame_rate == FPS
-    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).frame_rate == 12.5
+    assert opened(path).info.frame_rate == 24.0  # the pipeline's default
+    assert for_recipe(path).info.frame_rate == FPS
+    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).info.frame_rate == 12.5
     image = for_recipe(path, data={"frames": 1, "fps": None})
-    assert image.frame_rate == 24.0
+    assert image.info.frame_rate == 24.0
     checkpoint = opened(path)
     model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint)
     slow, fast = (
-        replace(checkpoint, fps=fps).losses(model, batch, RandomStreams(0, [0, 1, 2])).losses for fps in (8.0, 24.0)
+        checkpoint.with_info(replace(checkpoint.info, fps=fps))
+        .losses(model, batch, RandomStreams(0, [0, 1, 2]))
+        .losses
+        for fps in (8.0, 24.0)
     )
     assert not torch.equal(slow, fast)
 
@@ -214,9 +217,11 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert checkpoint.info.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
     batch = batch_of(checkpoint)
     random_inputs = {"image_dropout": torch.tensor([True, False, True])}
-    conditioning_mask = checkpoint.denoiser.conditioning_mask(batch, random_inputs)
+    conditioning_mask = checkpoint.denoiser.conditioning.mask(batch, random_inputs)
     assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
-    token_timesteps = checkpoint.token_timesteps(torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs)
+    token_timesteps = checkpoint.denoiser.conditioning.token_timesteps(
+        torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
+    )
     assert token_timesteps.shape == (3, 18)
     assert token_timesteps[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
     assert token_timesteps[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
@@ -279,7 +284,7 @@ def test_a_distilled_checkpoint_is_sampled_from_and_not_trained(
 ) -> None:
     values = {"use_dynamic_shifting": False, "shift_terminal": None}
     path = changed(tiny_checkpoints["ltx-2.3"], tmp_path / "fast", "scheduler", **values)
-    assert opened(path).is_distilled
+    assert opened(path).info.is_distilled
     with pytest.raises(DitLoraError, match=r"fast is step-distilled .* validation.model"):
         for_recipe(path)
 
@@ -307,9 +312,9 @@ def test_what_would_get_no_gradient_without_sound_is_refused(tiny_checkpoints: d
     with pytest.raises(DitLoraError, match=message):
         for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
     with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
-    assert with_sound.has_sound
+    assert with_sound.info.has_sound
     values = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
-    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).has_sound
+    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).info.has_sound
 
 
 def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:

@@ -29,12 +29,12 @@ FAMILY = get_family("ltx2")
 # connectors and the vocoder in it.
 PUBLISHED = {"LTX-2": (18_876_174_592, 15), "LTX-2.3-Diffusers": (18_988_838_144, 12)}
 KINDS = {
-    "2_t2v": ("LTX-2", "LTX2Checkpoint"),
-    "2.3_t2v": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
-    "2.3_t2v_sound": ("LTX-2.3-Diffusers", "LTX2Checkpoint"),
-    "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageToVideoCheckpoint"),
-    "2.3_i2v_sound": ("LTX-2.3-Diffusers", "LTX2ImageToVideoCheckpoint"),
-    "2.3_ic_lora": ("LTX-2.3-Diffusers", "LTX2InContextCheckpoint"),
+    "2_t2v": ("LTX-2", "LTX2Info"),
+    "2.3_t2v": ("LTX-2.3-Diffusers", "LTX2Info"),
+    "2.3_t2v_sound": ("LTX-2.3-Diffusers", "LTX2Info"),
+    "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageInfo"),
+    "2.3_i2v_sound": ("LTX-2.3-Diffusers", "LTX2ImageInfo"),
+    "2.3_ic_lora": ("LTX-2.3-Diffusers", "LTX2InContextInfo"),
 }
 SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 MIB = 2**20
@@ -114,7 +114,7 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
     assert not [layer for layer in layers if layer.split(".")[2] in SOUND]
     meta_model.delete_adapters("default")
     with torch.device("meta"):
-        targets = replace(checkpoint, has_sound=True).lora_targets(FAMILY.lora_targets)
+        targets = replace(checkpoint.info, has_sound=True).lora_targets(FAMILY.lora_targets)
         report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
     layers = adapted(meta_model)
     assert report.num_adapted == len(layers) == 48 * 6 * 4 == 1152
@@ -128,15 +128,15 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     recipe, checkpoint = load_recipe(RECIPES / f"{stem}.yaml"), opened(stem, tmp_path)
     owner = "Lightricks" if name == "LTX-2" else "diffusers"
     assert recipe.model.path == f"{owner}/{name}"
-    assert type(checkpoint).__name__ == kind
+    assert type(checkpoint.info).__name__ == kind
     shape = VideoShape.from_data(recipe.data)
     grid = torch.Size((128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32))
     assert grid[1:].numel() == 6144
     assert "6,144 video tokens" in (RECIPES / f"{stem}.yaml").read_text()
-    assert checkpoint.has_sound == stem.endswith("_sound")
-    heard = count_audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
-    assert not checkpoint.has_sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
-    assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
+    assert checkpoint.info.has_sound == stem.endswith("_sound")
+    heard = count_audio_tokens(checkpoint.info.audio_vae, shape.frames / checkpoint.info.frame_rate)
+    assert not checkpoint.info.has_sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
+    assert (checkpoint.info.frame_rate, checkpoint.info.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
     assert checkpoint.denoiser.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
     assert checkpoint.denoiser.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
@@ -159,8 +159,8 @@ def test_a_caption_takes_in_the_cache_what_the_recipe_says(stem: str, tmp_path: 
     assert f"{size / 1e6:.1f} MB of cache a caption" in (RECIPES / f"{stem}.yaml").read_text()
     text = json.loads((checkpoint.path / "text_encoder" / "config.json").read_text())["text_config"]
     states = (text["num_hidden_layers"] + 1) * text["hidden_size"]
-    assert checkpoint.connectors["text_proj_in_factor"] == text["num_hidden_layers"] + 1
-    assert checkpoint.text_tokens * states * 2 / MIB == pytest.approx(367, rel=0.01)
+    assert checkpoint.info.connectors["text_proj_in_factor"] == text["num_hidden_layers"] + 1
+    assert checkpoint.info.text_tokens * states * 2 / MIB == pytest.approx(367, rel=0.01)
 
 
 def test_every_recipe_of_the_family_is_tried() -> None:

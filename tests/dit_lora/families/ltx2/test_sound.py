@@ -23,7 +23,7 @@ from dit_lora.data.media.video import read_frames, write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.ltx2.sound import compute_log_mel, count_audio_tokens
+from dit_lora.families.ltx2.sound import build_audio_encoder, compute_log_mel, count_audio_tokens
 from dit_lora.numerics.streams import RandomStreams, normal
 
 RATE = 16000
@@ -76,7 +76,7 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
 ) -> None:
     assert count_audio_tokens(PUBLISHED, 121 / 24) == 126
     checkpoint = opened(tiny_checkpoints["ltx-2"])
-    encode = checkpoint.load_audio_encoder(torch.bfloat16, CPU)
+    encode = build_audio_encoder(checkpoint.path, CPU)
     for frames in (9, 17, 25):
         seconds = frames / FPS
         waveform = torch.rand(2, round(seconds * RATE), generator=torch.Generator().manual_seed(1))
@@ -108,7 +108,7 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
 def test_other_waveforms_are_refused(
     tiny_checkpoints: dict[str, Path], waveform: torch.Tensor, rate: int, words: str
 ) -> None:
-    encode = opened(tiny_checkpoints["ltx-2"]).load_audio_encoder(torch.float32, CPU)
+    encode = build_audio_encoder(opened(tiny_checkpoints["ltx-2"]).path, CPU)
     with pytest.raises(DitLoraError, match=words):
         encode(waveform, rate)
 
@@ -237,7 +237,7 @@ def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path
     shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
     expected = checkpoint.denoiser.objective.compute_sigmas(gaussian, shift)
     torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
-    few = replace(checkpoint, objective=replace(checkpoint.denoiser.objective, shift=1e-3))
+    few = replace(checkpoint.denoiser, objective=replace(checkpoint.denoiser.objective, shift=1e-3))
     low = few.losses(model, batch, RandomStreams(0, [1, 2, 3]))
     assert low.timesteps.max() < 600
 
@@ -250,7 +250,7 @@ def test_samples_without_their_sound_are_refused_by_name(
         checkpoint.denoiser.draw_functions(batch_of(checkpoint))
     # Their text is the same: what was cached for video alone does for both.
     silent = opened(tiny_checkpoints["ltx-2.3"])
-    assert silent.text_cache_key() == checkpoint.encoders.text_cache_key()
+    assert silent.encoders.text_cache_key() == checkpoint.encoders.text_cache_key()
 
 
 def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path]) -> None:
@@ -258,8 +258,8 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     checkpoint = with_sound(path, "t2v")
     assert checkpoint.info.training_metadata() == {"sound": True}
     assert opened(path).info.training_metadata() == {}
-    assert opened(path).with_training_metadata(checkpoint.info.training_metadata()).has_sound
-    assert not opened(path).with_training_metadata({}).has_sound
+    assert opened(path).with_training_metadata(checkpoint.info.training_metadata()).info.has_sound
+    assert not opened(path).with_training_metadata({}).info.has_sound
 
 
 def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

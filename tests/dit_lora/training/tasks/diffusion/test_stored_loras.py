@@ -13,7 +13,7 @@ from dit_lora.training.tasks.diffusion.stored_loras import _find_expert_file
 PARTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
 
 
-def checkpoint(part: str, parts: dict[str, str] | None = None) -> Any:
+def facts(part: str, parts: dict[str, str] | None = None) -> Any:
     return SimpleNamespace(part=part, expert_names=PARTS if parts is None else parts)
 
 
@@ -23,9 +23,9 @@ def test_an_experts_own_file_is_found_by_header_or_by_name(tmp_path: Path, told:
         header = {"dit_lora": f'{{"part": "{part}"}}'} if told else None
         save_file({"x": torch.ones(1)}, tmp_path / f"mine_{name}.safetensors", metadata=header)
     for part, name in PARTS.items():
-        stored = _find_expert_file(checkpoint(part), str(tmp_path))
+        stored = _find_expert_file(facts(part), str(tmp_path))
         assert stored == tmp_path / f"mine_{name}.safetensors"
-    assert _find_expert_file(checkpoint("transformer", {}), str(tmp_path)) is None
-    assert _find_expert_file(checkpoint("transformer"), str(stored)) is None  # a file is what it is
+    assert _find_expert_file(facts("transformer", {}), str(tmp_path)) is None
+    assert _find_expert_file(facts("transformer"), str(stored)) is None  # a file is what it is
     (tmp_path / "mine_low_noise.safetensors").unlink()
-    assert _find_expert_file(checkpoint("transformer_2"), str(tmp_path)) is None
+    assert _find_expert_file(facts("transformer_2"), str(tmp_path)) is None

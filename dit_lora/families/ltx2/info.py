@@ -1,0 +1,118 @@
+"""Facts of an LTX-2 or LTX-2.3 checkpoint, and of the recipe that it is trained with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, ClassVar, Self
+
+from diffusers import LTX2Pipeline
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import CheckpointInfo
+from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
+from dit_lora.families.opening import get_call_default
+from dit_lora.families.refusals import frame_count_errors, side_errors
+
+PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTX2Info(CheckpointInfo):
+    """The facts of an LTX-2 or LTX-2.3 checkpoint for text-to-video."""
+
+    scheduler: Mapping[str, Any]
+    """The scheduler's config, filled with its class's defaults."""
+    connectors: Mapping[str, Any]
+    """The connectors' config."""
+    audio_vae: Mapping[str, Any]
+    """The audio VAE's config."""
+    has_sound: bool = False
+    """True if sound is trained with the video (`data.sound`)."""
+    fps: float | None = None
+    """Frames per second: positions are in seconds. None for the pipeline's default."""
+    has_task_override: bool = False
+    """True if the recipe selects another task than the checkpoint's pipeline."""
+    pipeline_class: ClassVar[Any] = LTX2Pipeline
+    supported_options: ClassVar[tuple[str, ...]] = ("model.task", "data.sound")
+
+    @property
+    def is_distilled(self) -> bool:
+        """True if it generates videos in few steps: its scheduler does not shift by size, unlike the base model's."""
+        return not self.scheduler["use_dynamic_shifting"]
+
+    @property
+    def frame_rate(self) -> float:
+        return self.fps or get_call_default(self.pipeline_class, "frame_rate")
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens of every caption: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+    @property
+    def size_multiple(self) -> int:
+        # Temporal factor first, then those of height and width.
+        _, *sides = self.transformer_config["vae_scale_factors"]
+        return lcm(PIPELINE_MULTIPLE, *sides)
+
+    def find_shape_errors(self, shape: VideoShape) -> list[str]:
+        """Frames must be 8n + 1: the pipeline silently drops the rest."""
+        temporal = self.transformer_config["vae_scale_factors"][0]
+        return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
+
+    def text_width(self, modality: str) -> int:
+        """Width of a caption's tensors for `video` or `audio`."""
+        # The connectors' output has as many channels as their attention.
+        heads, width = (
+            self.connectors[f"{modality}_connector_{name}"] for name in ("num_attention_heads", "attention_head_dim")
+        )
+        return int(heads * width)
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        """Apply frames per second, which set positions, and sound.
+
+        Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
+        """
+        info = super().with_recipe(recipe, training_options)
+        data = recipe.data
+        if self.is_distilled and not recipe.lora.under:
+            raise DitLoraError(
+                f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it "
+                "undoes that; train its base, whose adapter loads into both, and sample from this one with "
+                "validation.model; or give an adapter that undoes it in lora.under"
+            )
+        # Check now: otherwise validation samples would fail in the middle of a run.
+        steps = recipe.validation.inference_steps
+        require_min_steps(self.scheduler, steps, "validation.inference_steps")
+        if not data.sound:
+            refuse_sound_layers(recipe)
+        return replace(info, fps=data.fps, has_sound=data.sound)
+
+    def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
+        """The video's attention layers, or all attention layers if sound is trained."""
+        return ATTENTION_LAYERS if self.has_sound else tuple(defaults)
+
+    def training_metadata(self) -> dict[str, Any]:
+        # Recorded only where it is on: adapters from before the option have no entry.
+        return super().training_metadata() | ({"sound": True} if self.has_sound else {})
+
+    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+        # Frames per second are one of the common fields of the header.
+        fps = metadata.get("video", {}).get("fps", self.fps)
+        has_sound = metadata.get("sound", self.has_sound)
+        return replace(super().with_training_metadata(metadata), fps=fps, has_sound=has_sound)
+
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
+        if self.has_sound:
+            return ["sound: trained beside the video, at noise levels of its own; samples have it"]
+        return [
+            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
+            "whose sound is left out of samples",
+        ]
+
+    def index_changes(self) -> dict[str, Any]:
+        """The pipeline class, if another task than the checkpoint's was trained."""
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
