@@ -230,7 +230,7 @@ class FluxDenoiser(FlowDenoiser):
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return super().draw_functions(batch) | describe_packed_noise(batch["latent_mean"])
+        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
