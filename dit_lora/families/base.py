@@ -23,6 +23,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_conditioning_images
 from dit_lora.families.references import ReferenceSpec, read_references, reference_errors, scale_image
@@ -264,16 +265,19 @@ class Denoiser(ABC):
     objective: Objective
     mask_floor: float = 0.0
     """Weight of the loss where a loss mask is black (`data.mask_floor`)."""
+    conditioning: Conditioning = field(default_factory=Conditioning)
+    """Conditioning by more than text, which differs between the tasks of a family."""
     transformer_class: ClassVar[Any]
 
     @property
     def training_options(self) -> tuple[str, ...]:
-        """Options that this objective supports, of those that `refuse_options` rejects by default."""
-        return ()
+        """Options of the loss that are supported, of those that `refuse_options` rejects by default."""
+        return self.conditioning.supported_options
 
     def apply_training_options(self, recipe: Recipe) -> Self:
         """The denoiser with the recipe's settings of the loss. Raises `DitLoraError` if it cannot train with them."""
-        return replace(self, mask_floor=recipe.data.mask_floor)
+        conditioning = self.conditioning.with_recipe(recipe)
+        return replace(self, mask_floor=recipe.data.mask_floor, conditioning=conditioning)
 
     @property
     def num_train_timesteps(self) -> int:

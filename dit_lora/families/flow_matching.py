@@ -16,7 +16,6 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Denoiser, InheritingCheckpoint, TensorMap
-from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -28,14 +27,13 @@ class FlowDenoiser(Denoiser):
     """A denoiser that predicts the velocity from clean latents to noise."""
 
     objective: FlowMatching
-    conditioning: Conditioning = field(default_factory=Conditioning)
 
     @property
     def training_options(self) -> tuple[str, ...]:
-        return ("train.timesteps", *self.conditioning.supported_options)
+        return ("train.timesteps", *super().training_options)
 
     def apply_training_options(self, recipe: Recipe) -> Self:
-        denoiser = replace(super().apply_training_options(recipe), conditioning=self.conditioning.with_recipe(recipe))
+        denoiser = super().apply_training_options(recipe)
         if recipe.train.timesteps is None:
             return denoiser
         # The timesteps of the recipe replace those of the checkpoint only where the recipe sets them.
@@ -107,16 +105,12 @@ class FlowDenoiser(Denoiser):
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
 
-    def _conditioning_mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
-        """`Conditioning.mask` of this denoiser's conditioning."""
-        return self.conditioning.mask(batch, random_tensors)
-
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self._conditioning_mask(batch, draws)
+        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning.mask(batch, draws)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.

@@ -186,19 +186,19 @@ def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_f
     lora_main: Main, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever bucket the first step takes."""
-    from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+    from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 
-    stock = CogVideoXCheckpoint.losses
+    stock = CogVideoXDenoiser.losses
     ran: list[tuple[int, ...]] = []
 
-    def losses(self: CogVideoXCheckpoint, model: torch.nn.Module, batch: dict, *rest: Any) -> Any:
+    def losses(self: CogVideoXDenoiser, model: torch.nn.Module, batch: dict, *rest: Any) -> Any:
         latents = batch["latent_mean"]
         ran.append(tuple(latents.shape))
         if latents.device.type != "meta" and latents.numel() >= 2 * 4 * 5 * 4 * 6:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return stock(self, model, batch, *rest)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
+    monkeypatch.setattr(CogVideoXDenoiser, "losses", losses)
     run = tmp_path / "run"
     quiet = ["validation.eval_draws=0", "train.checkpointing=none"]
     with pytest.raises(DitLoraError, match=r"2 samples of the largest shape, 17x(48x32|32x48), does"):

@@ -98,9 +98,9 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
 _FAILING = """
 import os, runpy, sys
 
-from dit_lora.families.cogvideox.checkpoint import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 
-stock, steps, rank = CogVideoXCheckpoint.losses, [], sys.argv.pop(1)
+stock, steps, rank = CogVideoXDenoiser.losses, [], sys.argv.pop(1)
 
 
 def losses(self, transformer, batch, streams):
@@ -110,7 +110,7 @@ def losses(self, transformer, batch, streams):
     return stock(self, transformer, batch, streams)
 
 
-CogVideoXCheckpoint.losses = losses
+CogVideoXDenoiser.losses = losses
 sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """

@@ -14,7 +14,7 @@ from launching import SCRIPT, launch_environment
 from runs import lines, same_adapter, trajectory
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.training import fit as fitting
 from dit_lora.training.checkpoints.files import list_checkpoints
 from dit_lora.training.recovery import preflight as checking
@@ -129,7 +129,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
 ) -> None:
     """It is the run's own, with gradients: attention backends are judged at its calls, and precision by its peaks."""
     passes: list[bool] = []
-    losses, remembered = CogVideoXCheckpoint.losses, checking._check_with_cache
+    losses, remembered = CogVideoXDenoiser.losses, checking._check_with_cache
     findings: list[Any] = []
 
     def counted(*inputs: Any) -> Any:
@@ -144,7 +144,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
         assert len(passes) == began, "the checks ran the model again"
         return findings
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "losses", counted)
+    monkeypatch.setattr(CogVideoXDenoiser, "losses", counted)
     monkeypatch.setattr(checking, "_check_with_cache", judged)
     lora_main([*smoke, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
     messages = {finding.check: finding.words for finding in findings}

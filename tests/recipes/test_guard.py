@@ -42,9 +42,9 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An op that fails only in backward: no loss shows it; clipping would spread it to every weight (N16)."""
-    from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+    from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 
-    predict, armed = CogVideoXCheckpoint.predict, [derive_seed(42, "dropout", 3, 0, 0)]
+    predict, armed = CogVideoXDenoiser.predict_in_training, [derive_seed(42, "dropout", 3, 0, 0)]
 
     def faulty(self: Any, *arguments: Any) -> torch.Tensor:
         prediction = predict(self, *arguments)
@@ -54,7 +54,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
         armed.clear()
         return _NanGradient.apply(prediction)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "predict", faulty)
+    monkeypatch.setattr(CogVideoXDenoiser, "predict_in_training", faulty)
     common = [*smoke, "train.batch_size=1", "train.accumulate=2", "train.steps=4"]
     common += ["guard.on_nonfinite=[stop]", "guard.preflight=false"]  # which would predict too
     run = tmp_path / "run"

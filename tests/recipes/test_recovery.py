@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.media.cache import overwrite
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.guard.fallbacks import preserve_attention_backends
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.objectives import LossOutput
@@ -28,7 +28,7 @@ class WeightFault:
 
     def __init__(self, patch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:
         self.left = list(steps)
-        forward, losses = StepWatcher.watch_forward, CogVideoXCheckpoint.losses
+        forward, losses = StepWatcher.watch_forward, CogVideoXDenoiser.losses
         due: list[int] = []
 
         def begin(watcher: StepWatcher, step: int) -> Any:
@@ -43,7 +43,7 @@ class WeightFault:
             return losses(checkpoint, transformer, *arguments)
 
         patch.setattr(StepWatcher, "watch_forward", begin)
-        patch.setattr(CogVideoXCheckpoint, "losses", faulty)
+        patch.setattr(CogVideoXDenoiser, "losses", faulty)
 
 
 @pytest.mark.parametrize(("seed", "times"), [(12, 1), (42, 2)])

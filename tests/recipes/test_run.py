@@ -15,7 +15,7 @@ from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.loading.batch import make_sample_seed
 from dit_lora.errors import DitLoraError
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, derive_seed
 from dit_lora.verify.output_fingerprint import SEED
@@ -33,7 +33,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What every call of the family's losses saw that computed them."""
     recorded_calls: list[dict[str, Any]] = []
-    losses = CogVideoXCheckpoint.losses
+    losses = CogVideoXDenoiser.losses
 
     def spy(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         counted = isinstance(batch["prompt_embeds"], FakeTensor)  # memory is, nothing computed
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         )
         return losses(self, transformer, batch, streams)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "losses", spy)
+    monkeypatch.setattr(CogVideoXDenoiser, "losses", spy)
     return recorded_calls
 
 
@@ -128,13 +128,13 @@ def test_deterministic_algorithms_are_those_of_the_run_alone_and_change_nothing_
 def test_an_op_without_a_deterministic_way_ends_the_run_by_its_name(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock = CogVideoXCheckpoint.losses
+    stock = CogVideoXDenoiser.losses
 
     def losses(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
         return stock(self, transformer, batch, streams)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
+    monkeypatch.setattr(CogVideoXDenoiser, "losses", losses)
     with pytest.raises(DitLoraError, match=r"train.deterministic: PyTorch's put_ has no"):
         lora_main([*smoke, *UNCOMPARED, f"run.dir={tmp_path / 'run'}", "train.deterministic=true"])
     assert not torch.are_deterministic_algorithms_enabled()

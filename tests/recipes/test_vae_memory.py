@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from transformers import T5EncoderModel
 
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser, CogVideoXEncoders, CogVideoXSampler
 
 Main = Callable[[list[str]], None]
 
@@ -34,8 +34,8 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     existing_encoders = encoders()  # held, so that none of a later one's has its place in memory
     loaded_encoders: dict[str, list[str]] = {}
     settings: list[tuple[bool, bool]] = []
-    load, generate = CogVideoXCheckpoint.load_transformer, CogVideoXCheckpoint.generate
-    load_vae = CogVideoXCheckpoint.load_video_encoder
+    load, generate = CogVideoXDenoiser.load_transformer, CogVideoXSampler.generate
+    load_vae = CogVideoXEncoders.load_video_encoder
 
     def loading(self: Any, dtype: Any) -> Any:
         loaded_encoders["training"] = alive(existing_encoders)
@@ -51,9 +51,9 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
         loaded_encoders["encoding"] = alive(existing_encoders)
         return load_vae(self, *args, **given)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "load_transformer", loading)
-    monkeypatch.setattr(CogVideoXCheckpoint, "generate", generating)
-    monkeypatch.setattr(CogVideoXCheckpoint, "load_video_encoder", encoding)
+    monkeypatch.setattr(CogVideoXDenoiser, "load_transformer", loading)
+    monkeypatch.setattr(CogVideoXSampler, "generate", generating)
+    monkeypatch.setattr(CogVideoXEncoders, "load_video_encoder", encoding)
     args = [*smoke, "train.steps=1", "validation.prompts=[a]", "validation.inference_steps=2"]
     lora_main([*args, f"run.dir={tmp_path / 'plain'}"])
     assert loaded_encoders == {

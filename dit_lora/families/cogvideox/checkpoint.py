@@ -8,8 +8,14 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.cogvideox.image_to_video import CogVideoXImageCheckpoint
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.cogvideox.image_to_video import CogVideoXImageEncoders, CogVideoXImageInfo, ImageChannels
+from dit_lora.families.cogvideox.text_to_video import (
+    CogVideoXDenoiser,
+    CogVideoXEncoders,
+    CogVideoXInfo,
+    CogVideoXSampler,
+)
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
     fill_defaults,
@@ -20,14 +26,14 @@ from dit_lora.families.opening import (
 )
 from dit_lora.numerics.objectives import VPrediction
 
-# Checkpoint classes by the pipeline class in model_index.json.
-_CHECKPOINT_CLASSES = {kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)}
+# Facts by the pipeline class in model_index.json.
+_INFO_CLASSES = {kind.pipeline_class.__name__: kind for kind in (CogVideoXInfo, CogVideoXImageInfo)}
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or objective, or channels that do not fit."""
     path = get_checkpoint_folder(model)
-    kind = _CHECKPOINT_CLASSES[read_index(model, path, family.pipeline_names)["_class_name"]]
+    kind = _INFO_CLASSES[read_index(model, path, family.pipeline_names)["_class_name"]]
     transformer = _read_transformer_config(path, model)
     vae = read_component_config(path, "vae")
     require_complete_weights(model, path, "vae", "text_encoder")
@@ -39,12 +45,20 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXChe
             f"{model.path}: CogVideoX predicts velocity, but its scheduler says "
             f"prediction_type={scheduler.config.prediction_type}"
         )
-    return kind(
-        path=path,
-        transformer_config=transformer,
-        vae_config=vae,
-        objective=VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod),
-        from_scratch=model.from_scratch,
+    objective = VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod)
+    info = kind(path=path, transformer_config=transformer, vae_config=vae, from_scratch=model.from_scratch)
+    if not isinstance(info, CogVideoXImageInfo):
+        return Checkpoint(
+            info=info,
+            encoders=CogVideoXEncoders(info=info),
+            denoiser=CogVideoXDenoiser(info=info, objective=objective),
+            sampler=CogVideoXSampler(info=info),
+        )
+    return Checkpoint(
+        info=info,
+        encoders=CogVideoXImageEncoders(info=info),
+        denoiser=CogVideoXDenoiser(info=info, objective=objective, conditioning=ImageChannels(vae_config=vae)),
+        sampler=CogVideoXSampler(info=info),
     )
 
 
@@ -68,12 +82,12 @@ def _require_channels(
     model: ModelConfig,
     transformer: Mapping[str, Any],
     vae: Mapping[str, Any],
-    checkpoint_class: type[CogVideoXCheckpoint],
+    info_class: type[CogVideoXInfo],
 ) -> None:
     """Check that the transformer's inputs and outputs are latents; for image-to-video, inputs twice as many."""
     latents = vae["latent_channels"]
     # Image-to-video concatenates the image's latents with the noisy ones along the channels.
-    inputs = latents * (2 if issubclass(checkpoint_class, CogVideoXImageCheckpoint) else 1)
+    inputs = latents * (2 if issubclass(info_class, CogVideoXImageInfo) else 1)
     expected = {"in_channels": inputs, "out_channels": latents}
     problems = [
         f"{name} must be {value}; got {transformer[name]}"
@@ -81,5 +95,5 @@ def _require_channels(
         if transformer[name] != value
     ]
     if problems:
-        name = checkpoint_class.pipeline_class.__name__
+        name = info_class.pipeline_class.__name__
         raise DitLoraError(format_list(f"{model.path}: the transformer of a {name} with this VAE", problems))

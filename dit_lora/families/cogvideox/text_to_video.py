@@ -18,7 +18,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.families.base import (
-    InheritingCheckpoint,
+    CheckpointInfo,
+    Denoiser,
+    Encoders,
+    Sampler,
     TensorMap,
     Tensors,
     TensorSpec,
@@ -35,15 +38,14 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
+OFFSET = 2.0
+
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXCheckpoint(InheritingCheckpoint):
-    """A CogVideoX text-to-video checkpoint."""
+class CogVideoXInfo(CheckpointInfo):
+    """The facts of a CogVideoX checkpoint for text-to-video."""
 
-    objective: VPrediction
     pipeline_class: ClassVar[Any] = CogVideoXPipeline
-    transformer_class: ClassVar[Any] = CogVideoXTransformer3DModel
-    transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
 
     @property
     def spatial_factor(self) -> int:
@@ -61,9 +63,6 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
     @property
     def size_multiple(self) -> int:
         return self.spatial_factor * self.transformer_config["patch_size"]
-
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path, self.text_tokens)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
@@ -98,22 +97,42 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
             if requested[name] > max_size
         ]
 
+
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXEncoders(Encoders):
+    """Encoders for text-to-video."""
+
+    info: CogVideoXInfo
+    transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
+
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.info.path, self.info.text_tokens)
+
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {**super().text_cache_key(), "tokens": self.text_tokens}
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (self.text_tokens, self.transformer_config["text_embed_dim"])
+        size = (self.info.text_tokens, self.info.transformer_config["text_embed_dim"])
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as the pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
-        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
+        return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W); each epoch draws new latents."""
-        return make_pixel_encoder(memory.load(AutoencoderKLCogVideoX, self.path, dtype, device), encode_video)
+        return make_pixel_encoder(memory.load(AutoencoderKLCogVideoX, self.info.path, dtype, device), encode_video)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXDenoiser(Denoiser):
+    """The denoiser of both tasks. What differs between them is the conditioning."""
+
+    info: CogVideoXInfo
+    objective: VPrediction
+    transformer_class: ClassVar[Any] = CogVideoXTransformer3DModel
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
@@ -122,6 +141,7 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
             "posterior": partial(normal, (channels, frames, *size)),
             "noise": partial(normal, (channels, frames + self.num_padding_frames(frames), *size)),
             "timestep": partial(draw_integers, 0, self.num_train_timesteps),
+            **self.conditioning.draw_functions(batch),
         }
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
@@ -137,11 +157,11 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
         # With `num_padding_frames` 0, nothing is put in front.
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         # The transformer takes (B, F, C, H, W).
-        clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
+        clean = clean_BCFHW.transpose(1, 2) * self.info.vae_config["scaling_factor"]
         noise, timesteps = draws["noise"].transpose(1, 2), draws["timestep"]
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
-        prediction = self._predict_in_training(transformer, noisy, timesteps, batch, draws)
+        prediction = self.predict_in_training(transformer, noisy, timesteps, batch, draws)
         target = self.objective.compute_target(clean, noise, timesteps)
         weights = compute_loss_weights(batch, self.mask_floor, clean)
         # Leave out the repeated first frames, whose output the pipeline drops.
@@ -150,46 +170,35 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
 
     def num_padding_frames(self, frames: int) -> int:
         """Number of latent frames that the pipeline adds in front so that temporal patches fit."""
-        return -frames % (self.transformer_config["patch_size_t"] or 1)
+        return -frames % (self.info.transformer_config["patch_size_t"] or 1)
 
     def count_tokens(self, shape: VideoShape) -> tuple[int, int]:
         """Number of text and video tokens of a sample of this shape in the transformer."""
         # Latent frames: one for the first frame, then one for every `temporal_factor` frames.
-        frames = (shape.frames - 1) // self.temporal_factor + 1
+        frames = (shape.frames - 1) // self.info.temporal_factor + 1
         frames += self.num_padding_frames(frames)
         # Tokens of one latent frame.
-        area = (shape.height // self.size_multiple) * (shape.width // self.size_multiple)
-        return self.text_tokens, frames // (self.transformer_config["patch_size_t"] or 1) * area
-
-    def _predict_in_training(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: TensorMap,
-        random_tensors: TensorMap,
-    ) -> torch.Tensor:
-        """The prediction of a training step, which needs no random tensors other than noise and timestep."""
-        return self.predict(transformer, noisy, timesteps, batch)
+        area = (shape.height // self.info.size_multiple) * (shape.width // self.info.size_multiple)
+        return self.info.text_tokens, frames // (self.info.transformer_config["patch_size_t"] or 1) * area
 
     def predict(
+        self, transformer: nn.Module, noisy_BFCHW: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    ) -> torch.Tensor:
+        """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
+        return self.predict_in_training(transformer, noisy_BFCHW, timesteps, batch, {})
+
+    def predict_in_training(
         self,
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
         batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
-        return self._run_transformer(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
-
-    def _run_transformer(
-        self,
-        transformer: nn.Module,
-        hidden_BFCHW: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        **kwargs: torch.Tensor,
-    ) -> torch.Tensor:
+        """Predict the velocity with the random tensors of the conditioning, if any."""
+        hidden_BFCHW = self.conditioning.append_channels(noisy_BFCHW, batch, random_tensors)
+        prompt_embeds = batch["prompt_embeds"]
+        has_offset = self.info.transformer_config["ofs_embed_dim"] is not None
         # (B, F, C, H, W): axis 2 holds the channels.
         frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))
         return transformer(
@@ -198,8 +207,30 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
             timestep=timesteps,
             image_rotary_emb=self._rotary_embeddings(frames, height, width, hidden_BFCHW.device),
             return_dict=False,
-            **kwargs,
+            **({"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}),
         )[0]
+
+    def _rotary_embeddings(
+        self, frames: int, height: int, width: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        info = self.info
+        if not info.transformer_config["use_rotary_positional_embeddings"]:
+            return None
+        # Call the pipeline's method on a stand-in with the two attributes that it reads.
+        pipeline_stub = SimpleNamespace(
+            transformer=SimpleNamespace(config=SimpleNamespace(**info.transformer_config)),
+            vae_scale_factor_spatial=info.spatial_factor,
+        )
+        return info.pipeline_class._prepare_rotary_positional_embeddings(
+            pipeline_stub, height * info.spatial_factor, width * info.spatial_factor, frames, device
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXSampler(Sampler):
+    """Sampler of both tasks."""
+
+    info: CogVideoXInfo
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)
@@ -209,19 +240,5 @@ class CogVideoXCheckpoint(InheritingCheckpoint):
             "num_frames": shape.frames,
             "height": shape.height,
             "width": shape.width,
-            "max_sequence_length": self.text_tokens,
+            "max_sequence_length": self.info.text_tokens,
         }
-
-    def _rotary_embeddings(
-        self, frames: int, height: int, width: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.transformer_config["use_rotary_positional_embeddings"]:
-            return None
-        # Call the pipeline's method on a stand-in with the two attributes that it reads.
-        pipeline_stub = SimpleNamespace(
-            transformer=SimpleNamespace(config=SimpleNamespace(**self.transformer_config)),
-            vae_scale_factor_spatial=self.spatial_factor,
-        )
-        return self.pipeline_class._prepare_rotary_positional_embeddings(
-            pipeline_stub, height * self.spatial_factor, width * self.spatial_factor, frames, device
-        )

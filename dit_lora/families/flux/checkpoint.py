@@ -1,15 +1,14 @@
 """FLUX.1 dev, schnell and Kontext: flow matching on packed latents, conditioned on T5 and CLIP's pooled output.
 
 Prompts, packing, positions, the shift by resolution and denoising call the stock pipeline's own code
-(diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 is derived from these classes in `flux2.checkpoint`.
+(diffusers/pipelines/flux/pipeline_flux.py). FLUX.2 shares these classes in `flux2.checkpoint`.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4), P
 packed channels (4 C).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -24,9 +23,21 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    Checkpoint,
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import (
@@ -36,6 +47,12 @@ from dit_lora.families.opening import (
     read_checkpoint_fields,
     read_index,
     require_complete_weights,
+)
+from dit_lora.families.packed_latents import (
+    PACK_SIZE,
+    append_references,
+    compute_token_grid,
+    describe_packed_noise,
 )
 from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
 from dit_lora.families.references import (
@@ -49,28 +66,24 @@ from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
+from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
 # (flux_kontext_train_network.py) train with it. Diffusers' scripts use 3.5, which is a sampling value.
 TRAINING_GUIDANCE = 1.0
+TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FluxCheckpoint(FlowCheckpoint):
-    """A FLUX.1 text-to-image checkpoint."""
+class FluxInfo(CheckpointInfo):
+    """The facts of a FLUX.1 text-to-image checkpoint."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
     guidance: float | None
     """Value of the guidance embedding in training; None if the transformer has none."""
-    pipeline_class: ClassVar[Any] = FluxPipeline
-    transformer_class: ClassVar[Any] = FluxTransformer2DModel
-    transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output_field = "images"
-    supported_options = (*FlowCheckpoint.supported_options, "train.guidance_scale")
-    guidance_batch_size = 1  # guidance is an input, or a second call
-    text_components: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    pipeline_class: Any = FluxPipeline
+    supported_options = ("train.guidance_scale",)
 
     @property
     def size_multiple(self) -> int:
@@ -80,17 +93,16 @@ class FluxCheckpoint(FlowCheckpoint):
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "FLUX")]
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().apply_recipe(recipe)
-        guidance = recipe.train.guidance_scale
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info, guidance = super().with_recipe(recipe, training_options), recipe.train.guidance_scale
         if guidance is None:
-            return checkpoint
+            return info
         if self.guidance is None:
             raise DitLoraError(
                 f"train.guidance_scale: {self.path.name} has no guidance embedding (guidance_embeds in its "
                 f"transformer's config is false); got {guidance:g}, leave it out"
             )
-        return replace(checkpoint, guidance=guidance)
+        return replace(info, guidance=guidance)
 
     def training_metadata(self) -> dict[str, Any]:
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
@@ -101,117 +113,13 @@ class FluxCheckpoint(FlowCheckpoint):
         guidance = metadata.get("guidance_scale", self.guidance)
         return replace(super().with_training_metadata(metadata), guidance=guidance)
 
-    def notes(self, recipe: Recipe) -> list[str]:
-        notes = super().notes(recipe)
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.guidance is not None:
-            return [*notes, f"guidance: trained at an embedded guidance of {self.guidance:g}"]
+            return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
         return [
-            *notes,
             f"distilled: {self.path.name} takes no guidance, as FLUX.1-schnell, which makes images in one to four "
-            "steps: what trains on it may lose that. FLUX.1-dev is the usual base",
+            "steps: what trains on it may lose that. FLUX.1-dev is the usual base"
         ]
-
-    def load_text_limit(self) -> TextLimit:
-        """The limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
-        return load_text_limit(self.path, self.text_tokens, folder="tokenizer_2")
-
-    def text_cache_key(self) -> Mapping[str, Any]:
-        # All text components, since a change of any of them changes the embeddings.
-        folders = {name: self.path / name for name in self.text_components}
-        return {**folders, "tokens": self.text_tokens}
-
-    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        config = self.transformer_config
-        return {
-            "prompt_embeds": (torch.Size((self.text_tokens, config["joint_attention_dim"])), dtype),
-            "pooled_prompt_embeds": (torch.Size((config["pooled_projection_dim"],)), dtype),
-        }
-
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
-        pipeline = self.load_text_pipeline(dtype, device)
-
-        def encode_caption(caption: str) -> Tensors:
-            # (1, T, D) and (1, pooled width)
-            embeddings, pooled = pipeline.encode_prompt(
-                prompt=caption, prompt_2=None, device=device, max_sequence_length=self.text_tokens
-            )[:2]
-            return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
-
-        return make_caption_encoder(encode_caption)
-
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.path, torch.float32, device), encode_picture)
-
-    def mu(self, size: torch.Size) -> float:
-        # Packing makes one token of 2 x 2 latents.
-        return compute_mu(self.scheduler, size[-2] * size[-1] // 4)
-
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for packed latents (S, P)."""
-        channels, height, width = batch["latent_mean"].shape[1:]
-        return {**super().draw_functions(batch), "noise": partial(normal, (height * width // 4, 4 * channels))}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return pack_latents(shift_and_scale_latents(latents, self.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
-
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
-    ) -> torch.Tensor:
-        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
-
-        References follow the noisy latents in the sequence, clean and at the same timestep.
-        """
-        dtype = batch["prompt_embeds"].dtype  # the dtype of the pipeline's latents
-        # (B, S, P), followed by the tokens of each reference.
-        tokens = [noisy, *(pack_latents(reference.float()) for reference in get_reference_latents(batch))]
-        guidance = None
-        # One value for the batch, as in the pipeline.
-        if self.guidance is not None:
-            guidance = torch.full([1], self.guidance, device=noisy.device).expand(len(noisy))
-        return transformer(
-            hidden_states=torch.cat(tokens, dim=1).to(dtype),
-            # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
-            timestep=timesteps.to(dtype) / 1000,
-            guidance=guidance,
-            encoder_hidden_states=batch["prompt_embeds"],
-            **self._positions(batch),
-            return_dict=False,
-        )[0][:, : noisy.shape[1]]
-
-    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
-        """The transformer's arguments that depend on sizes, and CLIP's pooled vector."""
-        text, latents = batch["prompt_embeds"], batch["latent_mean"]
-        height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-        return {
-            "pooled_projections": batch["pooled_prompt_embeds"],
-            # As in encode_prompt: zeros, in the dtype of the text.
-            "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            "img_ids": move_to_device(
-                FluxPipeline._prepare_latent_image_ids(len(text), height, width, torch.device("cpu"), text.dtype),
-                text.device,
-            ),
-        }
-
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        components = {} if text else dict.fromkeys(self.text_components)
-        return self._load_pipeline(dtype, transformer, text, **components)
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        # Guidance is an input of the network, so there is no prediction for "".
-        return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
 
     @property
     def text_tokens(self) -> int:
@@ -220,16 +128,16 @@ class FluxCheckpoint(FlowCheckpoint):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FluxKontextCheckpoint(FluxCheckpoint):
-    """FLUX.1-Kontext, which edits a reference image (diffusers/pipelines/flux/pipeline_flux_kontext.py)."""
+class KontextInfo(FluxInfo):
+    """The facts of FLUX.1-Kontext, which edits a reference image."""
 
-    pipeline_class: ClassVar[Any] = FluxKontextPipeline
+    pipeline_class: Any = FluxKontextPipeline
 
     @property
     def references(self) -> ReferenceSpec:
-        return ReferenceSpec(1, 1, self._reference_shape, self._reference_error)
+        return ReferenceSpec(1, 1, self.compute_reference_shape, self._reference_error)
 
-    def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
+    def compute_reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
         """One of the pipeline's preferred sizes, or the reference's own size within `data.reference_resolution`."""
         step = self.size_multiple
         if self.reference_resolution is None:
@@ -246,42 +154,151 @@ class FluxKontextCheckpoint(FluxCheckpoint):
             return None
         return min_side_error(compute_scaled_size(height, width, self.reference_resolution), self.size_multiple)
 
+
+@dataclass(frozen=True, kw_only=True)
+class FluxEncoders(Encoders):
+    info: FluxInfo
+    transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+
+    def load_text_limit(self) -> TextLimit:
+        """The limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
+        return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_2")
+
+    def text_cache_key(self) -> Mapping[str, Any]:
+        # All text components, since a change of any of them changes the embeddings.
+        folders = {name: self.info.path / name for name in TEXT_COMPONENTS}
+        return {**folders, "tokens": self.info.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        config = self.info.transformer_config
+        return {
+            "prompt_embeds": (torch.Size((self.info.text_tokens, config["joint_attention_dim"])), dtype),
+            "pooled_prompt_embeds": (torch.Size((config["pooled_projection_dim"],)), dtype),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
+        pipeline = self.load_text_pipeline(dtype, device)
+
+        def encode_caption(caption: str) -> Tensors:
+            # (1, T, D) and (1, pooled width)
+            embeddings, pooled = pipeline.encode_prompt(
+                prompt=caption, prompt_2=None, device=device, max_sequence_length=self.info.text_tokens
+            )[:2]
+            return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
+
+        return make_caption_encoder(encode_caption)
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
+        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KontextEncoders(FluxEncoders):
+    info: KontextInfo
+
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the image's posterior and the reference's normalised mode, (C, H, W)."""
-        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
+        vae = memory.load(AutoencoderKL, self.info.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae)
-        processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
+        processor = VaeImageProcessor(vae_scale_factor=self.info.size_multiple)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return encode_picture(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
-            shape = self._reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
+            shape = self.info.compute_reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
             resized = processor.resize(picture, shape.height, shape.width)
             values = processor.preprocess(resized, shape.height, shape.width).to(device)
             # Normalised mode of the posterior, (1, C, H, W), so no noise is drawn.
             return FluxKontextPipeline._encode_vae_image(pipeline, values, generator=None)[0]
 
-        return PictureEncoder(encode, encode_reference, self.reference_resolution)
+        return PictureEncoder(encode, encode_reference, self.info.reference_resolution)
 
-    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
-        positions, text = super()._positions(batch), batch["prompt_embeds"]
+
+@dataclass(frozen=True, kw_only=True)
+class FluxDenoiser(FlowDenoiser):
+    info: FluxInfo
+    transformer_class: ClassVar[Any] = FluxTransformer2DModel
+
+    def mu(self, size: torch.Size) -> float:
+        return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
+
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+
+    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
+        return pack_latents(shift_and_scale_latents(latents, self.info.vae_config))
+
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+
+    def predict(
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    ) -> torch.Tensor:
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
+        text = batch["prompt_embeds"]
+        arguments = {
+            **get_common_arguments(noisy, timesteps, text, self.info.guidance),
+            "pooled_projections": batch["pooled_prompt_embeds"],
+            # As in encode_prompt: zeros, in the dtype of the text.
+            "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
+            "img_ids": move_to_device(_compute_image_ids(batch["latent_mean"], text.dtype), text.device),
+        }
+        arguments = self.conditioning.append_tokens(arguments, batch)
+        return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KontextConditioning(Conditioning):
+    """References, whose tokens follow the noisy ones, clean and at the same timestep."""
+
+    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+        image_ids = transformer_kwargs["img_ids"]
         for latents in get_reference_latents(batch):
-            height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-            ids = FluxPipeline._prepare_latent_image_ids(len(text), height, width, torch.device("cpu"), text.dtype)
+            ids = _compute_image_ids(latents, image_ids.dtype)
             # The first position axis tells the reference (1) from the image (0).
             ids[..., 0] = 1
-            positions["img_ids"] = torch.cat([positions["img_ids"], move_to_device(ids, text.device)])
-        return positions
+            image_ids = torch.cat([image_ids, move_to_device(ids, image_ids.device)])
+        hidden_states = append_references(transformer_kwargs["hidden_states"], batch, pack_latents)
+        return transformer_kwargs | {"hidden_states": hidden_states, "img_ids": image_ids}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxSampler(Sampler):
+    info: FluxInfo
+    output_field = "images"
+    guidance_batch_size = 1  # guidance is an input, or a second call
+
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
+        components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
+        return self._load_pipeline(dtype, transformer, text, **components)
+
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
+        # Guidance is an input of the network, so there is no prediction for "".
+        return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"height": shape.height, "width": shape.width}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KontextSampler(FluxSampler):
+    info: KontextInfo
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         # By default, the pipeline generates one megapixel, whatever height and width are passed.
         return {
             **super().shape_kwargs(shape),
             "max_area": shape.height * shape.width,
-            "_auto_resize": self.reference_resolution is None,
+            "_auto_resize": self.info.reference_resolution is None,
         }
 
 
@@ -291,18 +308,53 @@ def pack_latents(latents: torch.Tensor) -> torch.Tensor:
     return FluxPipeline._pack_latents(latents, batch, channels, height, width)
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoint:
+def get_common_arguments(
+    noisy: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor, guidance: float | None
+) -> dict[str, Any]:
+    """The arguments that the transformers of FLUX.1 and FLUX.2 share."""
+    return {
+        "hidden_states": noisy.to(text.dtype),  # the dtype of the pipeline's latents
+        # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
+        "timestep": timesteps.to(text.dtype) / 1000,
+        # One value for the batch, as in the pipeline.
+        "guidance": None if guidance is None else torch.full([1], guidance, device=noisy.device).expand(len(noisy)),
+        "encoder_hidden_states": text,
+    }
+
+
+def _compute_image_ids(latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Positions (S, 3) of the tokens of latents, on the CPU, with the pipeline's own method."""
+    return FluxPipeline._prepare_latent_image_ids(
+        len(latents), *compute_token_grid(latents), torch.device("cpu"), dtype
+    )
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder", "text_encoder_2")
-    kontext = index["_class_name"] == FluxKontextPipeline.__name__
-    kind = FluxKontextCheckpoint if kontext else FluxCheckpoint
-    return kind(**read_flux_fields(model, path, FluxTransformer2DModel))
+    fields = read_flux_fields(model, path, FluxTransformer2DModel)
+    objective = build_flow_matching(fields["scheduler"])
+    if index["_class_name"] == FluxKontextPipeline.__name__:
+        kontext_info = KontextInfo(**fields)
+        return Checkpoint(
+            info=kontext_info,
+            encoders=KontextEncoders(info=kontext_info),
+            denoiser=FluxDenoiser(info=kontext_info, objective=objective, conditioning=KontextConditioning()),
+            sampler=KontextSampler(info=kontext_info),
+        )
+    info = FluxInfo(**fields)
+    return Checkpoint(
+        info=info,
+        encoders=FluxEncoders(info=info),
+        denoiser=FluxDenoiser(info=info, objective=objective),
+        sampler=FluxSampler(info=info),
+    )
 
 
 def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
-    """The fields that checkpoints of FLUX.1 and FLUX.2 share."""
+    """The facts that checkpoints of FLUX.1 and FLUX.2 share."""
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     config = fill_defaults(transformer_class, fields["transformer_config"])
     return {
@@ -310,5 +362,4 @@ def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> 
         "transformer_config": config,
         "scheduler": scheduler,
         "guidance": TRAINING_GUIDANCE if config["guidance_embeds"] else None,
-        "objective": build_flow_matching(scheduler),
     }

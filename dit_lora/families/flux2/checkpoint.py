@@ -25,10 +25,30 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import (
+    Checkpoint,
+    Encoders,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flux.checkpoint import FluxCheckpoint, pack_latents, read_flux_fields
+from dit_lora.families.flow_matching import FlowDenoiser
+from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu
+from dit_lora.families.flux.checkpoint import (
+    FluxInfo,
+    FluxSampler,
+    get_common_arguments,
+    pack_latents,
+    read_flux_fields,
+)
+from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.packed_latents import PACK_SIZE, append_references, describe_packed_noise
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -39,7 +59,7 @@ from dit_lora.families.references import (
 from dit_lora.families.text.captions import make_caption_encoder
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import move_to_device
+from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
 # ones by default.
@@ -47,20 +67,30 @@ _LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flux2Checkpoint(FluxCheckpoint):
-    """A FLUX.2 dev checkpoint, and the base of klein's.
+class Flux2Info(FluxInfo):
+    """The facts of a FLUX.2 dev or klein checkpoint."""
 
-    Noise levels are shifted along FLUX.1's line, which FLUX.2's scheduler config contains too: mu is 0.5 at 256 tokens
-    and 1.15 at 4,096. musubi-tuner trains with the same line (`flux2_shift`, training/trainer_base.py). The pipeline's
-    own mu for 50 steps is 2.02 at 1024x1024; with it, only 2 % of the noise levels would be below 0.5, instead of 12
-    %.
-    """
+    pipeline_class: Any = Flux2Pipeline
+    is_distilled: bool = False
+    """`is_distilled` of klein's model_index.json: the checkpoint samples in four steps."""
 
-    pipeline_class: ClassVar[Any] = Flux2Pipeline
-    transformer_class: ClassVar[Any] = Flux2Transformer2DModel
-    transform = "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
-    text_components = ("text_encoder", "tokenizer")
-    system_message: ClassVar[str | None] = SYSTEM_MESSAGE
+    @property
+    def is_klein(self) -> bool:
+        return self.pipeline_class is Flux2KleinPipeline
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        if self.is_distilled and not recipe.lora.under:
+            raise DitLoraError(
+                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
+                "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
+                "into both, and sample from this one with validation.model; or give an adapter that undoes it in "
+                "lora.under"
+            )
+        return super().with_recipe(recipe, training_options)
+
+    def recipe_notes(self, recipe: Recipe) -> list[str]:
+        # FLUX.1's notes are not true of klein: its base has no guidance embedding either, but is not distilled.
+        return [] if self.is_klein else super().recipe_notes(recipe)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
         """The family's targets, plus the output layer of each single block by its full name.
@@ -102,30 +132,37 @@ class Flux2Checkpoint(FluxCheckpoint):
             return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
         return min_side_error((height, width), _LEAST_SIDE)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2Encoders(Encoders):
+    info: Flux2Info
+    transform = "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
+
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template."""
-        return measure_template_limit(self.pipeline_class, self._load_tokenizer(), self.text_tokens)
+        return measure_template_limit(self.info.pipeline_class, load_tokenizer(self.info), self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {
             **super().text_cache_key(),
+            "tokens": self.info.text_tokens,
             "layers": list(self._text_encoder_layers),
-            "system_message": self.system_message,
+            "system_message": None if self.info.is_klein else SYSTEM_MESSAGE,
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         # Three layers of hidden states side by side have the width that the transformer expects.
-        size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
+        size = (self.info.text_tokens, self.info.transformer_config["joint_attention_dim"])
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         # Pass the tokenizer, because the pipeline would load dev's image processor in its place.
         return load_pretrained(
-            self.pipeline_class,
-            self.path,
+            self.info.pipeline_class,
+            self.info.path,
             transformer=None,
             vae=None,
-            tokenizer=self._load_tokenizer(),
+            tokenizer=load_tokenizer(self.info),
             dtype=dtype,
             use_safetensors=True,
         ).to(device)
@@ -141,7 +178,7 @@ class Flux2Checkpoint(FluxCheckpoint):
             encoded = pipeline.encode_prompt(
                 prompt=caption,
                 device=device,
-                max_sequence_length=self.text_tokens,
+                max_sequence_length=self.info.text_tokens,
                 text_encoder_out_layers=self._text_encoder_layers,
             )
             return {"prompt_embeds": encoded[0]}
@@ -155,9 +192,9 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         It encodes in fp32 regardless of `dtype`, because bf16 would round the VAE's statistics.
         """
-        vae = memory.load(AutoencoderKLFlux2, self.path, torch.float32, device)
+        vae = memory.load(AutoencoderKLFlux2, self.info.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
-        processor = Flux2ImageProcessor(vae_scale_factor=self.size_multiple)
+        processor = Flux2ImageProcessor(vae_scale_factor=self.info.size_multiple)
 
         def encode_latents(values: Any) -> torch.Tensor:
             squares = Flux2Pipeline._encode_vae_image(pipeline, values.to(device), generator=None)
@@ -168,33 +205,86 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # The same three steps as in the pipeline: scale down, round the sides down, crop.
-            picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
-            height, width = (side // self.size_multiple * self.size_multiple for side in picture.size[::-1])
+            picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, self.info.max_reference_pixels)
+            height, width = (side // self.info.size_multiple * self.info.size_multiple for side in picture.size[::-1])
             return encode_latents(processor.preprocess(picture, height, width, resize_mode="crop"))
 
-        return PictureEncoder(encode, encode_reference, self.reference_resolution)
+        return PictureEncoder(encode, encode_reference, self.info.reference_resolution)
+
+    @property
+    def _text_encoder_layers(self) -> tuple[int, ...]:
+        return tuple(get_call_default(self.info.pipeline_class, "text_encoder_out_layers"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2Denoiser(FlowDenoiser):
+    """The denoiser of FLUX.2 dev and klein.
+
+    Noise levels are shifted along FLUX.1's line, which FLUX.2's scheduler config contains too: mu is 0.5 at 256 tokens
+    and 1.15 at 4,096. musubi-tuner trains with the same line (`flux2_shift`, training/trainer_base.py). The pipeline's
+    own mu for 50 steps is 2.02 at 1024x1024; with it, only 2 % of the noise levels would be below 0.5, instead of 12
+    %.
+    """
+
+    info: Flux2Info
+    transformer_class: ClassVar[Any] = Flux2Transformer2DModel
+
+    def mu(self, size: torch.Size) -> float:
+        return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
+
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Packed latents, (B, S, P). The cached ones are already normalised."""
         return pack_latents(batch["latent_mean"].float())
 
-    def _positions(self, batch: TensorMap) -> dict[str, torch.Tensor]:
-        text, latents = batch["prompt_embeds"], batch["latent_mean"]
-        # Every second latent in both directions has the size of the packed grid, which is all the method reads.
-        positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
+        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+
+    def predict(
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    ) -> torch.Tensor:
+        """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
+        text = batch["prompt_embeds"]
+        # Every second latent in both directions has the size of the packed grid, which is all the method reads. Its
+        # result is expanded over the batch, and memory that several rows share cannot be pinned.
+        image_ids = Flux2Pipeline._prepare_latent_ids(batch["latent_mean"][..., ::2, ::2]).contiguous()
+        arguments = {
+            **get_common_arguments(noisy, timesteps, text, self.info.guidance),
+            "txt_ids": move_to_device(Flux2Pipeline._prepare_text_ids(text), text.device),
+            "img_ids": move_to_device(image_ids, text.device),
+        }
+        arguments = self.conditioning.append_tokens(arguments, batch)
+        return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2Conditioning(Conditioning):
+    """Any number of references, whose tokens follow the noisy ones, clean and at the same timestep."""
+
+    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # The method takes the references of one sample and reads only their sizes.
-        references = [latent[:1, :, ::2, ::2] for latent in get_reference_latents(batch)]
-        if references:
-            reference_positions = Flux2Pipeline._prepare_image_ids(references)
+        references = [latents[:1, :, ::2, ::2] for latents in get_reference_latents(batch)]
+        if not references:
+            return transformer_kwargs
+        hidden_states, image_ids = transformer_kwargs["hidden_states"], transformer_kwargs["img_ids"]
+        reference_ids = move_to_device(Flux2Pipeline._prepare_image_ids(references), image_ids.device)
+        return transformer_kwargs | {
+            "hidden_states": append_references(hidden_states, batch, pack_latents),
             # The positions are the same for every sample of a batch.
-            positions.append(reference_positions.expand(len(text), -1, -1))
-        ids = {"txt_ids": Flux2Pipeline._prepare_text_ids(text), "img_ids": torch.cat(positions, dim=1)}
-        return {name: move_to_device(tensor, text.device) for name, tensor in ids.items()}
+            "img_ids": torch.cat([image_ids, reference_ids.expand(len(image_ids), -1, -1)], dim=1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux2Sampler(FluxSampler):
+    info: Flux2Info
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        tokenizer = self._load_tokenizer() if text else None
+        tokenizer = load_tokenizer(self.info) if text else None
         pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
-        if self.max_reference_pixels > _MOST_PIXELS:
+        if self.info.max_reference_pixels > _MOST_PIXELS:
             # The pipeline's limit is hard-coded in `__call__`. Replace its resize so that samples use references as
             # large as in training.
             pipeline.image_processor._resize_to_target_area = self._resize_reference
@@ -202,54 +292,33 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     def _resize_reference(self, picture: Image.Image, target_area: int) -> Image.Image:
         """Replaces the pipeline's `_resize_to_target_area`, with this checkpoint's limit."""
-        return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
-
-    @property
-    def _text_encoder_layers(self) -> tuple[int, ...]:
-        return tuple(get_call_default(self.pipeline_class, "text_encoder_out_layers"))
-
-    def _load_tokenizer(self) -> Any:
-        """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""
-        return load_pretrained(AutoTokenizer, self.path / "tokenizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KleinCheckpoint(Flux2Checkpoint):
-    """A FLUX.2 klein checkpoint."""
-
-    is_distilled: bool
-    """`is_distilled` of model_index.json: the checkpoint samples in four steps."""
-    pipeline_class: ClassVar[Any] = Flux2KleinPipeline
-    system_message = None
-
-    def apply_recipe(self, recipe: Recipe) -> Self:
-        if self.is_distilled and not recipe.lora.under:
-            raise DitLoraError(
-                f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
-                "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
-                "into both, and sample from this one with validation.model; or give an adapter that undoes it in "
-                "lora.under"
-            )
-        return super().apply_recipe(recipe)
-
-    def notes(self, recipe: Recipe) -> list[str]:
-        # Skip FLUX.1's notes: klein-base has no guidance embedding either, but is not distilled.
-        return super(FluxCheckpoint, self).notes(recipe)
+        return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.info.max_reference_pixels)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        # Unlike dev, klein-base uses classifier-free guidance, so it takes a negative prompt.
         arguments = super().prompt_kwargs(prompt)
-        if empty_prompt:
+        # Unlike dev, klein-base uses classifier-free guidance, so it takes a negative prompt.
+        if empty_prompt and self.info.is_klein:
             arguments["negative_prompt_embeds"] = empty_prompt["prompt_embeds"]
         return arguments
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Flux2Checkpoint:
+def load_tokenizer(info: Flux2Info) -> Any:
+    """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""
+    return load_pretrained(AutoTokenizer, info.path / "tokenizer")
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder")
     fields = read_flux_fields(model, path, Flux2Transformer2DModel)
     if index["_class_name"] == Flux2KleinPipeline.__name__:
-        return KleinCheckpoint(**fields, is_distilled=bool(index.get("is_distilled", False)))
-    return Flux2Checkpoint(**fields)
+        fields |= {"pipeline_class": Flux2KleinPipeline, "is_distilled": bool(index.get("is_distilled", False))}
+    info, objective = Flux2Info(**fields), build_flow_matching(fields["scheduler"])
+    return Checkpoint(
+        info=info,
+        encoders=Flux2Encoders(info=info),
+        denoiser=Flux2Denoiser(info=info, objective=objective, conditioning=Flux2Conditioning()),
+        sampler=Flux2Sampler(info=info),
+    )

@@ -109,7 +109,6 @@ class Krea2Denoiser(FlowDenoiser):
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for packed latents (S, P)."""
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -117,7 +116,6 @@ class Krea2Denoiser(FlowDenoiser):
         return _pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, _pack_latents)
 
     def predict(

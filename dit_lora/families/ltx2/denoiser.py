@@ -50,7 +50,8 @@ class LTX2Denoiser(FlowDenoiser):
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
-        video: dict[str, Any] = {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
+        video = dict(super().draw_functions(batch))
+        video["noise"] = partial(normal, (prod(grid), channels))
         # Cached clips may have sound that this run does not train.
         if not self.info.has_sound:
             return video
@@ -90,7 +91,7 @@ class LTX2Denoiser(FlowDenoiser):
         # With sound, this repeats the base class's steps for the video and adds those of the sound.
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
-        clean, conditioning_mask = (self.clean_latents(batch, draws), self._conditioning_mask(batch, draws))
+        clean, conditioning_mask = (self.clean_latents(batch, draws), self.conditioning.mask(batch, draws))
         noisy = objective.add_noise(clean, draws["noise"], sigmas)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)

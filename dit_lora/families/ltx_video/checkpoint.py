@@ -7,10 +7,16 @@ from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXVideoTr
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
-from dit_lora.families.ltx_video.image_to_video import LTXVideoImageCheckpoint
-from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint
+from dit_lora.families.ltx_video import image_to_video
+from dit_lora.families.ltx_video.text_to_video import (
+    LTXVideoDenoiser,
+    LTXVideoEncoders,
+    LTXVideoInfo,
+    LTXVideoSampler,
+)
 from dit_lora.families.opening import (
     fill_defaults,
     get_checkpoint_folder,
@@ -21,7 +27,7 @@ from dit_lora.families.opening import (
 from dit_lora.families.refusals import refuse_ic_lora
 
 
-def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
     refuse_ic_lora(model)
     path = get_checkpoint_folder(model)
@@ -35,12 +41,17 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     # The recipe's task wins, because both tasks use the same weights.
     stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
     task = model.task or stored_task
-    kind = LTXVideoImageCheckpoint if task == "i2v" else LTXVideoCheckpoint
-    return kind(
-        **fields | {"transformer_config": transformer, "vae_config": vae},
-        scheduler=scheduler,
-        objective=build_flow_matching(scheduler),
-        has_task_override=task != stored_task,
+    objective = build_flow_matching(scheduler)
+    facts = fields | {"transformer_config": transformer, "vae_config": vae}
+    facts |= {"scheduler": scheduler, "has_task_override": task != stored_task}
+    if task == "i2v":
+        return image_to_video.compose_checkpoint(objective, **facts)
+    info = LTXVideoInfo(**facts)
+    return Checkpoint(
+        info=info,
+        encoders=LTXVideoEncoders(info=info),
+        denoiser=LTXVideoDenoiser(info=info, objective=objective),
+        sampler=LTXVideoSampler(info=info),
     )
 
 

@@ -6,42 +6,64 @@ posterior.
 Shapes: B batch, C latent channels, F latent frames, H and W latent size, S video tokens (F H W).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline
 from diffusers.video_processor import VideoProcessor
-from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstTokensCheckpoint
-from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint, normalize_latents, pack_latents
-from dit_lora.families.pictures import to_pil_image
+from dit_lora.config.recipe import Recipe
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
+from dit_lora.families.first_frame import FirstTokens
+from dit_lora.families.ltx_video.text_to_video import (
+    LTXVideoDenoiser,
+    LTXVideoEncoders,
+    LTXVideoInfo,
+    LTXVideoSampler,
+    normalize_latents,
+    pack_latents,
+)
+from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.posterior import sample_posterior
 from dit_lora.families.refusals import min_frames_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import DrawFunctions, normal
 
 IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of one frame, fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
-    """An LTX-Video checkpoint for image-to-video."""
+class LTXVideoImageInfo(LTXVideoInfo):
+    """The facts of an LTX-Video checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
+    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
     supported_options: ClassVar[tuple[str, ...]] = (
-        *LTXVideoCheckpoint.supported_options,
-        *FirstTokensCheckpoint.supported_options,
+        *LTXVideoInfo.supported_options,
+        "data.image_column",
+        "validation.images",
     )
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         frame_problems = min_frames_errors(shape.frames, self.temporal_factor)
         return [*super().find_shape_errors(shape), *frame_problems]
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info = super().with_recipe(recipe, training_options)
+        require_images(self.path.name, recipe.validation, self.image_arguments)
+        return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXVideoImageEncoders(LTXVideoEncoders):
+    """Encoders for image-to-video."""
+
+    info: LTXVideoImageInfo
 
     def latent_cache_key(self) -> Mapping[str, Any]:
         return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}
@@ -50,8 +72,8 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the clip's tensors and the posterior of its image, (C, 1, H, W)."""
-        vae = memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device)
-        processor = VideoProcessor(vae_scale_factor=self.spatial_factor)
+        vae = memory.load(AutoencoderKLLTXVideo, self.info.path, torch.float32, device)
+        processor = VideoProcessor(vae_scale_factor=self.info.spatial_factor)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -66,41 +88,35 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
 
         return encode
 
+
+@dataclass(frozen=True, kw_only=True)
+class SampledFirstTokens(FirstTokens):
+    """`FirstTokens` whose image latent is sampled from its posterior."""
+
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """Random tensors of the clip, plus the image's dropout and its latent."""
         # (C, 1, H, W)
         picture: DrawFunctions = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
         return {**super().draw_functions(batch), **picture}
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
-    def predict_in_training(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: TensorMap,
-        random_tensors: TensorMap,
-    ) -> torch.Tensor:
-        # (B, S)
-        token_timesteps = self.token_timesteps(timesteps, batch, random_tensors)
-        return self.run_transformer(transformer, noisy, token_timesteps, batch)
+def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+    """A batch's image latents, normalised, repeated for every frame and packed, (B, S, C)."""
+    latent, noise = batch["image_latent_mean"].float(), random_tensors.get("image_posterior")
+    if noise is not None:
+        latent = sample_posterior(latent, batch["image_latent_logvar"], noise)
+    # Like the pipeline, without the VAE's scaling factor, which is 1.
+    frames = batch["latent_mean"].shape[2]
+    # (B, C, 1, H, W) -> (B, C, F, H, W) -> (B, S, C)
+    return pack_latents(normalize_latents(latent, batch).expand(-1, -1, frames, -1, -1))
 
-    def predict(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
-    ) -> torch.Tensor:
-        """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
-        # Without random tensors, every sample keeps its image, at the posterior's mean.
-        conditioned = self.replace_first_frame(noisy, batch, {})
-        return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
-    def picture_tokens(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        latent, noise = batch["image_latent_mean"].float(), random_tensors.get("image_posterior")
-        if noise is not None:
-            latent = sample_posterior(latent, batch["image_latent_logvar"], noise)
-        # Like the pipeline, without the VAE's scaling factor, which is 1.
-        frames = batch["latent_mean"].shape[2]
-        # (B, C, 1, H, W) -> (B, C, F, H, W) -> (B, S, C)
-        return pack_latents(normalize_latents(latent, batch).expand(-1, -1, frames, -1, -1))
+def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
+    """The checkpoint for image-to-video."""
+    info = LTXVideoImageInfo(**facts)
+    conditioning = SampledFirstTokens(image_latents=get_image_tokens)
+    return Checkpoint(
+        info=info,
+        encoders=LTXVideoImageEncoders(info=info),
+        denoiser=LTXVideoDenoiser(info=info, objective=objective, conditioning=conditioning),
+        sampler=LTXVideoSampler(info=info),
+    )

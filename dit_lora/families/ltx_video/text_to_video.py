@@ -7,7 +7,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 (F H W).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
@@ -19,8 +19,19 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
-from dit_lora.families.flow_matching import FlowCheckpoint
+from dit_lora.families.base import (
+    CheckpointInfo,
+    Encoders,
+    Sampler,
+    Sampling,
+    TensorMap,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+)
+from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
 from dit_lora.families.loss_mask import compute_packed_loss_weights
 from dit_lora.families.opening import get_call_default
@@ -37,8 +48,8 @@ _DECODE_KWARGS = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTXVideoCheckpoint(FlowCheckpoint):
-    """An LTX-Video checkpoint for text-to-video."""
+class LTXVideoInfo(CheckpointInfo):
+    """The facts of an LTX-Video checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -47,9 +58,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     has_task_override: bool = False
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTXPipeline
-    transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
-    transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
-    supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "model.task")
+    supported_options: ClassVar[tuple[str, ...]] = ("model.task",)
 
     @property
     def spatial_factor(self) -> int:
@@ -75,25 +84,46 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, self.temporal_factor)]
 
-    def apply_recipe(self, recipe: Recipe) -> Self:
+    @property
+    def frame_rate(self) -> float:
+        return self.fps or get_call_default(self.pipeline_class, "frame_rate")
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens of every caption: the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")
+
+    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply frames per second. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         # Check now: otherwise validation samples would fail in the middle of a run.
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return replace(super().apply_recipe(recipe), fps=recipe.data.fps)
+        return replace(super().with_recipe(recipe, training_options), fps=recipe.data.fps)
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Frames per second are one of the common fields of the header.
         fps = metadata.get("video", {}).get("fps", self.fps)
         return replace(super().with_training_metadata(metadata), fps=fps)
 
+    def index_changes(self) -> dict[str, Any]:
+        """The pipeline class, if another task than the checkpoint's was trained."""
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXVideoEncoders(Encoders):
+    """Encoders for text-to-video."""
+
+    info: LTXVideoInfo
+    transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
+
     def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.path, self.text_tokens)
+        return load_text_limit(self.info.path, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {**super().text_cache_key(), "tokens": self.text_tokens}
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, width = self.text_tokens, self.transformer_config["caption_channels"]
+        tokens, width = self.info.text_tokens, self.info.transformer_config["caption_channels"]
         return {
             "prompt_embeds": (torch.Size((tokens, width)), dtype),
             "prompt_attention_mask": (torch.Size((tokens,)), torch.bool),
@@ -105,7 +135,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
         def encode_caption(caption: str) -> Tensors:
             embeddings, mask, _, _ = pipeline.encode_prompt(
-                caption, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
+                caption, do_classifier_free_guidance=False, max_sequence_length=self.info.text_tokens, device=device
             )
             return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
 
@@ -119,7 +149,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         It encodes in fp32 regardless of `dtype`.
         """
         return make_pixel_encoder(
-            memory.load(AutoencoderKLLTXVideo, self.path, torch.float32, device), self.encode_clip
+            memory.load(AutoencoderKLLTXVideo, self.info.path, torch.float32, device), self.encode_clip
         )
 
     def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
@@ -128,9 +158,17 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         statistics = torch.stack([vae.latents_mean, vae.latents_std])
         return {**encode_video(vae, pixels), "latent_statistics": statistics}
 
+
+@dataclass(frozen=True, kw_only=True)
+class LTXVideoDenoiser(FlowDenoiser):
+    """The denoiser of both tasks. What differs between them is the conditioning."""
+
+    info: LTXVideoInfo
+    transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
+
     def mu(self, size: torch.Size) -> float:
         # Every latent is one token.
-        return compute_mu(self.scheduler, prod(size[1:]))
+        return compute_mu(self.info.scheduler, prod(size[1:]))
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, C)."""
@@ -140,7 +178,8 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return pack_latents(normalize_latents(latents, batch, self.vae_config["scaling_factor"]))
+        packed = pack_latents(normalize_latents(latents, batch, self.info.vae_config["scaling_factor"]))
+        return self.conditioning.replace_given_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
@@ -150,28 +189,41 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
-        return self.run_transformer(transformer, noisy, timesteps, batch)
+        # Without random tensors, every sample keeps its image, at the posterior's mean.
+        conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
+        return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
-    def run_transformer(
-        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
+    def predict_in_training(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: TensorMap,
+        random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Run the transformer. `timesteps` is (B,), or (B, S) for one timestep per token."""
         text = batch["prompt_embeds"]
         frames, height, width = batch["latent_mean"].shape[2:]
-        spatial = self.spatial_factor
+        info, spatial = self.info, self.info.spatial_factor
         # The dtype of the text is that of the pipeline's latents.
         return transformer(
             hidden_states=noisy.to(text.dtype),
             encoder_hidden_states=text,
-            timestep=timesteps,
+            timestep=self.conditioning.token_timesteps(timesteps, batch, random_tensors),
             encoder_attention_mask=move_to_device(batch["prompt_attention_mask"], text.device),
             num_frames=frames,
             height=height,
             width=width,
             # Seconds per latent frame, and pixels per latent.
-            rope_interpolation_scale=(self.temporal_factor / self.frame_rate, spatial, spatial),
+            rope_interpolation_scale=(info.temporal_factor / info.frame_rate, spatial, spatial),
             return_dict=False,
         )[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXVideoSampler(Sampler):
+    """Sampler of both tasks."""
+
+    info: LTXVideoInfo
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)
@@ -181,12 +233,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             "num_frames": shape.frames,
             "height": shape.height,
             "width": shape.width,
-            **(_DECODE_KWARGS if self.vae_config["timestep_conditioning"] else {}),
+            **(_DECODE_KWARGS if self.info.vae_config["timestep_conditioning"] else {}),
         }
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Frames per second. Raises `DitLoraError` for a single step if its timestep would be NaN."""
-        require_min_steps(self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps")
+        require_min_steps(self.info.scheduler, sampling.inference_steps, f"{self.info.path.name}: inference steps")
         return {} if sampling.fps is None else {"frame_rate": sampling.fps}
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
@@ -199,19 +251,6 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         with torch.random.fork_rng(devices):
             torch.manual_seed(sampling.seed)
             return super().generate(pipeline, prompt_kwargs, sampling)
-
-    def index_changes(self) -> dict[str, Any]:
-        """The pipeline class, if another task than the checkpoint's was trained."""
-        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
-
-    @property
-    def frame_rate(self) -> float:
-        return self.fps or get_call_default(self.pipeline_class, "frame_rate")
-
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens of every caption: the pipeline's default."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 def normalize_latents(latents: torch.Tensor, batch: TensorMap, scaling_factor: float = 1.0) -> torch.Tensor:

@@ -88,7 +88,6 @@ class QwenImageDenoiser(FlowDenoiser):
         return transformer
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for packed latents (S, P)."""
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -96,7 +95,6 @@ class QwenImageDenoiser(FlowDenoiser):
         return pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(

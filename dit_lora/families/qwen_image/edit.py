@@ -83,7 +83,7 @@ class QwenImageEditInfo(QwenLatentsInfo):
 
 
 # Qwen-Image-Edit-2509 and -2511, whose text encoder gets smaller images.
-EDIT_PLUS = {
+EDIT_PLUS: dict[str, Any] = {
     "pipeline_class": QwenImageEditPlusPipeline,
     "max_references": 3,  # the cards of 2509 and 2511: "1 to 3 input images"
     "text_area": edit_plus.CONDITION_IMAGE_SIZE,

@@ -118,7 +118,7 @@ def test_a_changed_file_of_an_encoder_changes_what_its_entries_are_keyed_by(
     path = Path(shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "model"))
 
     def key() -> list[str]:
-        values = getattr(open_checkpoint(path), facts)().values()
+        values = getattr(open_checkpoint(path).encoders, facts)().values()
         digests = Digests(tmp_path / "memo.json")
         return [digests.hash_component(v) if isinstance(v, Path) else str(v) for v in values]
 

@@ -151,9 +151,9 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: Checkpoint)
         "prompt_attention_mask": torch.ones(3, 4, dtype=torch.int64),
     }
     model, streams = Echo(), RandomStreams(0, [1, 2, 3])
-    output = checkpoint.denoiser.losses(model, batch, streams)
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), torch.device("cpu"))
-    clean = checkpoint.denoiser.clean_latents(batch, random_inputs)
+    output = denoiser.losses(model, batch, streams)
+    random_inputs = streams.draw_tensors(denoiser.draw_functions(batch), torch.device("cpu"))
+    clean = denoiser.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
     level = random_inputs["timestep"].double().view(-1, 1, 1, 1)
     noisy = (1 - level) * clean.double() + level * random_inputs["noise"].double()

@@ -197,7 +197,7 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     plain = checkpoint.apply_recipe(recipe)
     plain.losses(model, some_batch(plain), RandomStreams(SEED, POSITIONS))
     assert model.asked["guidance"] is None
-    assert plain.training_metadata() == {}
+    assert plain.info.training_metadata() == {}
     notes = " ".join(plain.notes(recipe))
     assert ("FLUX.1-dev is the usual base" in notes) == (variant == "flux-schnell")
 
@@ -215,11 +215,11 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     family.open(recipe.model, recipe_for(path, recipe_values, lora=lora))
     training = recipe_for(base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]})
     second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
-    assert second.is_distilled
-    pipeline = second.pipeline(torch.float32)
+    assert second.info.is_distilled
+    pipeline = second.sampler.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     sampling = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
-    assert second.generate(pipeline, second.prompt_kwargs("a cat"), sampling).shape == (
+    assert second.sampler.generate(pipeline, second.sampler.prompt_kwargs("a cat"), sampling).shape == (
         1,
         32,
         64,
@@ -359,4 +359,4 @@ def test_a_header_says_at_which_guidance_its_output_is_compared(
     metadata = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
     save_adapter(transformer, FluxPipeline, tmp_path, metadata)
     stock: Any = find_target(tmp_path, str(path)).open_reference_model()
-    assert stock.checkpoint.guidance == 3.5
+    assert stock.checkpoint.info.guidance == 3.5

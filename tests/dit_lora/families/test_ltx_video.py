@@ -60,25 +60,25 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
     recipe = recipe_of(path, recipe_values, task)
     plain = opened(path, task)
     informed = plain.apply_recipe(recipe)
-    assert (plain.frame_rate, informed.frame_rate) == (25, 12.5)
+    assert (plain.info.frame_rate, informed.info.frame_rate) == (25, 12.5)
     assert plain.with_training_metadata({"video": {"fps": 12.5}}) == informed
     case = EVERY["ltx-video" if task == "t2v" else "ltx-video-i2v"]
     pixels, image = pixels_of(SHAPE, torch.Generator().manual_seed(3)), None
     if case.pictures:
         image = tmp_path / "first.png"
         to_pil_image(pixels[0]).save(image)
-    row = informed.load_video_encoder(torch.float32, CPU)(pixels)
-    text = informed.load_text_encoder(torch.float32, CPU)(["a cat"])
+    row = informed.encoders.load_video_encoder(torch.float32, CPU)(pixels)
+    text = informed.encoders.load_text_encoder(torch.float32, CPU)(["a cat"])
     batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()} | text, 4)
-    pipeline, calls = quiet(informed.pipeline(torch.float32)), []
+    pipeline, calls = quiet(informed.sampler.pipeline(torch.float32)), []
     pipeline.transformer.register_forward_hook(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     sampling = Sampling(SHAPE, 2, 1.0, seed=4, image=image, fps=12.5)
-    informed.generate(pipeline, informed.prompt_kwargs(text), sampling)
+    informed.sampler.generate(pipeline, informed.sampler.prompt_kwargs(text), sampling)
     call, expected = calls[-1]
     assert call["rope_interpolation_scale"] == (8 / 12.5, 32, 32)
-    transformer, timesteps = informed.load_transformer(torch.float32).eval(), case.timesteps(call)
+    transformer, timesteps = informed.denoiser.load_transformer(torch.float32).eval(), case.timesteps(call)
     with torch.no_grad():
         prediction, other_prediction = (
             opened_checkpoint.denoiser.predict(transformer, call["hidden_states"], timesteps, batch)
@@ -141,22 +141,22 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     """0.9.1's, which is told a timestep too; what it draws is taken from nobody else."""
     older, newer = (opened(tiny_checkpoints[variant]) for variant in FAMILY.tiny_variants)
     decoding = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-    added_options = newer.shape_kwargs(SHAPE).items() - older.shape_kwargs(SHAPE).items()
+    added_options = newer.sampler.shape_kwargs(SHAPE).items() - older.sampler.shape_kwargs(SHAPE).items()
     assert dict(added_options) == decoding
-    pipeline = quiet(newer.pipeline(torch.float32))
+    pipeline = quiet(newer.sampler.pipeline(torch.float32))
     torch.manual_seed(11)
     state = torch.get_rng_state()
     videos = []
     for seed in (3, 3, 4):
         sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=seed)
-        videos.append(newer.generate(pipeline, newer.prompt_kwargs("a cat"), sampling))
+        videos.append(newer.sampler.generate(pipeline, newer.sampler.prompt_kwargs("a cat"), sampling))
         torch.randn(5)  # somebody else draws
     assert videos[0].shape == (9, 64, 96, 3)
     assert torch.equal(videos[0], videos[1])
     assert not torch.equal(videos[0], videos[2])
     torch.set_rng_state(state)
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=3)
-    newer.generate(pipeline, newer.prompt_kwargs("a cat"), sampling)
+    newer.sampler.generate(pipeline, newer.sampler.prompt_kwargs("a cat"), sampling)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -104,10 +104,10 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
         "CogVideoXImageToVideoPipeline" if name.endswith("I2V") else "CogVideoXPipeline"
     )
     latents = (shape.frames - 1) // 4 + 1
-    assert latents + checkpoint.num_padding_frames(latents) == (22 if "1.5" in name else 13)
+    assert latents + checkpoint.denoiser.num_padding_frames(latents) == (22 if "1.5" in name else 13)
     assert checkpoint.denoiser.num_train_timesteps == 1000
-    rotary = checkpoint._rotary_embeddings(
-        latents + checkpoint.num_padding_frames(latents),
+    rotary = checkpoint.denoiser._rotary_embeddings(
+        latents + checkpoint.denoiser.num_padding_frames(latents),
         shape.height // 8,
         shape.width // 8,
         torch.device("cpu"),
@@ -125,11 +125,11 @@ def test_shapes_that_published_checkpoints_have_no_positions_for(tmp_path: Path)
     recipe = load_recipe(ROOT / "recipes" / "cogvideox" / "5b_i2v.yaml")
     learned = opened("CogVideoX-5b-I2V", tmp_path, recipe)
     with pytest.raises(DitLoraError, match="frames must be 49, which its learned positions are for"):
-        learned.check_shape(VideoShape(25, 480, 720))
+        learned.info.check_shape(VideoShape(25, 480, 720))
     with pytest.raises(DitLoraError, match="width must be 720, which its learned positions are for"):
-        learned.check_shape(VideoShape(49, 480, 704))
+        learned.info.check_shape(VideoShape(49, 480, 704))
     sliced = opened("CogVideoX1.5-5B-I2V", tmp_path, recipe)
-    sliced.check_shape(VideoShape(81, 1360, 768))
+    sliced.info.check_shape(VideoShape(81, 1360, 768))
     with pytest.raises(DitLoraError, match="width can be 2400 at most"):
-        sliced.check_shape(VideoShape(81, 768, 2416))
+        sliced.info.check_shape(VideoShape(81, 768, 2416))
     opened("CogVideoX-5b", tmp_path, recipe).info.check_shape(VideoShape(81, 2416, 768))

@@ -67,7 +67,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
         targets = checkpoint.info.lora_targets(get_family(recipe.model.family).lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     assert (report.num_adapted, report.num_parameters) == (layers, adapter)
-    assert (checkpoint.guidance is not None) == name.endswith("-dev")
+    assert (checkpoint.info.guidance is not None) == name.endswith("-dev")
     assert checkpoint.denoiser.objective.shift == (1.0 if name == "FLUX.1-schnell" else None)
     checkpoint.info.check_shape(VideoShape(1, 1040, 752))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):

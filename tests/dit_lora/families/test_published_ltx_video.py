@@ -21,7 +21,7 @@ CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # Parameters of the transformer, and of LoRA at rank 32 on q, k, v and out of both attentions; computed. Lightricks say
 # 2B.
 WHOLE, ADAPTER = 1_923_385_472, 28 * 8 * 32 * 2 * 2048
-RECIPES = {"0.9_t2v": "LTXVideoCheckpoint", "0.9_i2v": "LTXVideoImageCheckpoint"}
+RECIPES = {"0.9_t2v": "LTXVideoInfo", "0.9_i2v": "LTXVideoImageInfo"}
 
 
 def counted(layers: int, width: int, channels: int, text: int) -> int:
@@ -49,7 +49,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, stem: str, 
     family = get_family("ltx_video")
     model = recipe.model.model_copy(update={"path": str(path)})
     checkpoint = family.open(model).apply_recipe(recipe)
-    assert type(checkpoint).__name__ == RECIPES[stem]
+    assert type(checkpoint.info).__name__ == RECIPES[stem]
     with torch.device("meta"):
         config, vae_config = checkpoint.info.transformer_config, checkpoint.info.vae_config
         transformer: Any = LTXVideoTransformer3DModel.from_config(config).requires_grad_(False)
@@ -59,14 +59,14 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, stem: str, 
         report = attach_lora(transformer, LoraConfig(rank=32), targets, seed=0)
     assert counted(28, 2048, 128, 4096) == WHOLE
     assert (report.num_adapted, report.num_parameters) == (28 * 8, ADAPTER)
-    factors = (checkpoint.spatial_factor, checkpoint.temporal_factor)
+    factors = (checkpoint.info.spatial_factor, checkpoint.info.temporal_factor)
     assert factors == (32, 8) == (vae.spatial_compression_ratio, vae.temporal_compression_ratio)
     shape = VideoShape.from_data(recipe.data)
     size = torch.Size([128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32])
     assert size[1:].numel() == 4032
     assert "4,032 video tokens" in (ROOT / "recipes" / "ltx_video" / f"{stem}.yaml").read_text()
     assert checkpoint.denoiser.compute_shift(size) == pytest.approx(7.6, abs=0.05)
-    assert (checkpoint.frame_rate, checkpoint.text_tokens) == (25, 128)
+    assert (checkpoint.info.frame_rate, checkpoint.info.text_tokens) == (25, 128)
     assert ("decode_timestep" in checkpoint.sampler.shape_kwargs(shape)) == ("0.9.1" in name)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 840"):
         checkpoint.info.check_shape(VideoShape(89, 448, 840))

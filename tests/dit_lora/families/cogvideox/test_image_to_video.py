@@ -147,7 +147,8 @@ def test_images_are_left_out_for_some_samples_each_by_itself(
 ) -> None:
     """Two of ten, and a sample's draw is the same in any batch."""
     count, share = 2000, 0.2
-    checkpoint = replace(open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]), image_dropout=share)
+    stored = open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).denoiser
+    denoiser = replace(stored, conditioning=replace(stored.conditioning, image_dropout=share))
 
     def kept(draws: range) -> torch.Tensor:
         size = len(draws)
@@ -159,7 +160,7 @@ def test_images_are_left_out_for_some_samples_each_by_itself(
             "prompt_embeds": torch.zeros(size, 1, 1),
         }
         model = Recorder(torch.zeros(1, 1, 1, 1, 1))
-        checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, draws))
+        denoiser.losses(model, batch, RandomStreams(SEED, draws))
         images = model.asked["hidden_states"][:, 0, 4:].flatten(1)
         assert ((images == 0).all(1) | (images > 0.69).all(1)).all()
         return images[:, 0] != 0
@@ -206,8 +207,8 @@ def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(tiny_checkpoints:
 def test_without_image_noise_the_clean_encoding_is_alone_under_a_key_of_its_own(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    noised = open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"])
-    clean = replace(noised, has_image_noise=False)
+    noised = open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).encoders
+    clean = replace(noised, info=replace(noised.info, has_image_noise=False))
     encoded = clean.load_video_encoder(torch.float32, CPU)(frames_and_image()[0])
     assert encoded["image_latent_mean"].shape == (1, 4, 1, 8, 12)
     assert clean.latent_cache_key() != noised.latent_cache_key()
@@ -256,11 +257,11 @@ def for_recipe(values: dict[str, Any]) -> Any:
 
 
 def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, Any]) -> None:
-    assert for_recipe(image_recipe).has_image_noise
-    assert for_recipe(image_recipe).image_dropout == 0
+    assert for_recipe(image_recipe).info.has_image_noise
+    assert for_recipe(image_recipe).denoiser.conditioning.image_dropout == 0
     image_recipe["data"] |= {"image_noise": False, "image_dropout": 0.25}
-    assert not for_recipe(image_recipe).has_image_noise
-    assert for_recipe(image_recipe).image_dropout == 0.25
+    assert not for_recipe(image_recipe).info.has_image_noise
+    assert for_recipe(image_recipe).denoiser.conditioning.image_dropout == 0.25
 
 
 def test_prompts_without_their_first_images_are_refused(image_recipe: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
@@ -127,7 +127,7 @@ def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
 
 def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
     """The loss of one call, counted from 1, multiplied; memory counting and base fingerprints are not calls."""
-    losses, calls = CogVideoXCheckpoint.losses, []
+    losses, calls = CogVideoXDenoiser.losses, []
 
     def changed(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         output = losses(self, transformer, batch, streams)
@@ -137,7 +137,7 @@ def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
         worst = factor if len(calls) == at else 1.0
         return output._replace(losses=output.losses * worst)
 
-    patch.setattr(CogVideoXCheckpoint, "losses", changed)
+    patch.setattr(CogVideoXDenoiser, "losses", changed)
 
 
 def test_a_spike_is_an_event_and_training_goes_on(
@@ -211,7 +211,7 @@ def test_a_rollback_forgets_what_was_observed_of_the_steps_that_it_undoes(
     tight = ["guard.spike_threshold=0.1", "guard.adaptive_clip=true", "guard.snapshot_every=10"]
     common = [*smoke, *WATCHED, *tight, "train.steps=34"]
     lora_main([*common, f"run.dir={tmp_path / 'clean'}"])
-    losses, calls = CogVideoXCheckpoint.losses, []
+    losses, calls = CogVideoXDenoiser.losses, []
 
     def poisoning(self: Any, transformer: Any, *arguments: Any) -> LossOutput:
         calls.append(1)
@@ -219,7 +219,7 @@ def test_a_rollback_forgets_what_was_observed_of_the_steps_that_it_undoes(
             next(p for p in transformer.parameters() if p.requires_grad).data[0, 0] = torch.nan
         return losses(self, transformer, *arguments)
 
-    monkeypatch.setattr(CogVideoXCheckpoint, "losses", poisoning)
+    monkeypatch.setattr(CogVideoXDenoiser, "losses", poisoning)
     lora_main([*common, f"run.dir={tmp_path / 'run'}"])
     assert [e["step"] for e in lines(tmp_path / "run", "events.jsonl") if e["action"] == "rollback"]
     weights = "checkpoints/step_000034/trainable.safetensors"
