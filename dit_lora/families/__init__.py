@@ -36,6 +36,7 @@ _OWN_DIFFUSION_FAMILIES = {
 CHAT_FAMILIES = {"videochat2": "dit_lora.families.videochat2", "chat": "dit_lora.families.chat"}
 """Families whose checkpoints implement the contract of `families.chat_base`."""
 _OWN_FAMILIES = _OWN_DIFFUSION_FAMILIES | CHAT_FAMILIES
+# Only names are read here: a module is imported when its family is used.
 _OTHER_FAMILIES = {
     point.name: point.value for point in entry_points(group="dit_lora.families") if point.name not in _OWN_FAMILIES
 }
@@ -71,11 +72,12 @@ def get_family(name: str) -> Any:
 
 
 def get_families() -> Mapping[str, Any]:
-    """All families by name, without those whose package is broken, of which one line is printed.
+    """All families by name. A family of another package that cannot be imported is left out with a warning.
 
     This imports only their descriptions, which takes milliseconds and no torch.
     """
     families = {name: get_family(name) for name in _OWN_FAMILIES}
+    # A broken package of somebody else must not end a command that does not need it.
     for name in _OTHER_FAMILIES:
         try:
             families[name] = get_family(name)
