@@ -143,7 +143,7 @@ class Echo(nn.Module):
 
 
 def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: Checkpoint) -> None:
-    checkpoint = replace(stored, denoiser=replace(stored.denoiser, conditioning=Inpainting()))
+    denoiser = replace(stored.denoiser, conditioning=Inpainting())
     generator = torch.Generator().manual_seed(3)
     batch = {
         "latent_mean": torch.randn(3, 32, 2, 5, generator=generator),
