@@ -478,38 +478,3 @@ class Checkpoint:
             f"expert: {name} ({info.part}), timesteps {timesteps[0]} to {timesteps[-1]}",
             *info.recipe_notes(recipe),
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InheritingCheckpoint(CheckpointInfo, Encoders, Denoiser, Sampler):
-    """A checkpoint that is all its roles at once. Families that are composed of three roles do not need it."""
-
-    # Each role reads the facts from `info`, which is the checkpoint itself.
-    info: Any = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "info", self)
-
-    @property
-    def encoders(self) -> Self:
-        return self
-
-    @property
-    def denoiser(self) -> Self:
-        return self
-
-    @property
-    def sampler(self) -> Self:
-        return self
-
-    def notes(self, recipe: Recipe) -> list[str]:
-        """Messages about this checkpoint that are printed when a run begins."""
-        if not self.expert_names:
-            return []
-        # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
-        name, low, high = (self.expert_names[self.part], self.timestep_range[0], self.timestep_range[-1])
-        return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
-
-    def apply_recipe(self, recipe: Recipe) -> Self:
-        """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        return self.with_recipe(recipe).apply_training_options(recipe)

@@ -5,9 +5,9 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Denoiser, InheritingCheckpoint, TensorMap
+from dit_lora.families.base import Denoiser, TensorMap
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -143,11 +143,3 @@ class FlowDenoiser(Denoiser):
     ) -> torch.Tensor:
         """Predict for a training step. Families that need random tensors beyond noise and timestep override this."""
         return self.predict(transformer, noisy, timesteps, batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowCheckpoint(FlowDenoiser, InheritingCheckpoint):
-    """A checkpoint that is all its roles at once, with flow matching."""
-
-    info: Any = field(init=False, repr=False, compare=False)
-    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)

@@ -3,8 +3,6 @@
 import pytest
 from family_cases.subject import Subject
 
-from dit_lora.families.base import InheritingCheckpoint
-
 MAX_CLASSES = 3
 """The family's class, a base that several families share, and the role."""
 MAX_MEMBERS = 20
@@ -12,10 +10,7 @@ MAX_MEMBERS = 20
 
 @pytest.mark.parametrize("role", ["encoders", "denoiser", "sampler"])
 def test_a_role_has_few_classes_and_few_members(subject: Subject, role: str) -> None:
-    checkpoint = subject.checkpoint
-    if isinstance(checkpoint, InheritingCheckpoint):
-        pytest.skip("this family's checkpoint is all its roles at once")
-    value = getattr(checkpoint, role)
+    value = getattr(subject.checkpoint, role)
     classes = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("dit_lora.")]
     members = [name for name in dir(value) if not name.startswith("_")]
     print(f"{role}: {' -> '.join(classes)}; {len(members)} members: {', '.join(members)}")  # noqa: T201
@@ -24,8 +19,6 @@ def test_a_role_has_few_classes_and_few_members(subject: Subject, role: str) -> 
 
 
 def test_the_facts_have_few_classes(subject: Subject) -> None:
-    checkpoint = subject.checkpoint
-    if isinstance(checkpoint, InheritingCheckpoint):
-        pytest.skip("this family's checkpoint is all its roles at once")
-    classes = [kind.__name__ for kind in type(checkpoint.info).__mro__ if kind.__module__.startswith("dit_lora.")]
+    info = subject.checkpoint.info
+    classes = [kind.__name__ for kind in type(info).__mro__ if kind.__module__.startswith("dit_lora.")]
     assert len(classes) <= MAX_CLASSES, classes
