@@ -202,5 +202,5 @@ def test_a_run_that_wants_a_gpu_and_finds_none_says_where_to_look(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DitLoraError, match="no folder clips"):
         lora_main([RECIPE, MADE])
-    line = next(line for line in capsys.readouterr().err.splitlines() if "process(es) on cpu" in line)
-    assert line.endswith("torch finds no GPU that it can use; see dit-lora doctor") == says
+    line = next(line for line in capsys.readouterr().err.splitlines() if "1 process on cpu" in line)
+    assert line.endswith("torch finds no usable GPU; see dit-lora doctor") == says

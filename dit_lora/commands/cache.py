@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
@@ -16,6 +15,7 @@ from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import hide_progress_bars, running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
@@ -157,7 +157,7 @@ def _resolve_root(target: str, overrides: Sequence[str]) -> Path:
 @contextmanager
 def _show_progress(description: str) -> Iterator[maintenance.OnProgress]:
     """Progress bar over shards; yields the function that updates it."""
-    with tqdm(desc=description, unit="shard", delay=1, dynamic_ncols=True) as bar:
+    with ProgressBar(desc=description, unit="shard", delay=1) as bar:
 
         def update_progress(num_done: int, total: int) -> None:
             bar.total = total

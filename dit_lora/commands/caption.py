@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
 from dit_lora.data.media.kind import is_image
@@ -23,6 +22,7 @@ from dit_lora.data.sources.made_captions import GeneratedCaptions
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import TextLimit
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (
@@ -156,7 +156,7 @@ def _describe_files(
     """Describe these files and store the captions in `store`, and counts and failures in `result`."""
     answerer = load_answerer(request.model, request.base, frames=request.frames)
     with require_finite_logits(answerer.model):
-        for name in tqdm(names, desc="captions", unit="file", disable=not result.should_report):
+        for name in ProgressBar(names, desc="captions", unit="file", disable=not result.should_report):
             try:
                 # A file that cannot be described does not stop the others.
                 caption = describe_file(answerer, request.folder / name, request, limit)

@@ -69,8 +69,8 @@ def fuse(
 
     Args:
         model: A Diffusers or Transformers model. It is patched in place.
-        ops: `auto`, `op_states` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
-            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `op_states` also runs
+        ops: `auto`, `on` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
+            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `on` also runs
             without a GPU (with the kernel's reference in plain PyTorch) and raises if parity does not hold or nothing
             in the model takes the op.
         attention: A Diffusers attention backend that supports training or, for a Transformers model, one of its
@@ -161,7 +161,7 @@ def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
 def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
     """Why this op is off; None if it is on.
 
-    Raises `DitLoraError` if the mode is `op_states` and the machine cannot run it.
+    Raises `DitLoraError` if the mode is `on` and the machine cannot run it.
     """
     if mode == "off":
         return None
@@ -178,7 +178,7 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
         if missing and mode == "on":
             raise DitLoraError(f"kernels.{op}: {missing}; set it to off")
         return missing
-    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `op_states` uses it.
+    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `on` uses it.
     support = triton_support()
     if mode == "on" or op in OPS_WITHOUT_TRITON or support.mode == "gpu":
         return None
@@ -201,7 +201,7 @@ def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
 
 def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
     """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
-    # With `op_states`, an op that applies to no module is an error.
+    # With `on`, an op that applies to no module is an error.
     replaced = {op for op, _ in fusion.patched_modules}
     missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
     if fusion.backend is not None and ATTENTION not in replaced:

@@ -14,6 +14,7 @@ from dit_lora.training.checkpoints.compatibility import describe_launch_topology
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
     SavedState,
+    checkpoint_path,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
@@ -101,6 +102,9 @@ class Checkpoints:
                     guard_state=guard_state,
                     launch_topology=launch_topology,
                 )
+                # The last checkpoint's step is told by the run's closing lines.
+                if step < train.steps:
+                    session.say(f"step {step}: saved {checkpoint_path(session.dir, step)}")
 
             self.writer.save_async(step, state, write)
         if wait:

@@ -13,13 +13,13 @@ from accelerate.utils import broadcast
 from peft.tuners.lora import LoraLayer
 from peft.utils.incremental_pca import IncrementalPCA
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import Session
 
 NUM_SAMPLES = 32
@@ -52,7 +52,7 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     # Evenly spaced, with repetitions in a small data set, which the next line drops.
     chosen = [entries[at * len(entries) // NUM_SAMPLES] for at in range(NUM_SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
-    bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
+    bar = ProgressBar(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
     with use_eval_mode(model), ExitStack() as hooks, session.accelerator.autocast():
         for inputs in layers.values():
             hooks.enter_context(inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs)))

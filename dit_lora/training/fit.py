@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
@@ -15,6 +13,7 @@ from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.event import Event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
@@ -59,14 +58,14 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     on_checkpoint()
     intervals = [recipe.train.save_every, recipe.validation.every]
     steps, is_quiet = recipe.train.steps, not session.is_main
-    bar = tqdm(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet, dynamic_ncols=True)
+    bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
             nonlocal base_waits
             if phases.end_first_step() and session.is_main:
                 phases.write(session.dir)
-                session.say(f"first step after {phases.format_stage('before')}")
+                session.say(f"first step after {phases.format_start()}")
             # The step is taken: what fails from here on must not lose it.
             with _save_on_error(run, result.step):
                 # Only healthy steps come here: the average never sees a failed step.
@@ -123,7 +122,7 @@ def _validate_start(run: Run) -> bool:
     return False
 
 
-def _build_loop(run: Run, bar: tqdm) -> Loop:
+def _build_loop(run: Run, bar: ProgressBar) -> Loop:
     setup, recipe = run.setup, run.setup.recipe
     # A function of group and step: it has no state to save.
     schedule = build_schedule(recipe.optim, recipe.train.steps)
@@ -203,9 +202,7 @@ def _check_and_save(run: Run, result: StepResult) -> None:
         with phases.timing("snapshot"):
             snapshots.take(step)
     if result.stop_code:
-        raise InterruptedRunError(
-            f"after step {step}, as asked; it is saved: continue with train.resume=auto", result.stop_code
-        )
+        raise InterruptedRunError(f"step {step} is saved; to continue, add train.resume=auto", result.stop_code)
     interval = setup.recipe.validation.every
     if interval and step % interval == 0 and not is_last:
         validate(run, step=step)
@@ -222,7 +219,7 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     require_unaltered(accelerator, suspects, step, check_frozen=check_frozen)
 
 
-def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
+def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
     """Write a step's metrics and module statistics, and report anything unusual. Not collective."""
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.collect_statistics(step), watcher.find_hidden_infinities(step)
@@ -281,6 +278,7 @@ def validate(run: Run, step: int) -> None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.write_eval_loss(step, loss)
+                setup.session.say(f"step {step}: eval loss {_format_eval_loss(run, step, loss)}")
                 run.checkpoints.update_best(step)
             else:
                 message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
@@ -289,6 +287,12 @@ def validate(run: Run, step: int) -> None:
             write = partial(setup.task.write_samples, setup, step)
             optional.attempt("samples", step, write, is_collective=is_collective)
         setup.session.trackers.log_samples(step, setup.recipe.validation.sample_titles)
+
+
+def _format_eval_loss(run: Run, step: int, loss: float) -> str:
+    """The loss, with its change since the start of training."""
+    first_loss = read_eval_losses(run.setup.session.dir).get(0)
+    return f"{loss:.4f} ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else f"{loss:.4f}"
 
 
 def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:

@@ -37,12 +37,9 @@ def test_a_run_says_what_it_replaced_and_what_it_did_not(
 ) -> None:
     lora_main([*smoke, *ON, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
     output = capsys.readouterr().err
-    assert "kernels: lora_linear: 8 modules" in output
-    assert "kernels: ada_norm: 2 modules" in output
-    assert "kernels: qk_norm_rope: 2 modules" in output
-    assert "kernels: finite_norm: on" in output
-    assert "relu_linear_attention, silu_dwconv_glu: off" in output
-    assert "checkpointing: none" in output
+    (line,) = (line for line in output.splitlines() if line.startswith("kernels: "))
+    for modules in ("lora_linear (8 modules)", "ada_norm (2 modules)", "qk_norm_rope (2 modules)"):
+        assert modules in line
     assert not lines(tmp_path / "run", "events.jsonl")
 
 

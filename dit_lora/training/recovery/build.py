@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.cache.cache import MAX_ABS
@@ -114,7 +115,8 @@ def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
         norms, reason_off = choose_norm_function(setup.recipe.kernels.finite_norm, trained)
     # If one rank cannot use the kernel, all ranks use PyTorch.
     reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
-    setup.session.say(f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}")
+    if torch.cuda.is_available() and reasons:
+        setup.session.say(f"kernels: finite_norm is off: {reasons[0]}")
     return None if reasons else norms
 
 

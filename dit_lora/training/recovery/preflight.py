@@ -1,6 +1,5 @@
 """Checks a run before its first step, with its own model, shapes and samples; warns, or refuses to start."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
 
     Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing.
     """
-    began, timing = time.perf_counter(), setup.session.phases.timing
+    timing = setup.session.phases.timing
     with timing("weights"):
         findings = [*check_trainables(setup.transformer), *check_base_weights(setup.transformer)]
         token_problems = setup.data.training_set.find_token_problems(setup.transformer)
@@ -101,8 +100,6 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     for finding in findings:
         if not finding.ok:
             setup.session.say(f"warning: {finding.check}: {finding.words}")
-    seconds = time.perf_counter() - began
-    setup.session.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
     return events
 
 

@@ -74,7 +74,7 @@ def test_auto_uses_what_helps_here_and_says_what_does_not(model: nn.Module) -> N
         return
     assert report.ops == ["lora_linear"]
     text = str(report)
-    assert "lora_linear: 8 modules" in text
+    assert "lora_linear (8 modules)" in text
     assert "ada_norm" in text
     assert "`on` runs its reference" in text
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from tqdm import tqdm
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import ValidationConfig
@@ -27,6 +26,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
@@ -217,12 +217,12 @@ def _fill_cache(
     (launch,) = broadcast_object_list([uuid.uuid4().hex])
     error: DitLoraError | None = None
     filled = BuildResult()
-    progress: list[tqdm] = []
+    progress: list[ProgressBar] = []
 
     def show_progress(num_done: int, num_total: int) -> None:
         if num_done < num_total and not progress:
             quiet = not session.is_main
-            bar = tqdm(desc=f"encoding {item_name}s", unit=item_name, disable=quiet, dynamic_ncols=True)
+            bar = ProgressBar(desc=f"encoding {item_name}s", unit=item_name, disable=quiet)
             # Entries that existed before count as done, but not into the rate.
             bar.total, bar.initial, bar.n = num_total, num_done, num_done
             progress.append(bar)

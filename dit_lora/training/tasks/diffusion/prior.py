@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from tqdm import tqdm
 
 from dit_lora.config.data import SourceConfig, VideoShape
 from dit_lora.data.media.sound import find_sound_fault
@@ -18,6 +17,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.streams import derive_seed
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 
@@ -39,7 +39,7 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     (missing_samples,) = broadcast_object_list([_run_on_main(session, partial(_find_missing_samples, session))])
     sampler = _PriorSampler(session, checkpoint)
     is_quiet = not session.is_main or not missing_samples
-    bar = tqdm(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet, dynamic_ncols=True)
+    bar = ProgressBar(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet)
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
         _run_on_main(session, partial(sampler.write_prior_sample, number, index))

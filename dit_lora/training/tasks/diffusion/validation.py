@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from av.error import FFmpegError
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.data import VideoShape
@@ -18,6 +17,7 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
@@ -118,7 +118,8 @@ def _write_samples(
             component.to(session.accelerator.device)
     VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
-    bar = tqdm(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=not session.is_main)
+    is_quiet = not session.is_main
+    bar = ProgressBar(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=is_quiet)
     adapter = find_other_expert_adapter(setup.recipe, setup.checkpoint)
     with use_both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
