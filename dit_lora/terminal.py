@@ -61,9 +61,18 @@ class ProgressBar(tqdm):
             super().display(msg, pos)
         elif time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_INTERVAL_S
-            self.fp.write(f"{self._format_line()}\n")
+            elapsed_s, num_done = self.format_dict["elapsed"], self.n - self.initial
+            parts = [f"{self.desc}: {self.n}{f' of {self.total}' if self.total else ''} {self.unit}s"]
+            parts.append(f"{self.format_interval(elapsed_s)} elapsed")
+            # Without a total or a first item there is nothing to extrapolate from.
+            if self.total and num_done > 0:
+                parts.append(f"{self.format_interval(elapsed_s * (self.total - self.n) / num_done)} left")
+            # Values such as the loss.
+            parts += [str(self.postfix)] if self.postfix else []
+            self.fp.write(f"{', '.join(parts)}\n")
 
     def clear(self, nolock: bool = False) -> None:
+        # `tqdm.write` clears the bars before it writes.
         if self._is_terminal:
             super().clear(nolock)
 
@@ -72,14 +81,6 @@ class ProgressBar(tqdm):
             # tqdm then believes that it has shown nothing yet, and erases nothing.
             self.delay = math.inf
         super().close()
-
-    def _format_line(self) -> str:
-        elapsed_s, num_done = self.format_dict["elapsed"], self.n - self.initial
-        parts = [f"{self.desc}: {self.n}{f' of {self.total}' if self.total else ''} {self.unit}s"]
-        parts.append(f"{self.format_interval(elapsed_s)} elapsed")
-        if self.total and num_done > 0:
-            parts.append(f"{self.format_interval(elapsed_s * (self.total - self.n) / num_done)} left")
-        return ", ".join([*parts, str(self.postfix)] if self.postfix else parts)
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -68,7 +68,7 @@ def said(arguments: str) -> str:
         ),
         ("init cogvidex my-run", "did you mean cogvideox or"),
         ("init cogvideox .", ". is not empty; name another folder"),
-        ("tiny cogvideox-9b out", "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b, "),
+        ("tiny cogvideox-9b out", "unknown tiny checkpoint 'cogvideox-9b'; choose one of cogvideox-2b, "),
         (
             f"plan {RECIPE}",
             "model.path: no folder tiny/cogvideox-2b; build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
@@ -102,7 +102,7 @@ def said(arguments: str) -> str:
         (f"plan {RECIPE} lr=1e-4", "lr: unknown key; did you mean optim.groups.adapter.lr?"),
         (f"plan {RECIPE} train.steps", "reads key.path=value, for instance train.steps=20"),
         (f"plan {RECIPE} model.dtype=fp16", "fp16 is not offered"),
-        (f"plan {RECIPE} {MADE} --gpu lots", "takes a size such as 24GiB, 80GB or 24; got 'lots'"),
+        (f"plan {RECIPE} {MADE} --gpu lots", "must be a size such as 24GiB, 80GB or 24; got 'lots'"),
         (
             "report runs/kitten",
             "runs/kitten is not a run: it has no config.yaml; give the folder that",

@@ -278,7 +278,9 @@ def validate(run: Run, step: int) -> None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.write_eval_loss(step, loss)
-                setup.session.say(f"step {step}: eval loss {_format_eval_loss(run, step, loss)}")
+                first_loss = read_eval_losses(setup.session.dir).get(0)
+                change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
+                setup.session.say(f"step {step}: eval loss {loss:.4f}{change}")
                 run.checkpoints.update_best(step)
             else:
                 message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
@@ -287,12 +289,6 @@ def validate(run: Run, step: int) -> None:
             write = partial(setup.task.write_samples, setup, step)
             optional.attempt("samples", step, write, is_collective=is_collective)
         setup.session.trackers.log_samples(step, setup.recipe.validation.sample_titles)
-
-
-def _format_eval_loss(run: Run, step: int, loss: float) -> str:
-    """The loss, with its change since the start of training."""
-    first_loss = read_eval_losses(run.setup.session.dir).get(0)
-    return f"{loss:.4f} ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else f"{loss:.4f}"
 
 
 def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:

@@ -273,16 +273,14 @@ def open_run_folder(session: Session) -> None:
 def hide_progress_bars() -> None:
     """Hide the libraries' progress bars for loading, and DeepSpeed's line on its device; other warnings stay."""
     # A filter, because DeepSpeed sets its logger's level itself when something imports it.
-    logging.getLogger("DeepSpeed").addFilter(_is_not_device_line)
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
+    )
     import diffusers
     import transformers
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-
-
-def _is_not_device_line(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
 @contextmanager

@@ -208,7 +208,7 @@ def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
 ) -> None:
     model, recipe = tiny_checkpoints["qwen2.5-vl"], tmp_path / "recipe.yaml"
     for options, message in (
-        ([str(clips), "--port", "1", "--model", "x"], "--port 1 is for --serve"),
+        ([str(clips), "--port", "1", "--model", "x"], "--port 1 needs --serve"),
         ([str(clips / "none"), "--model", str(model)], "no folder"),
         ([str(clips), "--model", str(clips)], "is neither a run's folder"),
     ):

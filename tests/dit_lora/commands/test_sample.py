@@ -145,10 +145,10 @@ def test_what_has_no_strength_is_refused_by_name(base: Path, adapters: tuple[Pat
     with pytest.raises(DitLoraError, match="base weights trained beside"):
         write_samples(request(adapters[0], base, tmp_path / "out", other_adapters=((wide_folder, 1.0),)))
     for arguments, message in (
-        (["--strengths", "0,x"], "takes numbers"),
+        (["--strengths", "0,x"], "must be numbers"),
         (["--strengths", "1,1"], "each once"),
         (["--strengths", "nan"], "finite"),
-        (["--weight", "2"], "is beside --adapter"),
+        (["--weight", "2"], "needs --adapter"),
         (["--adapter", "x=inf"], "not finite"),
         (["--adapter", "none"], "no adapter in none"),
     ):

@@ -198,8 +198,8 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(tiny_checkpoints: dict[st
     assert "exists already" in refused(trained_adapter.folder, "--rank", 2, "--out", base)
     merged = refused(trained_adapter.folder, "--rank", 2, "--to", "merged", *output_folder)
     assert "a merged checkpoint has no rank" in merged
-    assert refused(trained_adapter.folder, "--energy", 0.9, *output_folder) == "--energy goes with --rank"
-    assert refused(trained_adapter.folder, "--json", *output_folder) == "--json goes with --rank"
+    assert refused(trained_adapter.folder, "--energy", 0.9, *output_folder) == "--energy needs --rank"
+    assert refused(trained_adapter.folder, "--json", *output_folder) == "--json needs --rank"
     dora = trained("cogvideox", base, tmp_path / "dora", kind="dora")
     assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *output_folder)
     assert not (tmp_path / "out").exists()

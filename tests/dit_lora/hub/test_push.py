@@ -243,7 +243,7 @@ def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) ->
     assert result.exit_code == 0
     names = {line.split()[-1] for line in result.stdout.splitlines()[:-1]}
     assert names == FILES
-    assert f"the card is in {run_dir / 'README.md'}" in result.stdout
+    assert f"The model card is {run_dir / 'README.md'}" in result.stdout
     assert not hub.requests
     assert card_problems((run_dir / "README.md").read_text()) == []
     result = CliRunner().invoke(app, ["push", str(run_dir), REPO, "--private"])

@@ -342,7 +342,7 @@ def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu:
 def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
     for arguments, message in (
-        ((f"model.path={bare}", "--gpu", "much"), "--gpu takes a size"),
+        ((f"model.path={bare}", "--gpu", "much"), "--gpu must be a size"),
         (("model.path=someone/a-model",), "the Hub did not give it"),
         ((f"model.path={tmp_path}",), "is not a Diffusers checkpoint"),
         ((f"model.path={bare}", "--sharding", "fsdp2"), "needs --ranks 2"),

@@ -144,7 +144,7 @@ def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.output.strip() == str(folder / "report.html")
     result = CliRunner().invoke(app, ["report", str(folder), "--serve"])
-    assert "--serve is for a run" in str(result.exception)
+    assert "--serve needs a run" in str(result.exception)
     assert not is_guard_folder(folder / "bundles")
     (folder / "config.yaml").write_text("run: {}")
     assert not is_guard_folder(folder)
