@@ -89,7 +89,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
             header = dict(opened.metadata() or {})
             tensors = read_tensors(file)
     except (OSError, SafetensorError) as error:
-        raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
+        raise DitLoraError(f"{file} is not a complete safetensors file: {error}; download or copy it again") from error
     # PEFT's config comes from its own file, or from the header.
     config_file = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
@@ -108,7 +108,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     for name, factors in factors_by_layer.items():
         mismatches += _find_shape_mismatches(model, name, factors)
     if mismatches:
-        message = f"{file} was trained on another model than this {type(model).__name__}"
+        message = f"{file} was trained on a different model than this {type(model).__name__}"
         raise DitLoraError(format_list(message, mismatches))
     bad = describe_nonfinite_tensors(list(tensors.items()))
     if bad:
@@ -128,7 +128,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
 def require_few_tensors(file: Path, names: Collection[str]) -> None:
     """Raise `DitLoraError` if an adapter file has more than `MAX_TENSORS` tensors."""
     if len(names) > MAX_TENSORS:
-        raise DitLoraError(f"{file} has {len(names):,} tensors; a LoRA may have {MAX_TENSORS:,}")
+        raise DitLoraError(f"{file} has {len(names):,} tensors; at most {MAX_TENSORS:,} are read")
 
 
 def is_lora_tensor(name: str) -> bool:
@@ -216,10 +216,10 @@ class _SortedTensors:
 _TEXT_ENCODER, _UNKNOWN = "of a text encoder", "not in the model"
 _DUPLICATE, _INCOMPLETE = "there twice", "not whole"
 _REASONS = {
-    _TEXT_ENCODER: "{count} of its layers are of a text encoder, which takes no LoRA here",
+    _TEXT_ENCODER: "{count} of its layers belong to a text encoder, which is not trained here",
     _UNKNOWN: "{count} of its layers are not in the model",
-    _DUPLICATE: "these layers are in it twice",
-    _INCOMPLETE: "it is not whole: these layers lack a matrix",
+    _DUPLICATE: "it contains these layers twice",
+    _INCOMPLETE: "it is incomplete: a matrix is missing in these layers",
 }
 _NOT_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
 _OTHER_TENSORS = (

@@ -73,17 +73,17 @@ class CaptionResult:
     def lines(self, table: CaptionTable) -> list[str]:
         """Text for a terminal: failures, shortened captions, and counts."""
         # Failures first, because they need an action.
-        lines = [f"could not be described: {name}: {reason}" for name, reason in self.failures.items()]
+        lines = [f"no caption for {name}: {reason}" for name, reason in self.failures.items()]
         if self.shortened_files:
             lines.append(
-                f"{len(self.shortened_files)} captions were cut at the end of a sentence to "
-                "what the recipe's text encoder reads: "
+                f"{len(self.shortened_files)} captions were cut after a sentence, because the recipe's text "
+                "encoder reads no more: "
                 f"{', '.join(self.shortened_files[:5])}{' and others' if len(self.shortened_files) > 5 else ''}"
             )
         num_missing = len(table.uncaptioned)
-        message = f"{self.num_written:,} captions written to {table.root / TABLE_NAME}"
-        message += f", and {self.num_recovered:,} of an earlier start" if self.num_recovered else ""
-        return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files have none"]
+        message = f"wrote {self.num_written:,} captions to {table.root / TABLE_NAME}"
+        message += f", {self.num_recovered:,} of them from an earlier start" if self.num_recovered else ""
+        return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files still have no caption"]
 
 
 def load_text_limit(recipe: str | None) -> TextLimit | None:
@@ -97,10 +97,12 @@ def load_text_limit(recipe: str | None) -> TextLimit | None:
     # Only its model and text encoder matter here.
     loaded = load_recipe(recipe)
     if loaded.model.family in CHAT_FAMILIES:
-        raise DitLoraError(f"{recipe} trains a chat model, which reads conversations, not captions")
+        raise DitLoraError(
+            f"{recipe} trains a chat model, which does not use captions; give the recipe of another model"
+        )
     limit: TextLimit | None = get_family(loaded.model.family).open(loaded.model).load_text_limit()
     if limit is None:
-        raise DitLoraError(f"{recipe} trains on classes, not on captions")
+        raise DitLoraError(f"{recipe} trains on classes, not on captions; give another recipe")
     return limit
 
 
@@ -185,7 +187,7 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
     answer = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
     fault = find_caption_fault(answer)
     if fault is not None:
-        raise CheckFailedError(f"the model's answer is no caption: {fault[1]}")
+        raise CheckFailedError(f"cannot use the model's answer as a caption: {fault[1]}")
     return add_trigger(answer, request.trigger)
 
 
@@ -233,7 +235,7 @@ def require_finite_logits(model: Any) -> Iterator[None]:
 
     def check(_module: nn.Module, _inputs: Any, logits: torch.Tensor) -> None:
         if not torch.isfinite(logits).all():
-            raise CheckFailedError("the model's output is not finite; another --model, or another dtype")
+            raise CheckFailedError("the model's output is not finite; try another --model")
 
     handle = model.get_output_embeddings().register_forward_hook(check)
     try:

@@ -149,7 +149,7 @@ def _iterate_samples(
             frames, sound = sampler.generate_with_sound(pipeline, conditions, settings)
         problem = find_sound_fault(sound)
         if problem:
-            echo(f"{prompt!r} is written without sound: {problem}", err=True)
+            echo(f"wrote {prompt!r} without sound: {problem}", err=True)
             # The file is written without it.
             sound = None
         # Readable, with only characters that are safe in file names of every system.
@@ -172,12 +172,13 @@ def _load_adapters(
     option = "--strengths" if request.strengths else "--adapter" if request.other_adapters else ""
     pipelines = [source.file for source in sources if source.is_pipeline]
     if pipelines and option:
-        raise DitLoraError(f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it")
+        raise DitLoraError(f"{option} needs an adapter, and {pipelines[0]} is a whole model")
     other_sources = [find_source(path) for path, _ in request.other_adapters]
     trained = [source.file for source in (*sources, *other_sources) if source.file.with_name(BASE_FILE).is_file()]
     if trained and option:
         raise DitLoraError(
-            f"{option}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
+            f"{option} cannot be used: {trained[0]} also has trained base weights ({BASE_FILE}), which have "
+            "no strength"
         )
     # A single adapter gets the loader's default name.
     names = [f"adapter_{number}" for number in range(1 + len(other_sources))] if other_sources else [None]
@@ -209,5 +210,5 @@ def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
     """The requested value, or the one from training. Raises `DitLoraError` if there is neither."""
     value = requested if requested is not None else metadata.get(name)
     if value is None:
-        raise DitLoraError(f"the adapter does not say its {name}; give --{name}")
+        raise DitLoraError(f"the adapter's header has no {name}; give --{name}")
     return value

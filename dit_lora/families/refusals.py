@@ -26,7 +26,7 @@ def side_errors(shape: VideoShape, step: int) -> list[str]:
 
 def image_frames_errors(frames: int, model: str) -> list[str]:
     """Message if a sample of a model that makes images has more than one frame."""
-    return [] if frames == 1 else [f"data.frames must be 1, {model} makes images; got {frames}"]
+    return [] if frames == 1 else [f"data.frames must be 1, because {model} makes images; got {frames}"]
 
 
 def min_frames_errors(frames: int, step: int) -> list[str]:
@@ -92,15 +92,13 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
     }
     problems = [name for name, is_set in options.items() if is_set and name not in supported_options]
     if problems:
-        raise DitLoraError(
-            f"{', '.join(problems)}: family {recipe.model.family} has nothing that this applies to; remove it"
-        )
+        raise DitLoraError(f"{', '.join(problems)}: this does not apply to family {recipe.model.family}; remove it")
 
 
 def refuse_ic_lora(model: ModelConfig) -> None:
     """Raise `DitLoraError` for `model.task: ic_lora` in a family without reference clips."""
     if model.task == "ic_lora":
         raise DitLoraError(
-            f"model.task: ic_lora: family {model.family} makes nothing from reference clips; leave it out, or take "
+            f"model.task: ic_lora: family {model.family} does not use reference clips; remove it, or use "
             "LTX-2 (family ltx2)"
         )

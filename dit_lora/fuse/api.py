@@ -146,15 +146,13 @@ def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
     """Complete the user's modes to a mode for every op. Raises `DitLoraError` for an unknown op or mode."""
     unknown = sorted(set(requested_modes) - set(OPS))
     if unknown:
-        raise DitLoraError(format_list(f"no kernel is called {', '.join(unknown)}; there are", OPS))
+        raise DitLoraError(format_list(f"unknown kernels {', '.join(unknown)}; choose from", OPS))
     invalid_modes = [f"{op}: {mode!r}" for op, mode in requested_modes.items() if mode not in get_args(Mode)]
     if invalid_modes:
-        raise DitLoraError(format_list("give auto, on or off for each kernel; got", invalid_modes))
+        raise DitLoraError(format_list("kernels must be auto, on or off; got", invalid_modes))
     modes = {op: requested_modes.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
     if modes[fp8.OP] == "on" and modes[fp8.REQUIRED_OP] == "off":
-        raise DitLoraError(
-            f"kernels.{fp8.OP}: it computes the products of {fp8.REQUIRED_OP}, which is off; set that to auto"
-        )
+        raise DitLoraError(f"kernels.{fp8.OP} needs {fp8.REQUIRED_OP}, which is off; set that to auto")
     return modes
 
 
@@ -182,7 +180,7 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
     support = triton_support()
     if mode == "on" or op in OPS_WITHOUT_TRITON or support.mode == "gpu":
         return None
-    return f"{support.reason}; `on` runs its reference"
+    return f"{support.reason}; with `on` it runs in plain PyTorch"
 
 
 def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
@@ -212,7 +210,9 @@ def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str,
     reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.skipped_modules if op in missing]
     model_class = type(model).__name__
     raise DitLoraError(
-        format_list(f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20])
+        format_list(
+            f"kernels: no module of {model_class} can use {', '.join(missing)}; set them to auto or off", reasons[:20]
+        )
     )
 
 

@@ -270,8 +270,7 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
 
 
 _DROPS_LORA = (
-    "fuse_qkv_projections leaves the adapters of q, k and v out of the model (diffusers issue 11903); "
-    "call unfuse_qkv_projections: dit_lora.fuse shares their input without that"
+    "fuse_qkv_projections drops the adapters of q, k and v (diffusers issue 11903); call unfuse_qkv_projections first"
 )
 
 

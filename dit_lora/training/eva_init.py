@@ -37,8 +37,8 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     recipe, device = session.recipe, session.accelerator.device
     if recipe.train.offload != "none" or session.sharding is not None:
         raise DitLoraError(
-            "lora.init: eva runs the whole model on one device before training, which train.offload and sharded "
-            "weights do not have; start from kaiming, or from pissa"
+            "lora.init: eva needs the whole model on one device, so it does not work with train.offload or "
+            "sharded weights; use kaiming or pissa"
         )
     layers = {
         name: LayerInputs(layer)
@@ -66,7 +66,9 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     unchanged_layers = [name for name, inputs in layers.items() if not inputs.set_lora_a()]
     model.to(home)
     message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
-    return f"{message}; {len(unchanged_layers)} were given fewer rows than their rank" if unchanged_layers else message
+    return (
+        f"{message}; {len(unchanged_layers)} layers had too few rows for their rank" if unchanged_layers else message
+    )
 
 
 class LayerInputs:

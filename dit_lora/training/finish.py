@@ -84,7 +84,7 @@ def _write_final_weights(
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
             f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
-            f"{setup.recipe.train.steps} is whole: free space and run again with train.resume=auto"
+            f"{setup.recipe.train.steps} is complete; free space and run again with train.resume=auto"
         ) from problem
 
 
@@ -97,7 +97,9 @@ def _try_verification(
             return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
-        setup.session.say(f"warning: {path} is written and not verified: out of memory; run dit-lora verify {folder}")
+        setup.session.say(
+            f"warning: wrote {path}, but ran out of memory while verifying it; run dit-lora verify {folder}"
+        )
         return None
 
 
@@ -206,9 +208,7 @@ def require_verified(session: Session, verification: Verification | None) -> Non
     with share_errors(session.accelerator):
         # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
-            summary = (
-                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole"
-            )
+            summary = f"the run's result failed its verification ({VERIFICATION_FILE}); the checkpoints are complete"
             raise CheckFailedError(format_list(summary, verification.failures))
 
 

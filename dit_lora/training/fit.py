@@ -283,7 +283,7 @@ def validate(run: Run, step: int) -> None:
                 setup.session.say(f"step {step}: eval loss {loss:.4f}{change}")
                 run.checkpoints.update_best(step)
             else:
-                message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
+                message = "the eval loss is not finite, so it is not recorded; training is not affected"
                 _report_anomaly(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
             write = partial(setup.task.write_samples, setup, step)
@@ -351,9 +351,9 @@ def _save_after_failure(run: Run, step: int) -> str:
         run.checkpoints.save(step, run.recovery.state_dict(), wait=True)
     except DitLoraError:
         checkpoint = find_newest_checkpoint(session.dir) if session.is_main else None
-        resort = f"train.resume=auto goes on from {checkpoint}" if checkpoint else "there is no checkpoint"
+        resort = f"train.resume=auto continues from {checkpoint}" if checkpoint else "there is no checkpoint"
         return f"\nstep {step} cannot be saved either; {resort}"
     # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:
         run.journal.flush()
-    return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}: continue with train.resume=auto"
+    return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}; to continue, add train.resume=auto"

@@ -54,7 +54,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         data, problems = recipe.data, image_errors(recipe.validation, self.image_arguments)
         # A flipped clip with an unflipped first image would train on a contradiction.
         if data.flip:
-            problems.append("data.flip: it would not mirror a first image of the clip's own; remove it")
+            problems.append("data.flip does not apply, because the first image would not be mirrored; remove it")
         if problems:
             raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         noise = data.image_noise is not False

@@ -121,11 +121,10 @@ class LTX2Checkpoint(SoundCheckpoint):
     def notes(self, recipe: Recipe) -> list[str]:
         notes = super().notes(recipe)
         if self.has_sound:
-            return [*notes, "sound: trained beside the video, at noise levels of its own; samples have it"]
+            return [*notes, "sound: trained with the video, at its own noise levels; samples have sound"]
         return [
             *notes,
-            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
-            "whose sound is left out of samples",
+            "sound: not trained (data.sound: false). Samples have no sound",
         ]
 
     def load_text_limit(self) -> TextLimit:

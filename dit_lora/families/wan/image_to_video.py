@@ -80,7 +80,9 @@ class WanImageCheckpoint(WanCheckpoint):
         problems = image_errors(recipe.validation, self.image_arguments)
         # A separate first image would not belong to the clip's last frame.
         if self.has_last_image and any(source.image_column for source in recipe.data.all_sources):
-            problems.append("data.image_column: its two pictures are the clip's own first and last frame; remove it")
+            problems.append(
+                "data.image_column does not apply: this model uses the first and last frame of each clip; remove it"
+            )
         if problems:
             raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         return checkpoint

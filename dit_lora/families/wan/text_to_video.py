@@ -105,8 +105,8 @@ class WanCheckpoint(FlowCheckpoint):
             return super().notes(recipe)
         return [
             *super().notes(recipe),
-            "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken "
-            "characters and straightens quotes with it first. To train as it samples there: pip install ftfy",
+            "captions: ftfy is not installed. Wan's pipeline cleans captions with it before encoding; to "
+            "train on the same text: pip install ftfy",
         ]
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:

@@ -93,7 +93,7 @@ def _iter_language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]
             continue
         missing = [str(llm / name) for name in names if not (llm / name).is_file()]
         if missing:
-            raise DitLoraError(format_list(f"{llm / index} names files that are not there:", missing))
+            raise DitLoraError(format_list(f"{llm / index} lists files that do not exist:", missing))
         for name in names:
             yield from entries(llm / name)
         return
@@ -114,7 +114,7 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise DitLoraError(f"{file} is no whole safetensors file: {error}") from error
+        raise DitLoraError(f"{file} is not a complete safetensors file: {error}") from error
     for name, shape in shapes.items():
         yield name, TensorOnDisk(file, shape, partial(read, name))
 

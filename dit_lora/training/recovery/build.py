@@ -50,7 +50,7 @@ def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         if name not in in_use:
             continue
         find_fallback(switches, name).disable()
-        setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
+        setup.session.say(f"guard: {name} stays off, because it was faulty earlier in this run")
     weights = get_trainable_parameters(setup.transformer).values()
     policy = Policy(setup.recipe.guard.recovery_config, **record.get("policy", {}))
     quarantine = _load_quarantine(setup)
@@ -130,16 +130,16 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         permanent = [record for record in quarantine.records if record.to_epoch is None]
         lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in permanent]
         summary = (
-            f"guard: {len(permanent)} left out for good, {len(quarantine.records) - len(permanent)} for an epoch; "
-            f"dit-lora quarantine {setup.session.dir} shows and undoes it"
+            f"guard: {len(permanent)} left out permanently, {len(quarantine.records) - len(permanent)} for an "
+            f"epoch; to see or release them: dit-lora quarantine {setup.session.dir}"
         )
         setup.session.say(format_list(summary, lines))
     if quarantine.num_torn_lines:
-        setup.session.say(f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)")
+        setup.session.say(f"warning: {own_list}: skipped {quarantine.num_torn_lines} incomplete line(s)")
     if source_path is None:
         return quarantine
     if own_list.exists():
-        setup.session.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
+        setup.session.say(f"guard.quarantine is ignored, because the run has its own list, {own_list}")
         return quarantine
     if not Path(source_path).exists():
         raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
@@ -150,7 +150,9 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     remaining = ids - {record.sample_id for record in quarantine.records}
     if not remaining:
         raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
-    setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
+    setup.session.say(
+        f"guard: {len(quarantine.records)} of {len(ids)} samples are left out, as listed in {source_path}"
+    )
     return quarantine
 
 

@@ -90,7 +90,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     # All problems in one error, so that a user can fix them together.
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
-        error = DitLoraError(format_list("the run would not train; guard.preflight found", fatal))
+        error = DitLoraError(format_list("the run cannot train; guard.preflight found", fatal))
     # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
     raise_on_all_ranks(setup.session.accelerator, error)
     # First: the unpatched model that kernels are compared with calls these backends.
@@ -260,8 +260,7 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     memory = ParityCache(setup, recovery, parity_watch, batches)
     if memory.has_passed_before:
         setup.session.say(
-            "guard: kernels were compared with the stock model before, for this model, device, versions and shapes; "
-            f"guard.preflight={REMEASURE} compares them again"
+            f"guard: kernels match the reference (cached result); guard.preflight={REMEASURE} compares again"
         )
         return []
     local_names = select_block_per_kind(
@@ -303,5 +302,5 @@ def _compare_kernels(
     missed = parity_watch.coverage.skipped
     if missed and not events:
         reason = next(iter(missed.values()))
-        setup.session.say(f"guard: kernels were compared but in {len(missed)} blocks: {reason}")
+        setup.session.say(f"guard: kernels were not compared in {len(missed)} blocks: {reason}")
     return events

@@ -241,20 +241,18 @@ def _lock_folder(recipe: Recipe, folder: Path, lock: RunLock) -> None:
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DitLoraError(f"run.dir {folder} cannot be written: {existing} is no folder that may be")
+        raise DitLoraError(f"cannot write run.dir {folder}: {existing} is not a writable directory")
     # A folder of an earlier run may be reused; other folders with files may not.
     is_run = any((folder / name).exists() for name in _RUN_FILES)
     if existing == folder and any(folder.iterdir()) and not is_run:
-        raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
+        raise DitLoraError(f"run.dir {folder} is not empty and is not a run; choose another folder")
     # Before the folder's files are read: another process may still be writing them.
     lock.acquire()
     if (folder / "metrics.jsonl").exists() and recipe.train.resume == "none":
         lock.release()
-        message = (
-            f"run.dir {folder} already holds a run; continue it with train.resume=auto, or choose another run.dir"
-        )
+        message = f"run.dir {folder} already has a run; continue it with train.resume=auto, or choose another run.dir"
         if recipe.train.mode == "lora" and recipe.model.family not in CHAT_FAMILIES:
-            message += f" (lora.init={folder} there trains on from its result)"
+            message += f" (to train on from its result, add lora.init={folder})"
         raise DitLoraError(message)
 
 
@@ -409,7 +407,7 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
             "launch with --mixed_precision no"
         )
     if contradictions:
-        raise DitLoraError(format_list("the launch contradicts the recipe, which decides", contradictions))
+        raise DitLoraError(format_list("the launch contradicts the recipe", contradictions))
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:

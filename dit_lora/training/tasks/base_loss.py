@@ -30,9 +30,7 @@ def compute_base_eval_loss(
     losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     if all(loss is not None for loss in losses):
-        setup.session.say(
-            "eval loss: of this base, data and draws it was measured before; guard.preflight=anew measures it again"
-        )
+        setup.session.say("eval loss: using the cached value of the base; guard.preflight=anew measures it again")
         return float(losses[0])
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and all(gather_object([sound])):

@@ -227,5 +227,5 @@ def test_sample_writes_videos_that_the_adapter_changes(
         SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, output_folder=tmp_path / "other")
     )
     assert difference(other_paths[0], first_paths[0]) > 5
-    with pytest.raises(DitLoraError, match=r"does not say where its base model .* is; give --model"):
+    with pytest.raises(DitLoraError, match=r"does not name its base model .*; give --model"):
         runner.invoke(app, ["sample", str(copy), *common], catch_exceptions=False)

@@ -328,8 +328,8 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     assert "--energy must be above 0 and at most 1; got 2" in refused(
         tuned, base, "--rank", "auto", "--energy", 2, *out_option
     )
-    assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
-    assert "exists already; give another folder" in refused(tuned, base, "--rank", 4, "--out", tuned)
+    assert "is not a checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
+    assert "already exists; choose another folder" in refused(tuned, base, "--rank", 4, "--out", tuned)
     assert not list(tmp_path.glob(".*"))
     assert not (tmp_path / "out").exists()
     torn_file = tmp_path / "torn.safetensors"

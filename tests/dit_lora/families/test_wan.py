@@ -202,7 +202,7 @@ def test_a_task_that_it_cannot_do_is_refused(
         ("wan-2.1-i2v", {"data": {"image_dropout": 0.1}}, "data.image_dropout: family wan"),
         ("wan-2.1-i2v", {"data": {"image_noise": False}}, "data.image_noise: family wan"),
         ("wan-2.1-t2v", {"data": {"image_column": "first"}}, "data.image_column: family wan"),
-        ("wan-2.1-flf2v", {"data": {"image_column": "a"}}, "two pictures are the clip's own first"),
+        ("wan-2.1-flf2v", {"data": {"image_column": "a"}}, "data.image_column does not apply"),
         (
             "wan-2.1-i2v",
             {"validation": {"prompts": ["a"]}},
@@ -211,7 +211,7 @@ def test_a_task_that_it_cannot_do_is_refused(
         (
             "wan-2.1-flf2v",
             {"validation": {"prompts": ["a"], "images": ["b"]}},
-            "last_images: give one last image a prompt; got 0 for 1",
+            "last_images: give one last image for each prompt; got 0 for 1",
         ),
         (
             "wan-2.1-i2v",

@@ -20,8 +20,7 @@ def require_quantization(recipe: Recipe) -> None:
     """Raise `DitLoraError` if this machine lacks a package that `model.quantize` needs."""
     if recipe.model.quantize == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise DitLoraError(
-            "model.quantize=nf4: bitsandbytes is not installed; pip install 'dit-lora[bitsandbytes]', or take "
-            "int8 or fp8, which do without"
+            "model.quantize=nf4 needs bitsandbytes; pip install 'dit-lora[bitsandbytes]', or use int8 or fp8"
         )
 
 

@@ -142,8 +142,8 @@ def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions have no {trigger!r} in them, "
-        "and are trained without it"
+        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions do not contain "
+        f"{trigger!r}, and are trained without it"
     ]
 
 
@@ -188,7 +188,7 @@ def _fill_caches(
     failed = {
         planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.videos if job.key in bad
     }
-    rejects.add(failed, "these clips cannot be used; the others are cached")
+    rejects.add(failed, "these clips cannot be used; all others are cached")
     entries = tuple(planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id))
     return CachedClips(entries, empty.key, videos, texts)
 
@@ -200,7 +200,7 @@ def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) 
             _, fault = cache.read(job.key, {})
             if fault:
                 cache.mark_bad(job.key)
-                session.say(f"{job.sample} is encoded anew: {fault}")
+                session.say(f"encoding {job.sample} again: {fault}")
     wait_for_all_ranks(session.accelerator)
 
 

@@ -69,7 +69,7 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
             continue
         folder = _get_folder(source)
         if folder.exists() and not folder.is_dir():
-            raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
+            raise DitLoraError(f"data.sources[{number}].path: {source.path} is not a folder")
         files = list_media(folder)
         # By name, not by count: a user may have removed one from the middle.
         used_stems = {Path(name).stem for name in files}
@@ -82,7 +82,9 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
                 "of them"
             )
         if missing:
-            session.say(f"prior: {source.path} holds {len(files)} of {source.generate}; sampling {source.caption!r}")
+            session.say(
+                f"prior: {source.path} has {len(files)} of {source.generate} samples; sampling {source.caption!r}"
+            )
         jobs += [(number, index) for index in missing]
     return jobs
 

@@ -56,7 +56,7 @@ def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step
     table = ", ".join(data.classes or ())
     # For class-conditional models the caption is the name of the class.
     rejected |= {
-        clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
+        clip.id: f"its class {clip.caption!r} is not in data.classes: {table}"
         for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }

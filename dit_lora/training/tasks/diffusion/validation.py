@@ -127,7 +127,7 @@ def _write_samples(
             sound_problem = find_sound_fault(sound)
             # A broken sound costs the sound, not the picture.
             if sound_problem:
-                session.say(f"sample {index} of step {step} is written without sound: {sound_problem}")
+                session.say(f"wrote sample {index} of step {step} without sound: {sound_problem}")
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
             write_on_main(write_sample, path, video, session.recipe.data.fps, sound)
@@ -140,6 +140,6 @@ def _read_embeddings(training_data: DiffusionTrainingData, key: str, device: tor
     texts = training_data.training_set.texts
     tensors, fault = texts.read(key, texts.get_first_spec([key]))
     if fault:
-        raise DitLoraError(f"a validation prompt cannot be used: {fault}; start again: it is encoded anew")
+        raise DitLoraError(f"cannot use a validation prompt: {fault}; start again to encode it again")
     # Moved here, because the pipeline does not move given embeddings.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}

@@ -265,7 +265,7 @@ def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, An
 
 def test_prompts_without_their_first_images_are_refused(image_recipe: dict[str, Any]) -> None:
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png"]}
-    message = r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
+    message = r"validation\.images: give one first image for each prompt; got 1 for 2 in validation\.prompts"
     with pytest.raises(DitLoraError, match=message):
         for_recipe(image_recipe)
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png", "b.png"]}

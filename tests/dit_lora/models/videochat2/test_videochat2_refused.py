@@ -26,19 +26,19 @@ def test_a_folder_without_all_its_weights_is_refused(world: World) -> None:
     weights = world.folder / "llm" / "model.safetensors"
     original_bytes = weights.read_bytes()
     weights.write_bytes(original_bytes[:-9])
-    with pytest.raises(DitLoraError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(DitLoraError, match=r"model\.safetensors is not a complete safetensors file"):
         world.convert()
     weights.unlink()
     with pytest.raises(DitLoraError, match="has no weights; looked for"):
         world.convert()
     index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     (world.folder / "llm" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(DitLoraError, match=r"(?s)not there:.*1\.safetensors.*2\.safetensors"):
+    with pytest.raises(DitLoraError, match=r"(?s)not exist:.*1\.safetensors.*2\.safetensors"):
         world.convert()
 
 
 def test_a_lora_that_cannot_be_kept_or_scaled_is_refused(world: World) -> None:
-    with pytest.raises(DitLoraError, match="keep_adapter needs a file with LoRA"):
+    with pytest.raises(DitLoraError, match="keep_adapter needs a file of stage 3"):
         world.convert(stages=[world.folder / "stage2.pth"], keep_adapter=True)
     head = "mistral_model.base_model.model.lm_head.lora_{}.default.weight"
     world.stage3[head.format("A")] = torch.zeros(3, TEXT)
@@ -91,8 +91,8 @@ def test_missing_files_are_listed_at_once(world: World) -> None:
     message = str(raised.value)
     assert "out exists" in message
     assert "no.pth" in message
-    assert "nothing is no folder of a language model" in message
-    assert "no file of stage 2 or later" in message
+    assert "nothing is not a folder with a language model" in message
+    assert "give a file of stage 2 or later" in message
 
 
 def test_a_language_model_of_another_kind_is_refused(world: World, tmp_path: Path) -> None:
