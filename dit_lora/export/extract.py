@@ -58,7 +58,7 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
     """
     hide_progress_bars()
     if request.output_dir.exists():
-        raise DitLoraError(f"{request.output_dir} exists already; give another folder, or remove it")
+        raise DitLoraError(f"{request.output_dir} already exists; choose another folder, or remove it")
     # Either side may be a pipeline, a transformer's folder, a single file or a Hub id.
     tuned, base = find_checkpoint(request.tuned_model), find_checkpoint(request.base_model)
     model = _choose_pipeline(request, tuned, base)

@@ -26,7 +26,7 @@ def side_errors(shape: VideoShape, step: int) -> list[str]:
 
 def image_frames_errors(frames: int, model: str) -> list[str]:
     """Message if a sample of a model that makes images has more than one frame."""
-    return [] if frames == 1 else [f"data.frames must be 1, because {model} makes images; got {frames}"]
+    return [] if frames == 1 else [f"data.frames must be 1, {model} makes images; got {frames}"]
 
 
 def min_frames_errors(frames: int, step: int) -> list[str]:
@@ -92,7 +92,7 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
     }
     problems = [name for name, is_set in options.items() if is_set and name not in supported_options]
     if problems:
-        raise DitLoraError(f"{', '.join(problems)}: this does not apply to family {recipe.model.family}; remove it")
+        raise DitLoraError(f"{', '.join(problems)}: family {recipe.model.family} does not use this; remove it")
 
 
 def refuse_ic_lora(model: ModelConfig) -> None:

@@ -222,7 +222,7 @@ def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(DitLoraError, match="needs folder="):
         Guard.watch(model, optimizer, config=LoopConfig(monitor_every=5))
     monkeypatch.setattr(Host, "uses_deepspeed", property(lambda host: True))
-    with pytest.raises(DitLoraError, match="no preflight, spike_threshold under it"):
+    with pytest.raises(DitLoraError, match="so preflight, spike_threshold is not available"):
         Guard.watch(model, optimizer, config=LoopConfig(preflight=True, spike_threshold=8))
 
 

@@ -309,7 +309,7 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
     sampling = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
         open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, sampling)
-    with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
+    with pytest.raises(DitLoraError, match=r"starts from no image; remove --image"):
         open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(None, {}, replace(sampling, image=picture))
 
 

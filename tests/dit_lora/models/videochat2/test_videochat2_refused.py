@@ -89,7 +89,7 @@ def test_missing_files_are_listed_at_once(world: World) -> None:
     with pytest.raises(DitLoraError) as raised:
         world.convert(stages=[], vision=world.folder / "no.pth", llm=world.folder / "nothing")
     message = str(raised.value)
-    assert "out exists" in message
+    assert "out already exists" in message
     assert "no.pth" in message
     assert "nothing is not a folder with a language model" in message
     assert "give a file of stage 2 or later" in message

@@ -54,8 +54,8 @@ def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWor
     assert optional.attempt("samples", 4, lambda: 1) == 1
     optional.attempt("samples", 6, raising(KeyError("odd")))
     assert said == [
-        "warning: step 2: samples are left out this time: "
-        "OSError: [Errno 28] No space left on device; training goes on",
+        "warning: step 2: samples are skipped this time: "
+        "OSError: [Errno 28] No space left on device; training continues",
         "warning: step 6: samples are skipped this time: KeyError: 'odd'; training continues",
     ]
     (line,) = optional.format_lines()
