@@ -87,7 +87,7 @@ class StoredWeights:
             try:
                 self._index_tensors(location, checkpoint, expected)
             except (OSError, SafetensorError) as error:
-                raise DitLoraError(f"cannot read {location.source}: {error}; the file is incomplete") from error
+                raise DitLoraError(f"{location.source} cannot be read: {error}; the file is incomplete") from error
             # All names and shapes are known here, and no tensor has been read.
             differing = {name: shape for name, shape in expected.items() if self.shapes.get(name) != shape}
             if differing:

@@ -140,7 +140,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
             try:
                 file_tensors = load_file(file)
             except (OSError, SafetensorError) as error:
-                raise DitLoraError(f"cannot read {file}: {error}") from error
+                raise DitLoraError(f"{file} cannot be read: {error}") from error
         else:
             file_tensors = read_released(file).tensors
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.

@@ -143,7 +143,7 @@ def read_released(path: Path) -> ReleasedFile:
             "trust it, save only its weights: torch.save(torch.load(old, weights_only=False)['model'], new)"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise DitLoraError(f"cannot read {path} as a .pth file: {error}") from error
+        raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
     other_keys: tuple[str, ...] = ()
     # A checkpoint of a training run has its weights under `model`.
     if isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):

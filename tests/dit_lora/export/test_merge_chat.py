@@ -151,7 +151,7 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
         merge_adapter(adapter, base, output_folder)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
     output_folder.mkdir()
-    with pytest.raises(DitLoraError, match="out exists already"):
+    with pytest.raises(DitLoraError, match="out already exists"):
         merge_adapter(adapter, base, output_folder)
 
 
