@@ -52,7 +52,7 @@ class Tally:
     restarts: int = 0
     """Starts that said where they go on, each from the newest whole checkpoint."""
     passed_over: int = 0
-    """Checkpoints cut short that a restart passed over with a word."""
+    """Checkpoints cut short that a restart skipped with a word."""
     ended: int = 0
     """Killed runs that came to their end, equal to the undisturbed one."""
     failures: list[str] = field(default_factory=list)
@@ -216,14 +216,14 @@ class Trial:
     def _check_start(self, log_text: str, before: list[int], torn: Path | None) -> None:
         """It goes on from the newest whole checkpoint; from step 0 only if there is none."""
         match = re.search(r"resumed at step (\d+)", log_text)
-        starts_afresh = "yet: starting at step 0" in log_text
+        starts_afresh = "yet; starting at step 0" in log_text
         if not match and not starts_afresh:
             return  # killed before it said so
         self.tally.restarts += 1
         at = int(match[1]) if match else 0
         if at != (before[-1] if before else 0):
             self._record_failure(f"went on from step {at}, with checkpoints {before}")
-        if torn and "passed over" in log_text and torn.name in log_text:
+        if torn and "skipped" in log_text and torn.name in log_text:
             self.tally.passed_over += 1
         elif torn:
             self._record_failure(f"said nothing of {torn.name}, which was cut short")

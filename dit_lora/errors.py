@@ -110,8 +110,8 @@ def reported_errors() -> Iterator[None]:
         where = error.filename or "a file of the run or the cache"
         sys.stderr.write(
             make_printable(
-                f"error: cannot read or write {make_one_line(where)}: {error.strerror}; checkpoints and cache entries "
-                "already written are whole\n"
+                f"error: cannot read or write {make_one_line(where)}: {error.strerror}; checkpoints and cache "
+                "entries that were written before are complete\n"
             )
         )
         sys.exit(DitLoraError.exit_code)

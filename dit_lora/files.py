@@ -190,7 +190,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
         except OSError as error:
             error.filename = str(path)
             if os.path.islink(folder.joinpath(*parts[:depth])):
-                raise OSError(errno.ENXIO, "is a link, which is not followed", str(path)) from error
+                raise OSError(errno.ENXIO, "is a link, and links are not followed", str(path)) from error
             raise
         finally:
             os.close(handle)
@@ -205,7 +205,7 @@ def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> Buffer
     if not stat.S_ISREG(status.st_mode):
         reason = "is not a regular file"
     elif max_bytes is not None and status.st_size > max_bytes:
-        reason = f"has {status.st_size:,} bytes, and {max_bytes:,} are read at most"
+        reason = f"has {status.st_size:,} bytes, more than the limit of {max_bytes:,}"
     if reason:
         os.close(handle)
         raise OSError(errno.ENXIO, reason, str(path))
@@ -265,7 +265,7 @@ def list_files(folder: Path) -> list[Path]:
         files += [path for path in entries if path.is_file()]
         if not level:
             return sorted(files)
-    raise DitLoraError(f"{folder} has more than {MAX_FOLDER_DEPTH} folders within one another")
+    raise DitLoraError(f"{folder} has more than {MAX_FOLDER_DEPTH} levels of folders")
 
 
 def read_json(path: Path) -> Any:

@@ -19,7 +19,7 @@ from dit_lora.hub.after_training import push_result, require_hub
 from dit_lora.report.run.background import Reporting
 from dit_lora.training.checkpoints.files import find_checkpoint
 from dit_lora.training.experts import is_done, put_together, require_fresh
-from dit_lora.training.finish import finish, require_verified, summary
+from dit_lora.training.finish import finish, format_next_commands, require_verified, summary
 from dit_lora.training.fit import fit
 from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.prepare import prepare
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> None:
                 if turn is not recipe:
                     put_together(session, recipe)
                 push_result(session, recipe)
+                session.say(format_next_commands(recipe))
         before = session
 
 
@@ -94,9 +95,9 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     if session.is_main:
         session.phases.write(session.dir)  # the report reads this file
     with session.phases.timing("report"):
-        page = report.finish()
+        report.finish()
     if written.path is not None:
-        session.say(summary(session, written.path, written.verification, page))
+        session.say(summary(session, written.path, written.verification))
     require_verified(session, written.verification)
 
 

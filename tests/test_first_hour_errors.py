@@ -58,34 +58,34 @@ def said(arguments: str) -> str:
         ("plan smoke_cogvideo.yaml", f"no recipe smoke_cogvideo.yaml; did you mean {RECIPE}?"),
         (
             "plan recipes/cogvideox/5b_t2v.yaml",
-            "no recipe recipes/cogvideox/5b_t2v.yaml; write it into a folder of your own: "
-            "dit-lora init cogvideox/5b_t2v my-run",
+            "no recipe recipes/cogvideox/5b_t2v.yaml; copy it to a folder: dit-lora init cogvideox/5b_t2v my-run",
         ),
         ("plan cogvideox/5b_t2v", "dit-lora init cogvideox/5b_t2v my-run"),
         (
             "plan train.yaml",
-            "no recipe train.yaml; dit-lora recipes lists what dit-lora init can write",
+            "no recipe train.yaml; see dit-lora recipes",
         ),
         ("init cogvidex my-run", "did you mean cogvideox or"),
-        ("init cogvideox .", ". is not empty; name another folder"),
-        ("tiny cogvideox-9b out", "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b, "),
+        ("init cogvideox .", ". is not empty; choose another folder"),
+        ("tiny cogvideox-9b out", "unknown tiny checkpoint 'cogvideox-9b'; choose one of cogvideox-2b, "),
         (
             f"plan {RECIPE}",
-            "model.path: no folder tiny/cogvideox-2b; build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
+            "model.path: tiny/cogvideox-2b does not exist; create it with "
+            "dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
         ),
         (
             f"audit {RECIPE} data.path=captioned",
-            "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
+            "create it with dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
         ),
         (
             f"plan {RECIPE} model.path=./here",
-            "no folder ./here; give a Diffusers checkpoint folder",
+            "./here does not exist; give the folder of a Diffusers checkpoint",
         ),
         (
             "audit clips",
-            "data.path: no folder clips; put your clips there, or name their folder in",
+            "data.path: the folder clips does not exist; put your clips there, or set data.path to their folder",
         ),
-        ("audit clips", "to try things on: dit-lora tiny shapes clips"),
+        ("audit clips", "for a first test: dit-lora tiny shapes clips"),
         (
             "audit empty",
             "no clips in empty (read as clips with a .txt each); it takes metadata.jsonl",
@@ -100,12 +100,12 @@ def said(arguments: str) -> str:
         ),
         (f"plan {RECIPE} train.step=3", "train.step: unknown key; did you mean train.steps?"),
         (f"plan {RECIPE} lr=1e-4", "lr: unknown key; did you mean optim.groups.adapter.lr?"),
-        (f"plan {RECIPE} train.steps", "reads key.path=value, for instance train.steps=20"),
+        (f"plan {RECIPE} train.steps", "must be key.path=value, such as train.steps=20"),
         (f"plan {RECIPE} model.dtype=fp16", "fp16 is not offered"),
-        (f"plan {RECIPE} {MADE} --gpu lots", "takes a size such as 24GiB, 80GB or 24; got 'lots'"),
+        (f"plan {RECIPE} {MADE} --gpu lots", "must be a size such as 24GiB, 80GB or 24; got 'lots'"),
         (
             "report runs/kitten",
-            "runs/kitten is not a run: it has no config.yaml; give the folder that",
+            "runs/kitten is not a run: it has no config.yaml; give the folder in",
         ),
         (
             "sample empty --prompt x",
@@ -114,7 +114,7 @@ def said(arguments: str) -> str:
         ("replay runs/first", "no runs/first/bundle.json; give a folder below a run's bundles/"),
         (
             "doctor --config-file two.yaml",
-            "no accelerate config two.yaml; `dit-lora init RECIPE DIR`",
+            "the Accelerate config two.yaml does not exist; `dit-lora init RECIPE DIR`",
         ),
     ],
 )
@@ -129,18 +129,18 @@ def test_a_mistake_at_the_command(arguments: str, message: str) -> None:
     [
         (
             GatedRepoError,
-            "it is gated: accept its terms at https://huggingface.co/me/it, then type: hf auth",
+            "access is gated; accept its terms at https://huggingface.co/me/it, then run: hf auth",
         ),
         (
             RepositoryNotFoundError,
-            "there is no https://huggingface.co/me/it, or it is private: correct",
+            "https://huggingface.co/me/it does not exist or is private; correct",
         ),
         (
             RevisionNotFoundError,
-            "model.revision is a branch, tag or commit of https://huggingface.co/me/it",
+            "model.revision must be a branch, tag or commit of https://huggingface.co/me/it",
         ),
         (LocalEntryNotFoundError, "check the connection, or try: hf download me/it"),
-        (OSError, "and the Hub did not give it: the Hub's own words"),
+        (OSError, "and it cannot be downloaded: the Hub's own words"),
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "audit"])
@@ -156,8 +156,8 @@ def test_a_checkpoint_that_the_hub_does_not_give(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     error = said(f"{verb} {RECIPE} model.path=me/it data.path=captioned")
-    assert error.startswith("model.path: no local folder me/it, and the Hub did not give it")
-    assert message.removeprefix("and the Hub did not give it: ") in error
+    assert error.startswith("model.path: no local folder me/it, and it cannot be downloaded")
+    assert message.removeprefix("and it cannot be downloaded: ") in error
     assert "\n" not in error
 
 
@@ -172,12 +172,12 @@ def test_a_checkpoint_that_is_not_there_offline(monkeypatch: pytest.MonkeyPatch)
     [
         ([], "usage: accelerate launch recipes/lora.py RECIPE.yaml"),
         (["smoke_cogvideo.yaml"], f"did you mean {RECIPE}?"),
-        ([RECIPE], "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b"),
+        ([RECIPE], "create it with dit-lora tiny cogvideox-2b tiny/cogvideox-2b"),
         (
             [RECIPE, MADE, "run.dir=runs/first", "data.path=captioned"],
-            "run.dir runs/first already holds a run; continue it with train.resume=auto, or choose",
+            "run.dir runs/first already has a run; continue it with train.resume=auto, or choose",
         ),
-        ([RECIPE, MADE], "data.path: no folder clips; put your clips there"),
+        ([RECIPE, MADE], "data.path: the folder clips does not exist; put your clips there"),
         ([RECIPE, MADE, "train.resume=runs/x"], "train.resume: runs/x does not exist"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_run_that_wants_a_gpu_and_finds_none_says_where_to_look(
     if launched_for:
         monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", launched_for)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(DitLoraError, match="no folder clips"):
+    with pytest.raises(DitLoraError, match="the folder clips does not exist"):
         lora_main([RECIPE, MADE])
-    line = next(line for line in capsys.readouterr().err.splitlines() if "process(es) on cpu" in line)
-    assert line.endswith("torch finds no GPU that it can use; see dit-lora doctor") == says
+    line = next(line for line in capsys.readouterr().err.splitlines() if "1 process on cpu" in line)
+    assert line.endswith("torch finds no usable GPU; see dit-lora doctor") == says

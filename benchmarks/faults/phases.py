@@ -237,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
         "NaN in a weight before the adapter is written",
         "saving",
         "at the end",
-        _refused("refused to save", exit_code=1),
+        _refused("cannot save", exit_code=1),
         _before_adapter,
         engines=("ddp", "zero2"),  # FSDP2 has gathered what is written by then
     ),

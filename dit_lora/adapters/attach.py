@@ -157,7 +157,7 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
         # PEFT would adapt only one use of the weight, and a merged checkpoint could not represent that.
         message = (
             f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
-            "(tie_word_embeddings); leave them out of lora.targets"
+            "(tie_word_embeddings); remove them from lora.targets"
         )
         raise DitLoraError(format_list(message, tied))
 
@@ -177,7 +177,7 @@ def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Seq
     # Layers with one of the submodules in their path, at any depth.
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in submodules)]
     if not inside:
-        message = "no linear layer is inside these submodules, to which LoRA is limited"
+        message = "these submodules, which LoRA is limited to, have no linear layer"
         raise DitLoraError(format_list(message, submodules))
     inside_targets = [target for target in targets if match_names(inside, [target])]
     other_targets = [target for target in targets if target not in inside_targets]

@@ -44,7 +44,7 @@ def attach_lora_file(
 
 def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) -> None:
     """Raise `DitLoraError` if a recipe gives a rank, alpha or targets that differ from those of its LoRA file."""
-    where = f"{lora_file.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
+    where = f"{lora_file.file.name}; remove it or set it to null, because rank, alpha and targets come from the file"
     for name, option, stored_values in (
         ("rank", lora.rank, {layer.rank for layer in lora_file.layers.values()}),
         ("alpha", lora.alpha, {layer.alpha for layer in lora_file.layers.values()}),

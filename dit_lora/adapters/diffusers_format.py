@@ -155,13 +155,13 @@ def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, t
     """Raise `CheckFailedError` if a tensor is not finite, or if the adapter has no effect because every B is zero."""
     bad = [name for name, tensor in {**lora, **(base or {})}.items() if not torch.isfinite(tensor).all()]
     if bad:
-        raise CheckFailedError(format_list("refused to save: these tensors are not finite", bad))
+        raise CheckFailedError(format_list("cannot save: these tensors are not finite", bad))
     idle = {name: tensor for name, tensor in lora.items() if is_zero_initialized(name)}
     # These factors are zero before the first step; if all still are, nothing was trained.
     if idle and not any(tensor.any() for tensor in idle.values()):
         factor = "B matrix" if any("lora_B" in name for name in idle) else "last factor"
         raise CheckFailedError(
-            f"refused to save: every {factor} is zero, so the adapter has no effect; no gradient reached it"
+            f"cannot save: every {factor} is zero, so the adapter has no effect; no gradient reached it"
         )
 
 

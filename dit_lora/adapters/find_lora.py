@@ -29,12 +29,12 @@ def find_lora(location: str, option: str) -> Path:
     # Other formats, such as .pt, are pickles, which can run code.
     if file.suffix != _SUFFIX:
         raise DitLoraError(
-            f"{option}: {location} is no {_SUFFIX} file, the one form that holds no code; convert it first"
+            f"{option}: {location} is not a {_SUFFIX} file; convert it first, because other formats can run code"
         )
     if file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME) and file.with_name(BASE_FILE).is_file():
         raise DitLoraError(
-            f"{option}: {location} has base weights beside its LoRA ({BASE_FILE}), which a LoRA alone leaves out; "
-            "write both into a checkpoint (dit-lora export --to merged) and start from that"
+            f"{option}: {location} also has trained base weights ({BASE_FILE}), which cannot be loaded as a "
+            "LoRA; export both to a checkpoint (dit-lora export --to merged) and start from that"
         )
     return file
 
@@ -68,8 +68,8 @@ def _find_on_hub(location: str, option: str) -> Path:
     if file_name.endswith(_SUFFIX) and len(repository) == 2 and not is_likely_local(name):
         return resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (file_name,)) / file_name
     if get_hub_name(location) is None:
-        starts = "; a start is kaiming, gaussian, or a LoRA to continue from"
+        starts = "; give kaiming, gaussian, or a LoRA to continue from"
         hint = suggest_hub_prefix(location) or (starts if option == "lora.init" else "")
-        raise DitLoraError(f"{option}: no file or folder {location}{hint}")
+        raise DitLoraError(f"{option}: {location} does not exist{hint}")
     folder = resolve_result_folder(location, (f"*{_SUFFIX}", "adapter_config.json"))
     return _find_in_folder(folder, location, option)

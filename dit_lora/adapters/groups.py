@@ -71,7 +71,7 @@ def parameter_groups(
     grouped = {name for names in members.values() for name in names}
     left_out = [name for name, p in parameters.items() if p.requires_grad and name not in grouped]
     if left_out:
-        raise DitLoraError(format_list("these trainable parameters are in no parameter group", left_out))
+        raise DitLoraError(format_list("these trainable parameters are not in any parameter group", left_out))
     return [
         {
             "name": group,

@@ -174,8 +174,8 @@ def _find_adapter_and_model(pipeline: Any, adapter: str | Path, name: str | None
     model = getattr(pipeline, part, None)
     if model is None:
         raise DitLoraError(
-            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; "
-            "load it into a pipeline with both experts"
+            f"{file} was trained on {part}, which this {type(pipeline).__name__} does not have; load a "
+            "pipeline with both experts"
         )
     base = file.with_name(BASE_FILE)
     if base.is_file():
@@ -228,7 +228,7 @@ def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> N
     unknown = [name for name in layers if name not in modules]
     if unknown:
         name = type(target.model).__name__
-        text = f"{target.file} was trained on another model than this {name}; these of its layers are not in the model"
+        text = f"{target.file} was trained on a different model than this {name}; the model does not have these layers"
         raise DitLoraError(format_list(text, unknown))
 
 

@@ -98,7 +98,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     for name, factors in factors_by_layer.items():
         mismatches += _find_shape_mismatches(model, name, factors)
     if mismatches:
-        message = f"{file} was trained on another model than this {type(model).__name__}"
+        message = f"{file} was trained on a different model than this {type(model).__name__}"
         raise DitLoraError(format_list(message, mismatches))
     bad = describe_nonfinite_tensors(list(tensors.items()))
     if bad:
@@ -200,10 +200,10 @@ class _SortedTensors:
 _TEXT_ENCODER, _UNKNOWN = "of a text encoder", "not in the model"
 _DUPLICATE, _INCOMPLETE = "there twice", "not whole"
 _REASONS = {
-    _TEXT_ENCODER: "{count} of its layers are of a text encoder, which takes no LoRA here",
+    _TEXT_ENCODER: "{count} of its layers belong to a text encoder, which is not trained here",
     _UNKNOWN: "{count} of its layers are not in the model",
-    _DUPLICATE: "these layers are in it twice",
-    _INCOMPLETE: "it is not whole: these layers lack a matrix",
+    _DUPLICATE: "it contains these layers twice",
+    _INCOMPLETE: "it is incomplete: a matrix is missing in these layers",
 }
 _NOT_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
 _OTHER_TENSORS = (

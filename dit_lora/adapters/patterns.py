@@ -59,7 +59,7 @@ def find_unbounded_reason(pattern: str) -> str | None:
         # The parsed expression is a sequence of pairs: operation and argument.
         ways = _count_ways(_PARSER.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        return f"is no regular expression: {error}"
+        return f"is not a valid regular expression: {error}"
     except _UnboundedError as error:
         return str(error)
     if ways > MAX_WAYS:
@@ -83,7 +83,7 @@ def _iterate_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for option in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(option) or {}
         if not isinstance(patterns, Mapping):
-            raise DitLoraError(f"{option} of the adapter's config is no mapping of layers")
+            raise DitLoraError(f"{option} of the adapter's config must map layers to values")
         for pattern in patterns:
             yield option, pattern
 

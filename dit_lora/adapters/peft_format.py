@@ -50,7 +50,7 @@ def save_chat_adapter(
     """
     lora, base = _get_adapter_tensors(model, weights), get_base_weights(model, weights)
     if not lora and not base:
-        raise CheckFailedError("refused to save: the model has no adapter and no trained weights")
+        raise CheckFailedError("cannot save: the model has no adapter and no trained weights")
     require_valid_tensors(lora, base)
     # Written to a temporary folder first, so that a failure leaves an earlier adapter intact.
     staged = output_folder / ".staged"
@@ -162,4 +162,4 @@ def _require_fit(file: Path, stored: Mapping[str, torch.Tensor], expected: Mappi
         if name in expected and stored[name].shape != expected[name].shape
     ]
     if faults:
-        raise DitLoraError(format_list(f"{file} is of another model", faults))
+        raise DitLoraError(format_list(f"{file} belongs to a different model", faults))

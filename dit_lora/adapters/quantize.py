@@ -28,8 +28,8 @@ class QuantizeReport:
         share = self.num_parameters / self.num_total_parameters
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         return (
-            f"quantize: {self.kind}: {self.num_layers} linear layers, {share:.0%} of the weights; "
-            f"the base takes {after:.4g} MiB in place of {before:.4g}"
+            f"quantize: {self.kind}: {self.num_layers} linear layers, {share:.0%} of the weights; the base "
+            f"needs {after:.4g} MiB instead of {before:.4g}"
         )
 
 
@@ -81,7 +81,7 @@ def quantize_base(model: nn.Module, kind: Quantization, excluded_parameters: Col
         # The original weight is freed here.
         model.set_submodule(name, QuantizedLinear(layer, kind).to(device))
     if bad:
-        raise DitLoraError(format_list("these base weights are not finite; fetch the checkpoint again", bad))
+        raise DitLoraError(format_list("these base weights are not finite; download the checkpoint again", bad))
     return QuantizeReport(kind, len(names), count, num_parameters, before, count_parameter_bytes(model))
 
 

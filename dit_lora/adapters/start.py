@@ -56,7 +56,9 @@ def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -
         if layer.r[adapter] > min(_get_weight_shape(layer))
     ]
     if small:
-        raise DitLoraError(format_list(f"lora.init: {init} needs a rank that each weight has", small))
+        raise DitLoraError(
+            format_list(f"lora.init: {init} needs a rank of at most the smaller side of each weight", small)
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora_start"))
         starts = {name: _compute_start(layer, adapter, init) for name, layer in layers.items()}

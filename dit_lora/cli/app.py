@@ -1,4 +1,4 @@
-"""The `dit-lora` command: the table of verbs. Each lies in a file of its name, with its help and its examples."""
+"""The `dit-lora` command: the table of verbs. Each verb is a file of that name, with its help and examples."""
 
 import sys
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.json_output import divert_exit_output
+from dit_lora.cli.plain_help import PlainCommand, PlainGroup
 from dit_lora.errors import reported_errors
 from dit_lora.terminal import echo
 from dit_lora.version import __version__
@@ -23,19 +24,20 @@ PANELS = {
 EXAMPLES: dict[str, Sequence[str]] = {}
 """Commands to type, after `dit-lora`, by verb."""
 
-# What is behind the script's name is the script's, also where it looks like an option of ours.
+# Everything after the script's name is passed to the script, even if it looks like an option of ours.
 _PASS_THROUGH_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
-_EPILOG = """Type first:
+_EPILOG = """Start with:
   dit-lora doctor
   dit-lora recipes
   dit-lora init smoke/cogvideox my-run
-Train, in the folder that init writes:
+Train in the folder that init writes:
   accelerate launch --quiet --config_file one_gpu.yaml lora.py RECIPE.yaml \\[key.path=value ...]"""
 
 app = typer.Typer(
     name="dit-lora",
-    help="LoRA fine-tuning of diffusion transformers that does not die of NaN.",
+    cls=PlainGroup,
+    help="Train LoRAs for diffusion transformers and chat models, and survive NaN.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=True,
@@ -74,11 +76,16 @@ def _add_verb(verb_path: str, panel: str) -> None:
     if isinstance(verb, typer.Typer):
         for command in verb.registered_commands:
             command.epilog = _format_epilog(f"{name} {command.name}")
-        app.add_typer(verb, name=name, no_args_is_help=True, rich_help_panel=panel, epilog=_format_epilog(name))
+            command.cls = PlainCommand
+        app.add_typer(
+            verb, name=name, cls=PlainGroup, no_args_is_help=True, rich_help_panel=panel, epilog=_format_epilog(name)
+        )
     else:
         # Only this verb passes arguments on to a script.
         settings = _PASS_THROUGH_SETTINGS if name == "guard" else None
-        app.command(name, rich_help_panel=panel, epilog=_format_epilog(name), context_settings=settings)(verb)
+        app.command(
+            name, cls=PlainCommand, rich_help_panel=panel, epilog=_format_epilog(name), context_settings=settings
+        )(verb)
 
 
 def _format_epilog(verb: str) -> str:

@@ -1,4 +1,4 @@
-"""The arguments that verbs share; and words that shells complete, from names and files alone."""
+"""The arguments that verbs share, and what shells complete for them (from names and files only)."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,28 +14,28 @@ from dit_lora.files import read_json
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Return recipes for `init`, and the families that stand for one."""
+    """Names that `init` takes: recipes, and families, each of which stands for a recipe."""
     return _filter_by_prefix([*FAMILIES, *list_recipe_names()], incomplete)
 
 
 def complete_families(incomplete: str) -> list[str]:
-    """Return the families with recipes."""
+    """Names of the families with recipes."""
     return _filter_by_prefix(FAMILIES, incomplete)
 
 
 def complete_launch_config_names(incomplete: str) -> list[str]:
-    """Return the Accelerate configs by name."""
+    """Names of the Accelerate configs."""
     return _filter_by_prefix(list_accelerate_configs(), incomplete)
 
 
 def complete_tiny_names(incomplete: str) -> list[str]:
-    """Return the names of tiny checkpoints, and `shapes`."""
+    """Names of the tiny checkpoints, and `shapes`."""
     names = [name for family in get_families().values() for name in family.tiny_variants]
     return _filter_by_prefix([*names, "shapes"], incomplete)
 
 
 def complete_recipe_files(incomplete: str) -> list[str]:
-    """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
+    """YAML files and folders. A folder that is the only choice is entered."""
     entries = _list_entries(incomplete)
     # Follow folders that are the only choice, down to the first with several entries.
     while len(entries) == 1 and entries[0].endswith("/"):
@@ -44,9 +44,9 @@ def complete_recipe_files(incomplete: str) -> list[str]:
 
 
 def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return `key.path=`; with the values or the default of a key that is the only choice."""
+    """Recipe keys, as `key.path=`. A key that is the only choice also lists its values or its default."""
     if (ctx.params.get("overrides") or [""])[-1] == "=":
-        return []  # bash makes three words of key=value: files, for the value
+        return []  # bash splits key=value into three words: complete the value as a file
     # The schema file has all keys, without an import of the recipe's classes.
     schema = read_json(find_packaged_files() / "recipes" / "schema.json")
     keys = dict(_iterate_keys(schema, schema, ""))
@@ -56,29 +56,31 @@ def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     return matching
 
 
-RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=complete_recipe_files)]
+RecipeFile = Annotated[str, typer.Argument(help="A recipe file (.yaml).", autocompletion=complete_recipe_files)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key.path=value, as for training.", show_default=False, autocompletion=complete_overrides),
+    typer.Argument(
+        help="Changes of the recipe, such as train.steps=500.", show_default=False, autocompletion=complete_overrides
+    ),
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
-NewFolder = Annotated[Path, typer.Argument(help="Folder to write; must not exist.")]
-BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+NewFolder = Annotated[Path, typer.Argument(help="Folder to create. It must not exist yet.")]
+BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint. Default: the one it was trained on.")]
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="Of --serve; by default a free one.", show_default=False)
+    int | None, typer.Option(min=0, max=65535, help="Port for --serve. Default: any free port.", show_default=False)
 ]
-ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
+ChatModel = Annotated[Path, typer.Argument(help="Folder of a run, an adapter or a checkpoint.")]
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder that a verb fills. Raises `DitLoraError` where there is one, or none can be."""
+    """Create the folder that a verb fills. Raises `DitLoraError` if it exists or cannot be created."""
     try:
         # Fails if the folder exists, even if it is empty.
         folder.mkdir(parents=True)
     except FileExistsError as error:
-        raise DitLoraError(f"{folder} exists; choose another folder or remove it") from error
+        raise DitLoraError(f"{folder} already exists; choose another folder, or remove it") from error
     except OSError as error:
-        raise DitLoraError(f"cannot make {folder}: {error.strerror}") from error
+        raise DitLoraError(f"cannot create {folder}: {error.strerror}") from error
 
 
 def _filter_by_prefix(names: Iterable[str], incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The verb `dit-lora audit`: what of a data set cannot be used, and why."""
+"""The verb `dit-lora audit`: which samples of a data set cannot be used, and why."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,18 +16,23 @@ def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="A recipe (.yaml), or a folder, .tar or dataset of its own.", autocompletion=complete_recipe_files
+            help="A recipe (.yaml), or the data itself: a folder, a .tar file or a dataset on the Hub.",
+            autocompletion=complete_recipe_files,
         ),
     ],
     overrides: Overrides = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every verdict.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures.")] = None,
-    fix_list: Annotated[Path | None, typer.Option(help="Write what to do about each file, tab separated.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result for every sample to this file.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures to this file.")] = None,
+    fix_list: Annotated[
+        Path | None, typer.Option(help="Write what to do about each file, as tab-separated values.")
+    ] = None,
     encode: Annotated[
-        bool, typer.Option("--encode", help="Of a recipe: fill its cache, and look at that too.")
+        bool, typer.Option("--encode", help="Fill the recipe's cache, and check the encoded samples too.")
     ] = False,
 ) -> None:
-    """Decode every clip and judge it, with its caption or class; exit 1 if training would refuse one."""
+    """Check every clip of a data set, with its caption or class. Exit code 1 if training would reject one."""
     from dit_lora.commands.audit import audit_target
     from dit_lora.data.audit.summary import build_audit_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page

@@ -17,15 +17,18 @@ EXAMPLES = {
     "cache prune": ("cache prune runs/cache --keep cogvideox_5b_t2v.yaml",),
 }
 
-cache = typer.Typer(help="Fill, check and tidy the cache of encoded clips and captions.")
+cache = typer.Typer(help="Fill, check and clean up the cache of encoded clips and captions.")
 CacheTarget = Annotated[
-    str, typer.Argument(help="A recipe (.yaml), or a cache's folder.", autocompletion=complete_recipe_files)
+    str, typer.Argument(help="A recipe (.yaml), or the folder of a cache.", autocompletion=complete_recipe_files)
 ]
 
 
 @cache.command("build")
 def cache_build(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Encode everything that a recipe trains on; `accelerate launch -m dit_lora cache build` shares the work."""
+    """Encode all clips and captions that a recipe trains on.
+
+    To use several GPUs: accelerate launch -m dit_lora cache build RECIPE.
+    """
     from dit_lora.commands.cache import build_cache
 
     build_cache(recipe, overrides or [])
@@ -36,10 +39,12 @@ def cache_verify(
     context: typer.Context,
     target: CacheTarget,
     overrides: Overrides = None,
-    set_aside: Annotated[bool, typer.Option("--set-aside", help="Mark bad entries, to be made anew.")] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Mark bad entries, so that they are encoded again.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every entry: digest, finite, in range; exit 1 if one is bad."""
+    """Read every entry and check its digest and values. Exit code 1 if one is bad."""
     from dit_lora.commands.cache import verify_cache
 
     result = verify_cache(target, overrides or [], mark_bad=set_aside)
@@ -51,7 +56,7 @@ def cache_verify(
 def cache_stats(
     context: typer.Context, target: CacheTarget, overrides: Overrides = None, as_json: JsonFlag = False
 ) -> None:
-    """Count entries, files and bytes, by kind."""
+    """Count entries, files and bytes of each kind."""
     from dit_lora.commands.cache import count_cache_entries
 
     result = count_cache_entries(target, overrides or [])
@@ -64,11 +69,12 @@ def cache_prune(
     target: CacheTarget,
     overrides: Overrides = None,
     keep: Annotated[
-        list[str] | None, typer.Option(help="Remove what this recipe does not use; repeat for each that stays.")
+        list[str] | None,
+        typer.Option(help="Keep what this recipe uses and remove the rest. Repeat for several recipes."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove bad and double entries and leftovers; with --keep, also what no such recipe uses."""
+    """Remove bad entries, duplicates and leftover files. With --keep, also entries that no given recipe uses."""
     from dit_lora.commands.cache import prune_cache
 
     result = prune_cache(target, overrides or [], keep=keep or [])

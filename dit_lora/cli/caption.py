@@ -16,36 +16,42 @@ EXAMPLES = {"caption": ("caption clips --model Qwen/Qwen2.5-VL-7B-Instruct --tri
 
 
 def caption(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Clips and pictures.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with clips and pictures.")],
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A chat model: a checkpoint, its Hub id, a run's folder or an adapter's; without, the page alone."
+            help="Chat model that writes the captions: a checkpoint, a Hub id, or the folder of a run or an adapter. "
+            "Without it, only the page is written."
         ),
     ] = None,
     base: BaseModel = None,
     prompt: Annotated[
-        str | None, typer.Option(help="What to ask; by default for a description in a paragraph.")
+        str | None, typer.Option(help="Question to the model. Default: it asks for a description in one paragraph.")
     ] = None,
     trigger: Annotated[
-        str | None, typer.Option(help="A word that each caption begins with, if it is not in it.")
+        str | None, typer.Option(help="Trigger word, put in front of each caption that does not contain it.")
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="A recipe (.yaml): no caption longer than its text encoder reads.",
+            help="Recipe (.yaml) whose text encoder limits the length of the captions.",
             autocompletion=complete_recipe_files,
         ),
     ] = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="By default the model's own.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
-    html: Annotated[Path | None, typer.Option(help="The page; by default DIR/captions.html.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Then edit them in this machine's browser.")] = False,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames of each clip that the model sees. Default: the model's own.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    html: Annotated[Path | None, typer.Option(help="Page to write. Default: DIR/captions.html.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Edit the captions in the browser of this machine.")] = False,
     port: Port = None,
 ) -> None:
-    """Describe every clip and picture without a caption, into DIR/metadata.jsonl, and show all on a page."""
+    """Write captions for clips and pictures that have none, and a page with all captions.
+
+    The captions are written to DIR/metadata.jsonl.
+    """
     if port is not None and not serve:
-        raise DitLoraError(f"--port {port} is for --serve")
+        raise DitLoraError(f"--port {port} needs --serve")
     from dit_lora.commands.caption import CaptionRequest
 
     # None on processes that report nothing.

@@ -15,25 +15,32 @@ EXAMPLES = {"chat": ("chat runs/my-chat --video clip.mp4 --prompt 'What moves?'"
 def chat(
     target: ChatModel,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A question; several are turns of one conversation.")
+        list[str] | None, typer.Option(help="Question. Repeat it for the turns of one conversation.")
     ] = None,
-    video: Annotated[Path | None, typer.Option(help="What it is about.")] = None,
-    image: Annotated[Path | None, typer.Option(help="What it is about.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video that the question is about.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Image that the question is about.")] = None,
     model: BaseModel = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="By default as trained.")] = None,
-    instruction: Annotated[str, typer.Option(help="What VideoChat2's Q-Former reads beside the frames.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames of the video that the model sees. Default: as in training.")
+    ] = None,
+    instruction: Annotated[
+        str, typer.Option(help="VideoChat2 only: text that the Q-Former reads together with the frames.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:
-    """Ask a chat model about a video, an image or nothing; without --prompt, line by line until Ctrl-D."""
+    """Ask a chat model questions, about a video, an image or neither.
+
+    Without --prompt, questions are read line by line until Ctrl-D.
+    """
     from dit_lora.data.media.media import MediaFile
     from dit_lora.training.tasks.chat.answerer import converse, load_answerer, read_prompts
 
     if video and image:
-        raise DitLoraError("give --video or --image, one of them")
+        raise DitLoraError("got both --video and --image; give one of them")
     # At most one of them is given.
     file = video or image
     if file and not file.is_file():
-        raise DitLoraError(f"no file {file}")
+        raise DitLoraError(f"{file} does not exist, or is not a file")
     answerer = load_answerer(target, model, frames=frames)
     media = MediaFile(file) if file else None
     # Without --prompt, lines from standard input.

@@ -18,30 +18,37 @@ EXAMPLES = {
     ),
 }
 
-convert = typer.Typer(help="Make checkpoints of released files.")
+convert = typer.Typer(help="Convert released files to checkpoints.")
 
 
 @convert.command("videochat2")
 def convert_videochat2(
     out: NewFolder,
-    llm: Annotated[Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")],
+    llm: Annotated[Path, typer.Option(help="Folder of the language model (Mistral, Vicuna or Phi-3).")],
     qformer_tokenizer: Annotated[Path, typer.Option(help="Folder of bert-base-uncased.")],
-    vision: Annotated[Path | None, typer.Option(help="umt_l16_qformer.pth")] = None,
+    vision: Annotated[Path | None, typer.Option(help="The file umt_l16_qformer.pth.")] = None,
     stage: Annotated[
-        list[Path] | None, typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable.")
+        list[Path] | None,
+        typer.Option(help="The file videochat2_*_stage2.pth, then _stage3.pth or later. Repeat for several."),
     ] = None,
     legacy: Annotated[
         bool | None,
         typer.Option(
             "--legacy/--no-legacy",
-            help="The released arithmetic: constant BOS, LayerNorm eps 1e-12. Default: with a stage-3 file.",
+            help="Compute as the released code: constant BOS, LayerNorm eps 1e-12. Default: with a stage-3 file.",
         ),
     ] = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it.")
+        bool,
+        typer.Option(
+            "--keep-adapter", help="Keep the LoRA of stage 3 as an adapter, because merging it would round it."
+        ),
     ] = False,
 ) -> None:
-    """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
+    """Convert the released files of VideoChat2 to one checkpoint.
+
+    Every tensor of every file is used, or listed with the reason why it is not.
+    """
     from dit_lora.models.videochat2.convert import convert_videochat2 as run
     from dit_lora.training.session.session import hide_progress_bars
 
@@ -64,15 +71,15 @@ def convert_videochat2(
 def convert_opendit(
     out: NewFolder,
     weights: Annotated[
-        Path, typer.Option(help="ema.pt, a .safetensors file, or the folder model/ with its .bin shards.")
+        Path, typer.Option(help="File ema.pt, a .safetensors file, or the folder model/ with .bin shards.")
     ],
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Attention heads, where the width is none of OpenDiT's own sizes.")
+        int | None, typer.Option(min=1, help="Number of attention heads, if the model is none of OpenDiT's own sizes.")
     ] = None,
-    vae: Annotated[str | None, typer.Option(help="Folder or Hub id; by default OpenDiT's.")] = None,
-    text_encoder: Annotated[str | None, typer.Option(help="CLIP's folder or Hub id; by default OpenDiT's.")] = None,
+    vae: Annotated[str | None, typer.Option(help="Folder or Hub id of the VAE. Default: OpenDiT's.")] = None,
+    text_encoder: Annotated[str | None, typer.Option(help="Folder or Hub id of CLIP. Default: OpenDiT's.")] = None,
 ) -> None:
-    """Make a video DiT's pipeline of an OpenDiT v1.0.0 video checkpoint; its sizes are read from its tensors."""
+    """Convert a video checkpoint of OpenDiT v1.0.0 to a pipeline. Sizes are read from its tensors."""
     from dit_lora.models.video_dit_base import convert_checkpoint
     from dit_lora.training.session.session import hide_progress_bars
 

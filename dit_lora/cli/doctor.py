@@ -1,4 +1,4 @@
-"""The verb `dit-lora doctor`: what this machine has, and whether it can train."""
+"""The verb `dit-lora doctor`: versions, devices, and whether this machine can train."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,9 @@ EXAMPLES = {"doctor": ("doctor", "doctor --config-file one_gpu.yaml")}
 def doctor(
     context: typer.Context,
     as_json: JsonFlag = False,
-    config_file: Annotated[Path | None, typer.Option(help="The accelerate config that you launch with.")] = None,
+    config_file: Annotated[Path | None, typer.Option(help="The Accelerate config that you launch with.")] = None,
 ) -> None:
-    """Show versions, device and what a run will use and why; exit 1 if a run would be refused."""
+    """Show versions, the device and what a run would use. Exit code 1 if a run would be refused."""
     from dit_lora.commands.doctor import build_report, print_report
     from dit_lora.environment.versions import probe_environment
 

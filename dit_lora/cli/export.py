@@ -30,48 +30,49 @@ EXAMPLES = {
 
 
 Energy = Annotated[
-    float | None, typer.Option(help="Of --rank auto: share of each layer's energy to keep; by default 0.99.")
+    float | None, typer.Option(help="Share of each layer's energy that --rank auto keeps. Default: 0.99.")
 ]
-OutputFolder = Annotated[Path, typer.Option(help="Folder to write; must not exist.")]
+OutputFolder = Annotated[Path, typer.Option(help="Folder to create. It must not exist yet.")]
 ExportFormat = Annotated[
-    Literal["diffusers", "peft", "comfyui", "kohya", "folded"], typer.Option(help="As export writes it.")
+    Literal["diffusers", "peft", "comfyui", "kohya", "folded"],
+    typer.Option(metavar="FORMAT", help="Format: diffusers, peft, comfyui, kohya or folded."),
 ]
 
 
 def export(
     context: typer.Context,
     targets: Annotated[
-        list[Path], typer.Argument(metavar="TARGET", help="Runs' folders, or adapters'; several are added up.")
+        list[Path], typer.Argument(metavar="TARGET", help="Folder of a run or an adapter. Several are added up.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    out: OutputFolder,
     to: Annotated[
         Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"] | None,
         typer.Option(
-            help="folded: for loaders that ignore alpha; merged: the whole checkpoint, adapter included. By default "
-            "merged, with --rank diffusers."
+            metavar="FORMAT",
+            help="Format: diffusers, peft, comfyui, kohya, folded (for loaders that ignore alpha) or merged (the "
+            "whole checkpoint with the adapter). Default: merged, or diffusers with --rank.",
         ),
     ] = None,
-    weight: Annotated[list[float] | None, typer.Option(help="One for each adapter, in order; by default 1.")] = None,
+    weight: Annotated[list[float] | None, typer.Option(help="Weight of each adapter, in order. Default: 1.")] = None,
     rank: Annotated[
         str | None,
-        typer.Option(
-            help="Lower the rank to this number, and say what it keeps; auto: each layer's own, by --energy."
-        ),
+        typer.Option(help="Lower the rank to this number, or with auto to what each layer needs for --energy."),
     ] = None,
     energy: Energy = None,
     model: BaseModel = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write an adapter, or several added up, in another form; what was written is read back and compared.
+    """Write an adapter in another format. Several adapters are added up.
 
-    With --rank it is written at a lower rank, and what the rank keeps is printed (with --json as JSON).
+    The result is read back and compared. With --rank it has a lower rank,
+    and how much of each layer it keeps is printed.
     """
     from dit_lora.export.export import ExportRequest, export_and_report
 
     # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
-        raise DitLoraError(f"{option} goes with --rank")
+        raise DitLoraError(f"{option} needs --rank")
     choice = None if rank is None else _parse_rank_choice(rank, energy)
     # A whole checkpoint has no rank to lower.
     form = to or ("merged" if rank is None else "diffusers")
@@ -81,18 +82,20 @@ def export(
 
 def extract(
     context: typer.Context,
-    tuned: Annotated[str, typer.Argument(help="A pipeline's folder or Hub name, a transformer's, or one file.")],
-    base: Annotated[str, typer.Argument(help="What it was trained or merged from.")],
-    rank: Annotated[str, typer.Option(help="A number, or auto: each layer's own, by --energy.")],
+    tuned: Annotated[
+        str, typer.Argument(help="Trained model: a folder or Hub id of a pipeline or a transformer, or one file.")
+    ],
+    base: Annotated[str, typer.Argument(help="Model that it was trained from.")],
+    rank: Annotated[str, typer.Option(help="Rank of the LoRA, or auto for what each layer needs for --energy.")],
     out: OutputFolder,
     energy: Energy = None,
     to: ExportFormat = "diffusers",
     model: Annotated[
-        str | None, typer.Option(help="A pipeline with the configs, where neither of the two is.")
+        str | None, typer.Option(help="Pipeline with the config files, if neither of the two has them.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the difference of two checkpoints as a LoRA, and say what of it the rank keeps."""
+    """Write the difference of two checkpoints as a LoRA, and print how much of it the rank keeps."""
     from dit_lora.export.extract import ExtractRequest
     from dit_lora.export.extract import extract as run
 
@@ -107,13 +110,13 @@ def _parse_rank_choice(rank: str, energy: float | None) -> "RankChoice":
     if rank == "auto":
         share = 0.99 if energy is None else energy
         if not 0 < share <= 1:
-            raise DitLoraError(f"--energy is a share above 0 and up to 1; got {share:g}")
+            raise DitLoraError(f"--energy must be above 0 and at most 1; got {share:g}")
         return RankChoice(energy=share)
     # `isdecimal` is false for signs, points and an empty text.
     if not rank.isdecimal() or int(rank) == 0:
-        raise DitLoraError(f"--rank takes a number above 0, or auto; got {rank}")
+        raise DitLoraError(f"--rank must be a positive whole number or auto; got {rank}")
     if energy is not None:
-        raise DitLoraError(f"--energy is for --rank auto; got --rank {rank}")
+        raise DitLoraError(f"--energy needs --rank auto; got --rank {rank}")
     return RankChoice(int(rank))
 
 

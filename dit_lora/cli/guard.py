@@ -1,4 +1,4 @@
-"""The verb `dit-lora guard`: a script that knows nothing of it, guarded."""
+"""The verb `dit-lora guard`: guards a training script without changes to it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,37 +12,45 @@ EXAMPLES = {"guard": ("guard train.py --lr 1e-4", "guard --folder runs/mine -m m
 
 def guard(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A Python script, or with -m a module.")],
+    script: Annotated[str, typer.Argument(help="Python script, or with -m the name of a module.")],
     folder: Annotated[
-        Path, typer.Option(help="Gets events.jsonl, bundles and, at a stop, the last good weights.")
+        Path,
+        typer.Option(help="Folder for events.jsonl, bundles and, if the script is stopped, the last good weights."),
     ] = Path("dit_lora_guard"),
     max_skips: Annotated[
         int | None,
         typer.Option(
-            help="End the script once so many steps of the last 100 were skipped for something new; by default never.",
+            help="Stop once this many of the last 100 steps were skipped for different causes. Default: never.",
             show_default=False,
         ),
     ] = None,
     snapshot_every: Annotated[
-        int, typer.Option(help="Steps between snapshots of what is trained; 0 for none.")
+        int, typer.Option(help="Steps between snapshots of the trained weights. 0: no snapshots.")
     ] = LoopConfig.snapshot_every,
     bundles: Annotated[
-        int, typer.Option(help="Events of which a process keeps a bundle for dit-lora replay.")
+        int, typer.Option(help="Number of events for which a bundle for dit-lora replay is kept, per process.")
     ] = LoopConfig.bundles,
     preflight: Annotated[
         bool, typer.Option("--preflight", help="Check base weights, gradients and attention at the first step.")
     ] = LoopConfig.preflight,
     monitor_every: Annotated[
-        int, typer.Option(help="Steps between statistics of every module; 0 for none.")
+        int, typer.Option(help="Steps between statistics of every module. 0: no statistics.")
     ] = LoopConfig.monitor_every,
     spike_threshold: Annotated[
-        float | None, typer.Option(help="Report gradient norms this many MADs above their median, for instance 8.")
+        float | None,
+        typer.Option(
+            help="Report gradient norms that are this many median absolute deviations above the median, such as 8."
+        ),
     ] = LoopConfig.spike_threshold,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
 ) -> None:
-    """Run a training script with every optimizer watched; everything after SCRIPT is passed to it.
+    """Run a training script under the guard. Everything after SCRIPT is passed to it.
 
-    On several processes: accelerate launch -m dit_lora guard SCRIPT, or torchrun -m dit_lora guard SCRIPT.
+    With several processes, use one of
+
+    accelerate launch -m dit_lora guard SCRIPT
+
+    torchrun -m dit_lora guard SCRIPT
     """
     from dit_lora.guard.attach.run_script import run_script
 

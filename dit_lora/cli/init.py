@@ -1,4 +1,4 @@
-"""The verbs of a first hour: a list of recipes, and a folder of one's own to train in."""
+"""The verbs `recipes` and `init`: list the recipes, and create a folder to train in."""
 
 import re
 import shlex
@@ -22,15 +22,17 @@ EXAMPLES = {
 
 def recipes(
     context: typer.Context,
-    family: Annotated[str | None, typer.Option(help="Those of one family.", autocompletion=complete_families)] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Only recipes of this family.", autocompletion=complete_families)
+    ] = None,
     list_families: Annotated[
-        bool, typer.Option("--families", help="Families and their tiny checkpoints, not recipes.")
+        bool, typer.Option("--families", help="List the families and their tiny checkpoints instead.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
+    """List the recipes that come with dit-lora. Those called smoke/... train on a CPU."""
     if family is not None and family not in FAMILIES:
-        raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
+        raise DitLoraError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
     if list_families:
         variants = {
             name: list(loaded_family.tiny_variants)
@@ -51,34 +53,35 @@ def init(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.", autocompletion=complete_recipes
+            help="Recipe, such as cogvideox/5b_t2v, or a family. See dit-lora recipes.",
+            autocompletion=complete_recipes,
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create, or an empty one.")],
     accelerate: Annotated[
         str | None,
         typer.Option(
-            help="Its launch: cpu, one_gpu, ddp, fsdp2 ...; by default the recipe's own.",
+            help="Accelerate config: cpu, one_gpu, ddp, fsdp2 or another one. Default: the recipe's.",
             autocompletion=complete_launch_config_names,
         ),
     ] = None,
 ) -> None:
-    """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
+    """Create a folder to train in, with recipe, training script and Accelerate config."""
     selected_recipe = PackagedRecipe.from_name(recipe, get_default_recipes())
     # The recipe's own launch is the default.
     config = accelerate or selected_recipe.accelerate_config
     if config not in list_accelerate_configs():
         names = ", ".join(list_accelerate_configs())
-        raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
+        raise DitLoraError(f"unknown Accelerate config {config!r}; choose one of {names}")
     written = write_run_folder(selected_recipe, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
     # The user gave a family, so say which recipe it stands for.
     if recipe in FAMILIES:
-        echo(f"It is {selected_recipe.name}; others of the family: dit-lora recipes --family {recipe}")
+        echo(f"It is the recipe {selected_recipe.name}. For others of the family: dit-lora recipes --family {recipe}")
     if not selected_recipe.is_smoke:
         data = selected_recipe.values["data"]["path"]
-        echo(f"Your data goes where data.path in {selected_recipe.file_name} says, now {data}.")
-    echo("Next, as it stands:" if selected_recipe.is_smoke else "Next:")
+        echo(f"Put your data into {data}, or change data.path in {selected_recipe.file_name}.")
+    echo("Next:")
     for line in _list_next_commands(selected_recipe, out, config):
         echo(f"  {line}")
 
@@ -114,9 +117,9 @@ def _print_recipes(records: list[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "smoke/: on a CPU, with a tiny random model. +: and activations. -: not measured yet. "
-        "The comment at a recipe's top says more.\n"
-        "Take one: dit-lora init RECIPE DIR",
+        "smoke/: a tiny random model, on a CPU. +: without activations. -: not measured yet.\n"
+        "More is in the comment at the top of each recipe.\n"
+        "To train with one: dit-lora init RECIPE DIR",
         markup=False,
         soft_wrap=True,
     )

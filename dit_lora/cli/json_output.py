@@ -23,7 +23,9 @@ def _divert_if_requested(context: typer.Context, is_requested: bool) -> bool:
     return is_requested
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=_divert_if_requested, is_eager=True)]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON.", callback=_divert_if_requested, is_eager=True)
+]
 
 
 def write_answer(

@@ -1,4 +1,4 @@
-"""The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
+"""The verb `dit-lora plan`: the memory and disk that a run needs, before weights are downloaded."""
 
 import re
 from typing import Annotated, Literal
@@ -18,15 +18,18 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of each GPU, such as 24GiB; by default this machine's, if it has one.")
+        str | None, typer.Option(help="Memory of each GPU, such as 24GiB. Default: that of this machine's GPU.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, a GPU each.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes, with one GPU each.")] = 1,
     sharding: Annotated[
-        Literal["ddp", "zero2", "fsdp2"], typer.Option(help="What the launch shares out among them.")
+        Literal["ddp", "zero2", "fsdp2"], typer.Option(help="How weights, gradients and optimizer state are sharded.")
     ] = "ddp",
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    """Compute the memory and disk that a run needs. Exit code 1 if it does not fit.
+
+    No weights are downloaded.
+    """
     import torch
 
     from dit_lora.commands.plan import print_plan
@@ -49,5 +52,5 @@ def parse_size(text: str) -> int:
     # A number, then an optional unit.
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNIT_BYTES or float(match[1]) == 0:
-        raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
+        raise DitLoraError(f"--gpu must be a size such as 24GiB, 80GB or 24; got {text!r}")
     return int(float(match[1]) * _UNIT_BYTES[match[2]])

@@ -13,21 +13,21 @@ EXAMPLES = {"push": ("push runs/kitten me/kitten-lora --dry-run", "push runs/kit
 
 def push(
     run: RunFolder,
-    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there.")],
+    repo_id: Annotated[
+        str, typer.Argument(help="Repository on the Hub, as OWNER/NAME. It is created if it does not exist.")
+    ],
     public: Annotated[
         bool,
         typer.Option(
             "--public/--private",
-            help="Everybody may see it; without, a repository that is made is private, and a public one is refused.",
+            help="Allow everybody to see it. With --private, an existing public repository is refused.",
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Send nothing: list the files, and write the card.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write the model card and list the files.")] = False,
 ) -> None:
-    """Push a run to the Hub: adapter, model card and samples in one commit.
+    """Push a run's adapter, model card and samples to the Hub, in one commit.
 
-    Files that are there are not sent again.
+    Files that the repository has already are not sent again.
     """
     from dit_lora.config.recipe import find_repo_id_problem
     from dit_lora.hub.push import list_files, prepare_publication
@@ -40,6 +40,6 @@ def push(
     if dry_run:
         for line in list_files(prepare_publication(run, repo_id)):
             echo(line)
-        echo(f"nothing was sent; the card is in {run / 'README.md'}")
+        echo(f"Nothing was sent. The model card is {run / 'README.md'}.")
         return
     echo(run_push(run, repo_id, private=not public, say=lambda line: echo(line, err=True)))

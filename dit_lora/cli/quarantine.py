@@ -1,4 +1,4 @@
-"""The verb `dit-lora quarantine`: which samples a run leaves out, on what evidence, and how to take one back."""
+"""The verb `dit-lora quarantine`: the samples that a run leaves out and why, and how to take one back."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -18,20 +18,21 @@ def quarantine(
     context: typer.Context,
     run: RunFolder,
     release: Annotated[
-        list[str] | None, typer.Option(help="Take this sample back into the run; repeatable.", show_default=False)
+        list[str] | None, typer.Option(help="Use this sample again. Repeat for several.", show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the samples that a run leaves out, with why; --release takes them back for the next resume."""
+    """Show the samples that a run leaves out, and why.
+
+    With --release, the next resume uses them again.
+    """
     from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 
     if not run.is_dir():
-        raise DitLoraError(f"{run} is not a folder; give a run's folder, as its recipe's run.dir")
+        raise DitLoraError(f"{run} is not a folder; give a run's folder (run.dir of its recipe)")
     # The run keeps the list in memory and writes it again, so a change here would be lost.
     if release and is_live(run):
-        raise DitLoraError(
-            f"{run} is in use by {read_holder(run)}, which writes its list anew; release samples when it has ended"
-        )
+        raise DitLoraError(f"{run} is in use by {read_holder(run)}; release samples when that process has ended")
     table = Quarantine.load(run / QUARANTINE_FILE)
     released = table.release(release or [])
     if released:

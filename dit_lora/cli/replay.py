@@ -1,4 +1,4 @@
-"""The verb `dit-lora replay`: the micro-batch of an event, run again."""
+"""The verb `dit-lora replay`: runs the micro-batch of an event again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,24 +18,24 @@ EXAMPLES = {
 
 def replay(
     context: typer.Context,
-    bundle: Annotated[Path, typer.Argument(help="A folder below a run's bundles/.")],
+    bundle: Annotated[Path, typer.Argument(help="One of the folders in the run's bundles/.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of --script, behind --.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments for --script, after --.", show_default=False)
     ] = None,
     script: Annotated[
-        str | None, typer.Option(help="The script of a loop of your own: it makes the model, and no step.")
+        str | None,
+        typer.Option(help="Training script that the bundle comes from. It creates the model and takes no step."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Base checkpoint; by default the one of the run beside it.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
-    fp32: Annotated[bool, typer.Option("--fp32", help="Weights and compute in fp32.")] = False,
+    model: Annotated[str | None, typer.Option(help="Base checkpoint. Default: the one of the bundle's run.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1.")] = None,
+    fp32: Annotated[bool, typer.Option("--fp32", help="Use fp32 for weights and compute.")] = False,
     without: Annotated[
-        list[str] | None, typer.Option(help="Switch this off, for instance attention:flash; repeatable.")
+        list[str] | None,
+        typer.Option(help="Switch a kernel or backend off, such as attention:flash. Repeat for several."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run the micro-batch of an event again and name the cause; exit 1 if it is still not healthy."""
+    """Run the micro-batch of an event again, and name the cause. Exit code 1 if it fails again."""
     from dit_lora.commands.replay import replay_bundle
 
     result = replay_bundle(

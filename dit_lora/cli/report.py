@@ -1,4 +1,4 @@
-"""The verb `dit-lora report`: a run, or what a guard left of any loop, as one page, written or served."""
+"""The verb `dit-lora report`: writes or serves the page of a run, or of a guard's folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,21 +14,19 @@ EXAMPLES = {"report": ("report runs/kitten", "report runs/kitten --serve", "repo
 
 def report(
     run: RunFolder,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Show it to this machine's browser, and follow the run.")
-    ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Show a live page in the browser of this machine.")] = False,
     port: Port = None,
 ) -> None:
-    """Write report.html of a run, finished or not, or of a guard's folder; or serve a run live on 127.0.0.1."""
+    """Write report.html for a run, or for the folder of a guard. The run need not be finished."""
     if port is not None and not serve:
-        raise DitLoraError(f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}")
+        raise DitLoraError(f"--port {port} needs --serve: dit-lora report {run} --serve --port {port}")
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
     from dit_lora.verify.expert_pair import find_expert_runs
 
     # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
         if serve:
-            raise DitLoraError(f"--serve is for a run; {run} is a guard's folder: leave --serve out")
+            raise DitLoraError(f"--serve needs a run, and {run} is the folder of a guard; remove --serve")
         echo(write_guard_report(run))
         return
     # A run of both experts has a folder for each.
@@ -36,7 +34,7 @@ def report(
     if serve:
         if len(runs) > 1:
             raise DitLoraError(
-                f"--serve shows one run; {run} is a run of both experts: give {' or '.join(map(str, runs))}"
+                f"--serve shows one run, and {run} has one for each expert; give {' or '.join(map(str, runs))}"
             )
         from dit_lora.report.run import serve as served
 

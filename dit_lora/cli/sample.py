@@ -21,41 +21,46 @@ EXAMPLES = {
 }
 
 
-References = Annotated[
-    list[Path] | None, typer.Option(help="Picture or clip to make it from, for models that edit. Repeat in order.")
-]
-Count = Annotated[int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")]
-Strengths = Annotated[str | None, typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds.")]
+References = Annotated[list[Path] | None, typer.Option(help="Picture or clip to edit. Repeat for several, in order.")]
+Count = Annotated[int, typer.Option(min=1, help="Samples of each prompt, with --seed and the seeds after it.")]
+Strengths = Annotated[str | None, typer.Option(help="Strengths of the adapter to compare, such as 0,0.5,1,1.5.")]
 Adapters = Annotated[
-    list[str] | None, typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several.")
+    list[str] | None, typer.Option(metavar="PATH[=WEIGHT]", help="Another adapter to load. Repeat for several.")
 ]
 
 
 def sample(
-    target: Annotated[Path, typer.Argument(help="A run's folder, an adapter, or its OWNER/NAME on the Hub.")],
-    prompt: Annotated[list[str], typer.Option(help="Or a class's name. Repeat for several.")],
+    target: Annotated[Path, typer.Argument(help="Folder of a run or an adapter, or OWNER/NAME on the Hub.")],
+    prompt: Annotated[list[str], typer.Option(help="Prompt, or the name of a class. Repeat for several.")],
     model: BaseModel = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    frames: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
-    height: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
-    width: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
-    fps: Annotated[float | None, typer.Option(min=1, max=240, help="By default as trained.")] = None,
-    inference_steps: Annotated[int, typer.Option(min=1)] = 50,
-    guidance_scale: Annotated[float, typer.Option(min=0)] = 6.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    frames: Annotated[int | None, typer.Option(help="Number of frames. Default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels. Default: as in training.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels. Default: as in training.")] = None,
+    fps: Annotated[
+        float | None, typer.Option(min=1, max=240, help="Frames per second. Default: as in training.")
+    ] = None,
+    inference_steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
+    guidance_scale: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
-    last_image: Annotated[Path | None, typer.Option(help="Last frame, where the model is given that too.")] = None,
+    last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,
     reference: References = None,
     count: Count = 1,
     strengths: Strengths = None,
     adapter: Adapters = None,
-    weight: Annotated[float, typer.Option(help="Of the target beside further adapters.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
+    weight: Annotated[float, typer.Option(help="Weight of the target, with --adapter.")] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the files. Default: samples/ next to the adapter.")
+    ] = None,
 ) -> None:
-    """Sample an mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
+    """Sample a video or an image for each prompt, with an adapter or a trained model."""
     from dit_lora.commands.sample import SampleRequest
 
+    # Generators take 64 bits.
+    if seed >= 2**63:
+        raise DitLoraError(f"--seed must be below 2^63; got {seed}")
     if weight != 1 and not adapter:
-        raise DitLoraError(f"--weight {weight:g} is beside --adapter; alone: --strengths {weight:g}")
+        raise DitLoraError(f"--weight {weight:g} needs --adapter; for one adapter use --strengths {weight:g}")
     request = SampleRequest(
         target=target,
         prompts=tuple(prompt),
@@ -99,10 +104,10 @@ def _parse_strengths(text: str | None) -> tuple[float, ...]:
     try:
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
-        raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {text!r}") from error
+        raise DitLoraError(f"--strengths must be numbers, such as 0,0.5,1; got {text!r}") from error
     # Equal strengths would write the same file twice.
     if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
-        raise DitLoraError(f"--strengths takes finite numbers, each once; got {text!r}")
+        raise DitLoraError(f"--strengths must be finite numbers without repetition; got {text!r}")
     return numbers
 
 
@@ -115,5 +120,5 @@ def _parse_weighted_adapter(text: str) -> tuple[Path, float]:
     except ValueError:  # a path with an equals sign of its own
         return Path(text), 1.0
     if not math.isfinite(number):
-        raise DitLoraError(f"--adapter {text}: its weight is not finite")
+        raise DitLoraError(f"--adapter {text}: the weight must be finite")
     return (Path(path), number) if path else (Path(text), 1.0)

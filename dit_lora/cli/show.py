@@ -1,4 +1,4 @@
-"""The verb `dit-lora show`: a chat model's training sample, as the model gets it."""
+"""The verb `dit-lora show`: a training sample of a chat model, as the model gets it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +13,14 @@ EXAMPLES = {"show": ("show chat_qwen.yaml",)}
 def show(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    sample: Annotated[str, typer.Option(help="A sample's id, or its number from 0.")] = "0",
+    sample: Annotated[str, typer.Option(help="Id of the sample, or its number from 0.")] = "0",
     draw: Annotated[
-        int | None, typer.Option(min=0, help="As training draws it: random frames, crop, order of turns.")
+        int | None,
+        typer.Option(min=0, help="Number of the random draw of frames, crop and order of turns, as in training."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page, with its frames.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the frames to this file.")] = None,
 ) -> None:
-    """Show one training sample as the model gets it: its tokens, and which of them are learned."""
+    """Show a training sample of a chat model: its tokens, and which of them are learned."""
     from rich.console import Console
 
     from dit_lora.commands.show import show_sample

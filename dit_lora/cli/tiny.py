@@ -1,4 +1,4 @@
-"""The verb `dit-lora tiny`: random checkpoints, and clips of moving shapes to train them on."""
+"""The verb `dit-lora tiny`: tiny random checkpoints, and clips of moving shapes to train them on."""
 
 from functools import partial
 from pathlib import Path
@@ -33,31 +33,34 @@ def tiny(
     what: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint, for instance cogvideox-2b (see `recipes --families`), or `shapes`.",
+            help="Checkpoint, such as cogvideox-2b (see dit-lora recipes --families), or shapes.",
             autocompletion=complete_tiny_names,
         ),
     ],
     out: NewFolder,
-    seed: Annotated[int, _checkpoint_option(help="Equal seeds give equal bytes.")] = 0,
-    clips: Annotated[int, _shapes_option(min=1)] = 6,
+    seed: Annotated[int, _checkpoint_option(help="Seed of the weights. Equal seeds give equal files.")] = 0,
+    clips: Annotated[int, _shapes_option(min=1, help="Number of clips.")] = 6,
     frames: Annotated[
-        int | None, _shapes_option(min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1.")
+        int | None,
+        _shapes_option(
+            min=1, help="Frames of a clip; 1 for images (PNG). Default: 17, or 1 with --classes or --pairs."
+        ),
     ] = None,
-    height: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 64,
-    width: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 96,
-    fps: Annotated[float, _shapes_option(min=1, max=240)] = 8.0,
-    classes: Annotated[bool, _shapes_option("--classes", help="One folder a class.")] = False,
+    height: Annotated[int, _shapes_option(min=16, help="Height in pixels, even.")] = 64,
+    width: Annotated[int, _shapes_option(min=16, help="Width in pixels, even.")] = 96,
+    fps: Annotated[float, _shapes_option(min=1, max=240, help="Frames per second.")] = 8.0,
+    classes: Annotated[
+        bool, _shapes_option("--classes", help="Write one folder for each class, without captions.")
+    ] = False,
     pairs: Annotated[
-        bool, _shapes_option("--pairs", help="With what each is made from, and a mask, for models that edit.")
+        bool, _shapes_option("--pairs", help="Write the picture before the edit and a mask too, for models that edit.")
     ] = False,
-    sound: Annotated[
-        bool, _shapes_option("--sound", help="Clips with a tone whose pitch goes with the shape.")
-    ] = False,
+    sound: Annotated[bool, _shapes_option("--sound", help="Add a tone whose pitch depends on the shape.")] = False,
     chat: Annotated[
-        bool, _shapes_option("--chat", help="Questions in place of captions; as many images again.")
+        bool, _shapes_option("--chat", help="Write conversations instead of captions, and as many images as clips.")
     ] = False,
 ) -> None:
-    """Build a tiny random checkpoint that trains on a CPU, without the Hub; or `shapes`: captioned clips or images."""
+    """Create a tiny random checkpoint, or with shapes a data set, to try dit-lora on a CPU."""
     if what != "shapes":
         _refuse_options(context, _SHAPES_OPTIONS, "tiny shapes")
         _build_checkpoint(what, out, seed)
@@ -91,7 +94,7 @@ def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
     families = get_families().values()
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
-        raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(family_of)}")
+        raise DitLoraError(f"unknown tiny checkpoint {variant!r}; choose one of {', '.join(family_of)}")
     from dit_lora.training.session.session import hide_progress_bars
 
     make_folder(folder)
@@ -119,15 +122,15 @@ def _write_shapes(
     from dit_lora.data.synthetic.pairs import write_edit_pairs
 
     if chat and (classes or pairs or frames == 1):
-        raise DitLoraError("--chat writes clips and images; leave out --classes, --pairs and --frames 1")
+        raise DitLoraError("--chat writes clips and images; remove --classes, --pairs and --frames 1")
     if pairs and classes:
-        raise DitLoraError("--pairs have captions, --classes have none; leave out one of them")
+        raise DitLoraError("--pairs writes captions, and --classes none; remove one of them")
     if sound and (chat or classes or pairs or frames == 1):
-        raise DitLoraError("--sound writes clips; leave out --chat, --classes, --pairs and --frames 1")
+        raise DitLoraError("--sound writes clips; remove --chat, --classes, --pairs and --frames 1")
     frames = frames or (1 if classes or pairs else 17)
     # Chroma is stored at half the resolution.
     if frames > 1 and (height % 2 or width % 2):
-        raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
+        raise DitLoraError(f"height and width must be even for H.264; got {height}x{width}")
     # After all checks, so that no empty folder remains after an error.
     make_folder(folder)
     size = {"height": height, "width": width, "frames": frames}
@@ -140,5 +143,5 @@ def _write_shapes(
     else:
         write_shapes(folder, clips=clips, fps=fps, sound=sound, **size)
     description = "clips and as many images" if chat else "images" if frames == 1 else "clips"
-    description += ", each with what it is made from" if pairs else ""
+    description += ", each with the picture before the edit" if pairs else ""
     echo(f"wrote {clips} {description} to {folder}")

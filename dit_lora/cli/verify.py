@@ -1,4 +1,4 @@
-"""The verb `dit-lora verify`: whether what was saved is whole, finite, effective and as trained."""
+"""The verb `dit-lora verify`: whether a saved result is complete, finite, effective and as trained."""
 
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,17 @@ EXAMPLES = {"verify": ("verify runs/kitten",)}
 
 def verify(
     context: typer.Context,
-    target: Annotated[Path, typer.Argument(help="A run's folder, an adapter's folder or file, or a pipeline's.")],
+    target: Annotated[Path, typer.Argument(help="Folder of a run, an adapter or a pipeline, or a LoRA file.")],
     model: BaseModel = None,
     allow_extreme_update: Annotated[
-        bool, typer.Option(help="Let an update pass that is more than ten times its weight.")
+        bool, typer.Option("--allow-extreme-update", help="Accept an update of more than ten times its weight.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
+    """Load a result into the original model and check it. Exit code 1 if a check fails.
+
+    Checked are keys, values, effect, scale and output.
+    """
     from dit_lora.commands.verify import verify_adapter
     from dit_lora.config.experts import EXPERT_NAMES
     from dit_lora.verify.expert_pair import find_expert_results

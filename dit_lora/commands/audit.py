@@ -38,14 +38,14 @@ _REMEDIES = {
     "caption_missing": "write a caption (dit-lora caption), or remove the sample",
     "caption_empty": "write a caption, or remove the sample",
     "caption_long": "shorten it, or remove the sample",
-    "caption_not_text": "write the caption anew as UTF-8",
-    "unsafe_path": "move the file below the folder of the list, or name its folder in data.media",
-    "unsafe_name": "pack the tar anew with plain names",
+    "caption_not_text": "save the caption as UTF-8",
+    "unsafe_path": "move the file into the folder of the list, or set data.media to its folder",
+    "unsafe_name": "pack the tar again with plain names",
     "duplicate_clip": "keep one of them",
     "reference_missing": "restore the file, or remove the sample",
-    "reference_ambiguous": "keep one file of a name",
+    "reference_ambiguous": "keep one file of each name",
     "mask_missing": "restore the file, or remove the sample",
-    "mask_ambiguous": "keep one file of a name",
+    "mask_ambiguous": "keep one file of each name",
 }
 
 Findings = dict[str, list[Finding]]
@@ -108,7 +108,9 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     family = get_family(recipe.model.family)
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
-            raise DitLoraError("--encode: a chat model's samples are not encoded before training")
+            raise DitLoraError(
+                "--encode does not apply to chat models, whose samples are not encoded before training; remove it"
+            )
         checkpoint = family.open(recipe.model, recipe)
         audited_samples, caption_findings, notes = audit_conversations(recipe, checkpoint, progress=True)
         return Audit(recipe.data.path or "data.sources", merge_audits(audited_samples, caption_findings), tuple(notes))
@@ -241,7 +243,7 @@ def _find_unsupported_references(samples: Samples, audited_samples: Sequence[Aud
     """
     # One reason is enough for the user to act on.
     rejected = {sample.file for sample in audited_samples if sample.verdict == "reject"}
-    remedy = "give it such references, or remove it"
+    remedy = "give it references of that kind, or remove it"
     return {
         name: [Finding("reference_unfit", reason, "reject", remedy)]
         for name, reason in samples.rejected.items()

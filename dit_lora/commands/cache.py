@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
@@ -16,6 +15,7 @@ from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import hide_progress_bars, running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
@@ -66,16 +66,16 @@ def is_recipe(target: str) -> bool:
 def build_cache(target: str, overrides: Sequence[str]) -> None:
     """Fill a recipe's cache as training would, with all processes of the launch."""
     if not is_recipe(target):
-        raise DitLoraError(f"give a recipe (.yaml), whose cache is to be filled; got {target}")
+        raise DitLoraError(f"cache build needs a recipe (.yaml); got {target}")
     recipe = load_recipe(target, overrides)
     _require_cache(recipe)
     if not recipe.data.precompute:
-        raise DitLoraError("data.precompute is false: this recipe trains without a cache")
+        raise DitLoraError("data.precompute is false, so this recipe trains without a cache; remove it to build one")
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     with running(recipe) as session:
         encoded = precompute(session, checkpoint, open_sampling_checkpoint(recipe, checkpoint))
         count = len(encoded.training_set.entries)
-        session.say(f"{recipe.cache_dir} holds what {count} samples need")
+        session.say(f"{recipe.cache_dir} has everything for {count} samples")
 
 
 def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
@@ -122,9 +122,7 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
 
 def _require_cache(recipe: Recipe) -> None:
     if recipe.model.family in CHAT_FAMILIES:
-        raise DitLoraError(
-            f"family {recipe.model.family}: conversations are read as they come; there is nothing to cache"
-        )
+        raise DitLoraError(f"family {recipe.model.family}: conversations are not cached, so there is nothing to build")
 
 
 def _maintain_caches(
@@ -148,19 +146,19 @@ def _resolve_root(target: str, overrides: Sequence[str]) -> Path:
     if is_recipe(target):
         root = load_recipe(target, overrides).cache_dir
     elif overrides:
-        raise DitLoraError(f"key.path=value changes a recipe, and {target} is none")
+        raise DitLoraError(f"key.path=value needs a recipe (.yaml); got {target}")
     else:
         root = Path(target).expanduser()
     # Check before anything is pruned: a wrong path must not look like an empty cache.
     if not any((root / kind).is_dir() for kind in _CACHE_NAMES):
-        raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_CACHE_NAMES)}")
+        raise DitLoraError(f"{root} is not a cache: it lacks the folders {' and '.join(_CACHE_NAMES)}")
     return root
 
 
 @contextmanager
 def _show_progress(description: str) -> Iterator[maintenance.OnProgress]:
     """Progress bar over shards; yields the function that updates it."""
-    with tqdm(desc=description, unit="shard", delay=1, dynamic_ncols=True) as bar:
+    with ProgressBar(desc=description, unit="shard", delay=1) as bar:
 
         def update_progress(num_done: int, total: int) -> None:
             bar.total = total

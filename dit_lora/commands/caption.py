@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.config.load import load_recipe
 from dit_lora.data.media.kind import is_image
@@ -23,6 +22,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (
@@ -73,17 +73,17 @@ class CaptionResult:
     def lines(self, table: CaptionTable) -> list[str]:
         """Text for a terminal: failures, shortened captions, and counts."""
         # Failures first, because they need an action.
-        lines = [f"could not be described: {name}: {reason}" for name, reason in self.failures.items()]
+        lines = [f"no caption for {name}: {reason}" for name, reason in self.failures.items()]
         if self.shortened_files:
             lines.append(
-                f"{len(self.shortened_files)} captions were cut at the end of a sentence to "
-                "what the recipe's text encoder reads: "
+                f"{len(self.shortened_files)} captions were cut after a sentence, because the recipe's text "
+                "encoder reads no more: "
                 f"{', '.join(self.shortened_files[:5])}{' and others' if len(self.shortened_files) > 5 else ''}"
             )
         num_missing = len(table.uncaptioned)
-        message = f"{self.num_written:,} captions written to {table.root / TABLE_NAME}"
-        message += f", and {self.num_recovered:,} of an earlier start" if self.num_recovered else ""
-        return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files have none"]
+        message = f"wrote {self.num_written:,} captions to {table.root / TABLE_NAME}"
+        message += f", {self.num_recovered:,} of them from an earlier start" if self.num_recovered else ""
+        return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files still have no caption"]
 
 
 def load_text_limit(recipe: str | None) -> TextLimit | None:
@@ -97,10 +97,12 @@ def load_text_limit(recipe: str | None) -> TextLimit | None:
     # Only its model and text encoder matter here.
     loaded = load_recipe(recipe)
     if loaded.model.family in CHAT_FAMILIES:
-        raise DitLoraError(f"{recipe} trains a chat model, which reads conversations, not captions")
+        raise DitLoraError(
+            f"{recipe} trains a chat model, which does not use captions; give the recipe of another model"
+        )
     limit: TextLimit | None = get_family(loaded.model.family).open(loaded.model).encoders.load_text_limit()
     if limit is None:
-        raise DitLoraError(f"{recipe} trains on classes, not on captions")
+        raise DitLoraError(f"{recipe} trains on classes, not on captions; give another recipe")
     return limit
 
 
@@ -156,7 +158,7 @@ def _describe_files(
     """Describe these files and store the captions in `store`, and counts and failures in `result`."""
     answerer = load_answerer(request.model, request.base, frames=request.frames)
     with require_finite_logits(answerer.model):
-        for name in tqdm(names, desc="captions", unit="file", disable=not result.should_report):
+        for name in ProgressBar(names, desc="captions", unit="file", disable=not result.should_report):
             try:
                 # A file that cannot be described does not stop the others.
                 caption = describe_file(answerer, request.folder / name, request, limit)
@@ -185,7 +187,7 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
     answer = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
     fault = find_caption_fault(answer)
     if fault is not None:
-        raise CheckFailedError(f"the model's answer is no caption: {fault[1]}")
+        raise CheckFailedError(f"cannot use the model's answer as a caption: {fault[1]}")
     return add_trigger(answer, request.trigger)
 
 
@@ -233,7 +235,7 @@ def require_finite_logits(model: Any) -> Iterator[None]:
 
     def check(_module: nn.Module, _inputs: Any, logits: torch.Tensor) -> None:
         if not torch.isfinite(logits).all():
-            raise CheckFailedError("the model's output is not finite; another --model, or another dtype")
+            raise CheckFailedError("the model's output is not finite; try another --model")
 
     handle = model.get_output_embeddings().register_forward_hook(check)
     try:

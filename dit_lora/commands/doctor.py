@@ -37,7 +37,7 @@ def list_decisions(env: Environment) -> list[Decision]:
     # The first GPU decides for all: a machine usually has equal ones.
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
-    device = "cpu", "torch finds no GPU that it can use"
+    device = "cpu", "torch finds no usable GPU"
     dtype = "fp32", "without bf16 instructions a CPU was 10 to 70 times slower in bf16"
     if gpu:
         device = f"cuda: {gpu.name}, {gpu.memory_gib} GiB", "torch can use this GPU"
@@ -51,7 +51,7 @@ def list_decisions(env: Environment) -> list[Decision]:
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
         Decision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
-        Decision("trackers", trackers, "installed; run.trackers chooses among them"),
+        Decision("trackers", trackers, "installed; choose with run.trackers"),
     ]
 
 
@@ -103,8 +103,8 @@ def find_launch_config_problem(config: Mapping[str, Any], env: Environment) -> s
     num_per_machine = started // machines if isinstance(machines, int) and machines > 0 else started
     if env.devices and num_per_machine > len(env.devices):
         return (
-            f"{num_per_machine} processes were asked for on each machine, and this one has {len(env.devices)} "
-            f"GPU(s); set num_processes to {len(env.devices)} for each machine"
+            f"the launch has {num_per_machine} processes for each machine, and this one has "
+            f"{len(env.devices)} GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
     return find_launch_problem(
         is_multiple_requested=requested is not None and requested > started,
@@ -143,7 +143,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         lines.append(f"refuse: {launch['problem']}")
     for line in lines:
         console.print(make_printable(line), markup=False, soft_wrap=True)
-    console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
+    console.print("ready to train" if report["ok"] else "not ready to train: correct the lines marked refuse")
 
 
 def _describe_package(name: str, env: Environment, version_problems: Sequence[VersionProblem]) -> dict[str, Any]:

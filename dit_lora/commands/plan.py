@@ -40,7 +40,7 @@ def describe_fit(planned: MemoryPlan) -> list[str]:
     """Text that says whether the run fits, and otherwise what to add to the command."""
     budget, change = planned.budget, planned.change
     if budget.gpu_bytes is None:
-        return [f"needs {format_gib(budget.needed_bytes)} GiB; with --gpu SIZE the plan says whether that fits"]
+        return [f"needs {format_gib(budget.needed_bytes)} GiB; to see whether that fits, add --gpu SIZE"]
     if budget.fits:
         return [
             f"fits: {format_gib(budget.needed_bytes)} of {format_gib(budget.gpu_bytes)} GiB, "
@@ -48,8 +48,8 @@ def describe_fit(planned: MemoryPlan) -> list[str]:
         ]
     lines = [f"does not fit: {format_gib(budget.needed_bytes)} of {format_gib(budget.gpu_bytes)} GiB"]
     if change is None:
-        return [*lines, "no change that is known here makes it fit"]
-    lines.append(f"the cheapest change with which it takes {format_gib(change.budget.needed_bytes)} GiB:")
+        return [*lines, "no known change makes it fit"]
+    lines.append(f"the cheapest change that fits, in {format_gib(change.budget.needed_bytes)} GiB:")
     if change.overrides:
         lines.append("  " + " ".join(change.overrides))
     if planned.sharding is not None:

@@ -57,15 +57,20 @@ def replay_bundle(
     # Only a bundle of an external loop records the call of the model.
     if "call" in bundle.facts:
         if model is not None or device is not None:
-            raise DitLoraError("--model and --device are for a run's bundle; the script decides both here")
+            raise DitLoraError(
+                "--model and --device apply only to the bundle of a run; with --script, the script decides both"
+            )
         return replay_in_script(bundle, folder, script, arguments, fp32=fp32, without=without)
     if script is not None or arguments:
-        raise DitLoraError(f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own")
+        raise DitLoraError(
+            f"--script applies only to bundles of other training loops, and {folder} comes from a run of "
+            "dit-lora; remove it"
+        )
     recipe = _load_recipe_of_replay_bundle(bundle, folder, model)
     micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
     notes = []
     if digest != bundle.facts["transformer_digest"]:
-        notes.append("the base model's files are not those of the run: results may differ")
+        notes.append("the base model's files differ from those of the run, so results may differ")
     notes += describe_version_differences(bundle, probe_environment().versions)
     return run_and_diagnose(
         bundle,
@@ -90,9 +95,9 @@ def _resolve_device(requested: str | None) -> torch.device:
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise DitLoraError(f"--device {requested}: give cpu, cuda or cuda:1") from error
+        raise DitLoraError(f"--device must be cpu, cuda or cuda:N; got {requested}") from error
     if device.type not in ("cpu", "cuda"):
-        raise DitLoraError(f"--device {requested}: give cpu, cuda or cuda:1")
+        raise DitLoraError(f"--device must be cpu, cuda or cuda:N; got {requested}")
     # `cuda` without an index is the first GPU.
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DitLoraError(f"--device {requested}: this machine has {torch.cuda.device_count()} GPUs")
@@ -155,7 +160,9 @@ def _load_weights(transformer: nn.Module, bundle: Bundle) -> None:
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
     # Compared as a whole: a missing name counts as a different shape.
     if {n: p.shape for n, p in trained.items()} != {n: t.shape for n, t in bundle.weights.items()}:
-        raise DitLoraError("the bundle's trained weights are not of this base model's shapes")
+        raise DitLoraError(
+            "the trained weights of the bundle do not fit this base model; give the run's base model with --model"
+        )
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(bundle.weights[name])

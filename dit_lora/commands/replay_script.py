@@ -39,8 +39,8 @@ def replay_in_script(
     """
     if script is None:
         raise DitLoraError(
-            f"{folder} is of a loop that is not dit-lora's: --script SCRIPT.py [-- ARGS] makes its model, up to the "
-            "first call of it"
+            f"{folder} comes from another training loop; add --script SCRIPT.py [-- ARGS], which is run until "
+            "it first calls its model"
         )
     waiting_replay = _ScriptReplay(bundle, fp32=fp32, without=without)
     # The script runs with the user's rights and arguments, as in the original loop.
@@ -100,7 +100,9 @@ class _ScriptReplay:
     def make_no_match_error(self, script: str) -> DitLoraError:
         """The error that lists all differences of the called model that is most similar to the bundle's."""
         if not self._other_models:
-            return DitLoraError(f"{script} called no model to train it; the bundle has a call of a {self._class_name}")
+            return DitLoraError(
+                f"{script} did not call a model in training; the bundle has a call of {self._class_name}"
+            )
         # Prefer a model of the same class, then the one with the fewest differences.
         name, differing = min(
             self._other_models.values(), key=lambda candidate: (candidate[0] != self._class_name, len(candidate[1]))
@@ -154,7 +156,7 @@ class _ScriptReplay:
     def _replay(self, model: nn.Module) -> ReplayResult:
         """Load the bundle's weights into the model, repeat the recorded call, and diagnose it."""
         bundle, facts = self._bundle, self._bundle.facts["replay"]
-        echo(f"replay: {self._class_name} is called, and has the bundle's weights now", err=True)
+        echo(f"replay: loaded the bundle's weights into {self._class_name}", err=True)
         parameters = dict(model.named_parameters())
         for name, weight in bundle.weights.items():
             # Works for sharded parameters too, from the full weights.

@@ -57,7 +57,7 @@ class ReplayResult:
             f"recorded: step {self.recorded_event['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"
         ]
         if self.diagnosis is None:
-            lines.append("replayed: healthy; the event does not come back here")
+            lines.append("replayed: healthy; the event does not happen again here")
         else:
             lines.append(f"replayed: {self.diagnosis.cause}: {self.diagnosis.words}")
         rows = zip(self.sample_ids, self.outcome.losses, self.outcome.timesteps, strict=True)

@@ -2,13 +2,13 @@
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.layer_names import LayerNames
@@ -21,7 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.terminal import echo
+from dit_lora.terminal import ProgressBar, echo
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_expert_results
 from dit_lora.verify.locate import ResultSource, find_source
@@ -109,6 +109,8 @@ def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
     sampler.info.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
+    # Its bar over denoising steps would leave carriage returns in a pipe or a file.
+    pipeline.set_progress_bar_config(disable=not sys.stderr.isatty())
     _load_adapters(request, pipeline, sources, family.comfyui)
     # After the adapters: they move with the models that they are attached to.
     sampler.move_to_device(pipeline, device)
@@ -138,7 +140,7 @@ def _iterate_samples(
     """Sample every prompt, seed and strength; yield each after it is written."""
     seeds = range(request.seed, request.seed + request.count)
     cells = [(p, s, w) for p in request.prompts for s in seeds for w in request.strengths or (None,)]
-    bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
+    bar = ProgressBar(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
         # Every sample starts from its own seed, so it does not depend on the others.
         settings = replace(sampling, seed=seed)
@@ -147,7 +149,7 @@ def _iterate_samples(
             frames, sound = sampler.generate_with_sound(pipeline, conditions, settings)
         problem = find_sound_fault(sound)
         if problem:
-            echo(f"{prompt!r} is written without sound: {problem}", err=True)
+            echo(f"wrote {prompt!r} without sound: {problem}", err=True)
             # The file is written without it.
             sound = None
         # Readable, with only characters that are safe in file names of every system.
@@ -170,12 +172,13 @@ def _load_adapters(
     option = "--strengths" if request.strengths else "--adapter" if request.other_adapters else ""
     pipelines = [source.file for source in sources if source.is_pipeline]
     if pipelines and option:
-        raise DitLoraError(f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it")
+        raise DitLoraError(f"{option} needs an adapter, and {pipelines[0]} is a whole model")
     other_sources = [find_source(path) for path, _ in request.other_adapters]
     trained = [source.file for source in (*sources, *other_sources) if source.file.with_name(BASE_FILE).is_file()]
     if trained and option:
         raise DitLoraError(
-            f"{option}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
+            f"{option} cannot be used: {trained[0]} also has trained base weights ({BASE_FILE}), which have "
+            "no strength"
         )
     # A single adapter gets the loader's default name.
     names = [f"adapter_{number}" for number in range(1 + len(other_sources))] if other_sources else [None]
@@ -207,5 +210,5 @@ def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
     """The requested value, or the one from training. Raises `DitLoraError` if there is neither."""
     value = requested if requested is not None else metadata.get(name)
     if value is None:
-        raise DitLoraError(f"the adapter does not say its {name}; give --{name}")
+        raise DitLoraError(f"the adapter's header has no {name}; give --{name}")
     return value

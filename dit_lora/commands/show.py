@@ -56,7 +56,7 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
     recipe = load_recipe(recipe_path, overrides)
     if recipe.model.family not in CHAT_FAMILIES:
         raise DitLoraError(
-            f"{recipe_path} trains {recipe.model.family}, which has no conversations to show; see dit-lora audit"
+            f"{recipe_path} trains {recipe.model.family}, and show is for chat models; use dit-lora audit"
         )
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
@@ -66,7 +66,9 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
     entry = next((candidate for candidate in samples.entries if candidate.id == name), None)
     if entry is None:
         first_names = [f"{number}: {candidate}" for number, candidate in enumerate(samples.names[:20])]
-        raise DitLoraError(format_list(f"no sample {sample}; of {len(samples.names)} the first are", first_names))
+        raise DitLoraError(
+            format_list(f"there is no sample {sample}; the first of {len(samples.names)} are", first_names)
+        )
     # A dataset of only this sample, so that it is not padded to the length of others.
     clips = build_training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed

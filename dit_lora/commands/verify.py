@@ -168,7 +168,7 @@ def _update_record(run: Path, verification: Verification, changed: Sequence[str]
         write_verification(run, verification.to_dict())
     # The result is verified all the same, for example on a read-only disk.
     except OSError as error:
-        return replace(verification, notes=(f"{path} cannot be written: {error.strerror}",))
+        return replace(verification, notes=(f"cannot write {path}: {error.strerror}",))
     change = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
     return replace(verification, notes=(f"{change}{VERIFICATION_FILE} is written again",))
 

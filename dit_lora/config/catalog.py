@@ -25,8 +25,8 @@ def find_packaged_files() -> Path:
         if (folder / "recipes" / "lora.py").is_file():
             return folder
     raise DitLoraError(
-        "this installation of dit-lora has lost its recipes; put them back with: "
-        "pip install --force-reinstall --no-deps dit-lora"
+        "the recipes of this installation are missing; restore them with: pip install --force-reinstall "
+        "--no-deps dit-lora"
     )
 
 
@@ -169,7 +169,7 @@ def write_run_folder(recipe: PackagedRecipe, output_folder: Path, config: str) -
         output_folder.mkdir(parents=True, exist_ok=True)
         # Files that exist, even from an earlier `init`, are never overwritten.
         if any(output_folder.iterdir()):
-            raise DitLoraError(f"{output_folder} is not empty; name another folder")
+            raise DitLoraError(f"{output_folder} is not empty; choose another folder")
         for name, text in files.items():
             (output_folder / name).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -70,10 +70,10 @@ class Layout(Section):
     @model_validator(mode="after")
     def _check_exclusive_options(self) -> Self:
         if self.reference_columns and self.reference_folders:
-            raise ValueError("give reference_columns or reference_folders, one of them")
+            raise ValueError("got both reference_columns and reference_folders; give one")
         # Each of them is a mask of the whole sample: two could contradict each other.
         if sum(map(bool, (self.mask_column, self.mask_folder, self.alpha_mask))) > 1:
-            raise ValueError("give one of mask_column, mask_folder and alpha_mask")
+            raise ValueError("got more than one of mask_column, mask_folder and alpha_mask; give one")
         return self
 
 
@@ -101,12 +101,12 @@ class SourceConfig(Layout):
     @model_validator(mode="after")
     def _check_source_options(self) -> "SourceConfig":
         if self.generate is not None and self.caption is None:
-            raise ValueError("generate needs a caption to generate from")
+            raise ValueError("generate needs caption: the prompt of the generated samples")
         if self.caption is not None and self.caption_column is not None:
-            raise ValueError("caption replaces caption_column; give one of them")
+            raise ValueError("got both caption and caption_column; give one")
         # Both set how often a sample occurs in an epoch.
         if self.weight is not None and self.repeats > 1:
-            raise ValueError("weight replaces repeats; give one of them")
+            raise ValueError("got both weight and repeats; give one")
         return self
 
 
@@ -217,26 +217,24 @@ class DataConfig(Layout):
         # The longest shape decides whether the samples are images or clips.
         frames = self.max_frames
         if frames > 1 and self.flip:
-            raise ValueError("flip is for images (frames: 1)")
+            raise ValueError("flip applies only to images (frames: 1); remove it")
         if frames == 1 and self.windows != 1:
-            raise ValueError("windows cut clips of several frames; data.frames is 1")
+            raise ValueError("windows applies only to clips, and data.frames is 1; remove it")
         # An image has no duration, and so no sound.
         shortest = min((self.buckets.frames if self.buckets else None) or (self.frames,))
         if self.sound and (self.fps is None or shortest == 1):
-            raise ValueError(
-                "sound belongs to clips of a known length: give data.fps, and frames above 1 (data.buckets.frames too)"
-            )
+            raise ValueError("sound needs data.fps, and more than 1 frame (data.buckets.frames too)")
         if self.window_stride is not None and self.windows == 1:
             raise ValueError("window_stride needs windows: all, or a number above 1")
         # Exactly one of them must be given.
         if bool(self.path) == bool(self.sources):
-            raise ValueError("give data.path or data.sources, one of them")
+            raise ValueError("give either data.path or data.sources")
         if self.sources and any(getattr(self, name) for name in Layout.model_fields):
-            raise ValueError("with data.sources, each source has its own columns and folders")
+            raise ValueError("with data.sources, give columns and folders in each source")
         if self.mask_floor and not any(source.has_masks for source in self.all_sources):
             raise ValueError("mask_floor needs mask_column, mask_folder or alpha_mask")
         # A source without a weight would have no share relative to the others.
         weights = [source.weight is not None for source in self.sources]
         if any(weights) and not all(weights):
-            raise ValueError("give every source a weight, or none")
+            raise ValueError("give every source a weight, or none of them")
         return self

@@ -115,7 +115,7 @@ def _find_invalid_counts(config: LadderConfig, names: Sequence[str]) -> list[str
 def find_actions_problem(actions: Sequence[str]) -> str | None:
     """The problem with a list of recovery actions; None if it is valid."""
     if any(rung not in RECOVERY_ACTIONS for rung in actions):
-        return f"the rungs are {', '.join(RECOVERY_ACTIONS)}"
+        return f"choose from {', '.join(RECOVERY_ACTIONS)}"
     if not actions or len(set(actions)) != len(actions):
-        return "name each rung once, and at least one; [stop] stops at every fault"
+        return "give at least one action and none twice; [stop] stops at every fault"
     return None

@@ -27,11 +27,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         values = read_yaml(path)
     except FileNotFoundError as error:
-        raise DitLoraError(f"no recipe {path}; {suggest_recipe(path)}") from error
+        raise DitLoraError(f"there is no recipe {path}; {suggest_recipe(path)}") from error
     except OSError as error:
         raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
     if not isinstance(values, dict):
-        raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
+        raise DitLoraError(f"{path} must contain sections such as model: and data:; got {values!r}")
     # Before validation: an override may supply a key that the file lacks.
     for override in overrides:
         _apply_override(values, override)
@@ -87,7 +87,7 @@ def build_recipe_schema() -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise DitLoraError(f"an override reads key.path=value, for instance train.steps=20; got {override!r}")
+        raise DitLoraError(f"an override must be key.path=value, such as train.steps=20; got {override!r}")
     # Create missing sections on the way to the key.
     *parents, leaf = key.split(".")
     section = values
@@ -135,7 +135,7 @@ def _suggest_key(location: tuple[int | str, ...]) -> str:
     similar_keys = difflib.get_close_matches(str(location[-1]), siblings, n=1)
     if similar_keys:
         return f"; did you mean {'.'.join([*parent, similar_keys[0]])}?"
-    return f"; known here: {', '.join(siblings)}"
+    return f"; the keys here are {', '.join(siblings)}"
 
 
 def _iterate_key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:

@@ -44,7 +44,7 @@ class UnderConfig(Section):
     def _require_nonzero_scale(cls, scale: float) -> float:
         # The adapter would be loaded and computed without an effect.
         if scale == 0:
-            raise ValueError("at scale 0 it does nothing; leave it out")
+            raise ValueError("scale 0 has no effect; remove it")
         return scale
 
 
@@ -97,8 +97,8 @@ class LoraConfig(Section):
     def _check_init(cls, init: str) -> str:
         if init == "loftq":
             raise ValueError(
-                "loftq corrects the error of one quantisation, and its adapter fits no other base than that: take "
-                f"pissa, or another of {', '.join(INITS)}"
+                "loftq is not supported, because its adapter fits only one quantised base; use pissa, or another "
+                f"of {', '.join(INITS)}"
             )
         return init
 
@@ -129,16 +129,16 @@ class LoraConfig(Section):
                 f"{', '.join(sorted(_KIND_OPTIONS[self.kind]))}"
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
-            raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
+            raise ValueError(f"kind {self.kind} has its own initialization; remove init")
         # Reached for DoRA only: the check above has refused the other kinds.
         if self.kind != "lora" and self.init in (DATA_INIT, *WEIGHT_INITS):
-            raise ValueError(f"init: {self.init} starts a LoRA, and kind is {self.kind}")
+            raise ValueError(f"init: {self.init} needs kind lora; got {self.kind}")
         if self.kind != "lora" and self.has_file_init:
             raise ValueError(
-                f"training continues from a LoRA's file, and kind is {self.kind}; a run goes on with train.resume"
+                f"init takes only the file of a LoRA, and kind is {self.kind}; to continue a run, use train.resume"
             )
         if self.has_file_init and (self.rslora or self.rank_pattern or self.alpha_pattern):
-            raise ValueError("rslora, rank_pattern and alpha_pattern are those of the file in `init`; leave them out")
+            raise ValueError("rslora, rank_pattern and alpha_pattern come from the file in init; remove them")
         return self
 
     @property
@@ -154,5 +154,5 @@ class LoraConfig(Section):
     @property
     def new_adapter_rank(self) -> int:
         """The rank of an adapter that does not continue from a file."""
-        assert self.rank is not None, "of a file, the rank is the file's"
+        assert self.rank is not None, "the rank comes from the file in init"
         return self.rank

@@ -63,7 +63,7 @@ class GroupsConfig(Section):
     @classmethod
     def _reject_patterns(cls, group: GroupConfig | None) -> GroupConfig | None:
         if group is not None and group.modules is not None:
-            raise ValueError("modules does not apply here: lora.targets chooses where adapters go")
+            raise ValueError("modules does not apply here, because lora.targets chooses the adapted layers; remove it")
         return group
 
     def get_configured_groups(self) -> dict[str, GroupConfig]:
@@ -146,13 +146,13 @@ class PreserveConfig(Section):
     @model_validator(mode="after")
     def _check_words(self) -> "PreserveConfig":
         if not self.class_words or not all(word.strip() for word in (self.trigger, *self.class_words)):
-            raise ValueError("trigger and class_words are words; got none, or an empty one")
+            raise ValueError("trigger and class_words must not be empty")
         # Replacing the trigger would put it back into the caption.
         words_with_trigger = [word for word in self.class_words if self.trigger in word]
         if words_with_trigger:
             raise ValueError(
-                f"class_words: {', '.join(map(repr, words_with_trigger))} has the trigger {self.trigger!r} in it, "
-                "so that the caption would not be without it"
+                f"class_words: {', '.join(map(repr, words_with_trigger))} contains the trigger {self.trigger!r}; "
+                "give words without it"
             )
         return self
 
@@ -228,18 +228,12 @@ class TrainConfig(Section):
     def _check_offload(self) -> "TrainConfig":
         # A compiled block has no separate call of attention whose output could be saved.
         if self.compile and self.checkpointing == "selective":
-            raise ValueError(
-                "a compiled block is one piece, of which checkpointing=selective can keep no attention; use "
-                "full, none or auto"
-            )
+            raise ValueError("checkpointing=selective does not work with compile; use full, none or auto")
         if self.offload == "none":
             return self
         if self.checkpointing not in ("auto", "full"):
-            raise ValueError(
-                f"offload=group needs checkpointing=full (or auto), which brings weights back for the "
-                f"backward pass; got checkpointing={self.checkpointing}"
-            )
+            raise ValueError(f"offload=group needs checkpointing=full or auto; got checkpointing={self.checkpointing}")
         # All weights train, so there are no frozen ones to move.
         if self.mode == "full":
-            raise ValueError("offload=group keeps frozen weights in host memory; mode=full has none")
+            raise ValueError("offload=group does not apply to mode=full, which has no frozen weights; remove it")
         return self

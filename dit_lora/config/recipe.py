@@ -168,7 +168,7 @@ def find_repo_id_problem(repo_id: str) -> str | None:
     ends = any(part.endswith((".", "-", ".git")) for part in parts)
     if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:
         return None
-    return "a repository is OWNER/NAME of letters, digits and single . - _, such as me/kitten-lora"
+    return "a repository must be OWNER/NAME, of letters, digits and single . - _, such as me/kitten-lora"
 
 
 class HubConfig(Section):
@@ -222,18 +222,20 @@ class Recipe(Section):
         # A question belongs to one image or video.
         media, prompts = self.validation.media, self.validation.prompts
         if media and len(media) != len(prompts):
-            raise ValueError(f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts")
+            raise ValueError(
+                f"validation.media needs one file for each prompt; got {len(media)} files, {len(prompts)} prompts"
+            )
         if self.train.preserve is not None and self.train.mode == "full":
             raise ValueError(
-                "train.preserve: its target is the base with the adapter off, and train.mode: full has no adapter; "
-                "remove it, or take data.sources.generate (prior preservation)"
+                "train.preserve needs an adapter, and train.mode: full has none; remove it, or use "
+                "data.sources.generate (prior preservation)"
             )
         if self.train.preserve is not None and self.train.context_parallel > 1:
-            raise ValueError("train.preserve: ranks that share samples cannot; remove train.context_parallel")
+            raise ValueError("train.preserve does not work with train.context_parallel; remove one of them")
         # A second checkpoint that makes the samples.
         second = self.validation.model is not None
         if second and not prompts:
-            raise ValueError("validation.model: nothing is sampled from it: give validation.prompts")
+            raise ValueError("validation.model has no effect without validation.prompts; give some")
         if second and any(source.generate for source in self.data.all_sources):
             raise ValueError(
                 "data.sources.generate samples the base with the steps and guidance of validation, which are "
@@ -253,19 +255,21 @@ class Recipe(Section):
         if both and self.lora.kind in ("loha", "oft"):
             raise ValueError(f"lora.kind: {self.lora.kind} has one adapter a folder; train one expert")
         if train.high_noise_share is not None and not both:
-            raise ValueError("train.high_noise_share is for model.part: both; remove it")
+            raise ValueError("train.high_noise_share applies only to model.part: both; remove it")
         # The checks below are for recipes that train both experts.
         if not both:
             return self
         if train.mode == "full":
-            raise ValueError("model.part: both writes two adapters; of train.mode: full, train one expert at a time")
+            raise ValueError("model.part: both needs train.mode: lora; with full, train one expert at a time")
         if train.resume not in ("none", "auto"):
-            hint = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
+            hint = "a path belongs to one expert; use auto, or continue that expert's own config.yaml"
             raise ValueError(f"train.resume: under model.part: both, {hint}")
         if train.steps < 2:
-            raise ValueError("train.steps: model.part: both needs a step for each expert; got 1")
+            raise ValueError("train.steps must be at least 2 with model.part: both; got 1")
         if self.validation.other_expert is not None:
-            raise ValueError("validation.other_expert: model.part: both trains both; remove it")
+            raise ValueError(
+                "validation.other_expert does not apply to model.part: both, which trains both experts; remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -277,21 +281,19 @@ class Recipe(Section):
                 raise ValueError("model.from_scratch needs train.mode: full; a LoRA needs a trained base")
             if groups.adapter is None:
                 if self.lora != LoraConfig():
-                    raise ValueError("lora does not apply: optim.groups.adapter is null")
+                    raise ValueError("lora does not apply, because optim.groups.adapter is null; remove one of them")
                 if not groups.get_configured_groups():
-                    raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
+                    raise ValueError("optim.groups trains nothing; give adapter, connector or backbone")
                 if groups.adapter_b:
                     raise ValueError("optim.groups: adapter_b needs adapter")
             return self
         # From here on `train.mode` is `full`, which has no adapter.
         if self.validation.model is not None:
-            raise ValueError(
-                "validation.model does not apply to train.mode: full: it takes an adapter, and there is none"
-            )
+            raise ValueError("validation.model does not apply to train.mode: full, which trains no adapter; remove it")
         if self.model.quantize is not None:
-            raise ValueError("model.quantize does not apply to train.mode: full, which trains every weight")
+            raise ValueError("model.quantize does not apply to train.mode: full, which trains every weight; remove it")
         if self.lora != LoraConfig():
-            raise ValueError("lora does not apply to train.mode: full")
+            raise ValueError("lora does not apply to train.mode: full; remove it")
         if groups.adapter != usual.adapter or groups.adapter_b:
             raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
         if groups.backbone is None:
@@ -305,13 +307,13 @@ class Recipe(Section):
             return self
         if self.model.quantize is not None:
             raise ValueError(
-                f"kernels.fp8: {self.kernels.fp8}: the base is quantised already (model.quantize: "
-                f"{self.model.quantize}); leave one of them out"
+                f"kernels.fp8: {self.kernels.fp8}: the base is already quantised (model.quantize: "
+                f"{self.model.quantize}); remove one of them"
             )
         if self.train.offload != "none":
             raise ValueError(
-                f"kernels.fp8: {self.kernels.fp8}: it keeps every weight on the device in fp8, which train.offload: "
-                f"{self.train.offload} is to spare; leave one of them out"
+                f"kernels.fp8: {self.kernels.fp8}: it keeps every weight on the device, which train.offload: "
+                f"{self.train.offload} is meant to avoid; remove one of them"
             )
         return self
 
@@ -320,8 +322,8 @@ class Recipe(Section):
         # PyTorch's setting has no effect on these packages, whose backward passes use atomic additions by default.
         if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
             raise ValueError(
-                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} adds in no "
-                "fixed order; leave one of them out"
+                f"train.deterministic: the backward pass of kernels.attention: {self.kernels.attention} adds in "
+                "no fixed order; remove one of them"
             )
         return self
 

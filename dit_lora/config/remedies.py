@@ -54,7 +54,7 @@ def is_likely_local(path: str) -> bool:
 def suggest_hub_prefix(path: str) -> str:
     """A hint for the error about a missing folder if its name could be one on the Hub; else empty."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
-    return f"; if you mean the Hub's, write {HUB_PREFIX}{path}" if is_name else ""
+    return f"; for the repository on the Hub, write {HUB_PREFIX}{path}" if is_name else ""
 
 
 def suggest_recipe(path: Path) -> str:
@@ -66,5 +66,5 @@ def suggest_recipe(path: Path) -> str:
         return f"did you mean {siblings[close[0]]}?"
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
     if name in list_recipe_names():
-        return f"write it into a folder of your own: dit-lora init {name} my-run"
-    return "dit-lora recipes lists what dit-lora init can write"
+        return f"copy it to a folder: dit-lora init {name} my-run"
+    return "see dit-lora recipes"

@@ -46,5 +46,5 @@ class TimestepsConfig(Section):
         # An end that is left out is the full range's.
         low, high = self.t_min or 0.0, 1.0 if self.t_max is None else self.t_max
         if low >= high:
-            raise ValueError(f"nothing is from t_min={low:g} on and below t_max={high:g}")
+            raise ValueError(f"t_min={low:g} must be below t_max={high:g}")
         return self

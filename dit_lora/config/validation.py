@@ -62,7 +62,7 @@ class ValidationConfig(Section):
     def notes(self) -> list[str]:
         """One line for each old key that was given."""
         return [
-            f"validation.{key} is called validation.{RENAMED_KEYS[key]} now; the old key is read until version 0.3"
+            f"validation.{key} is now validation.{RENAMED_KEYS[key]}; the old key works until version 0.3"
             for key in self._old_keys
         ]
 

@@ -27,7 +27,7 @@ def parse_yaml(text: str) -> Any:
     Duplicate keys, which YAML would resolve to the last one, and texts that are not Unicode are errors too.
     """
     if len(text) > MAX_YAML_CHARACTERS:
-        raise ParseError(f"it has {len(text):,} characters, and {MAX_YAML_CHARACTERS:,} are read at most")
+        raise ParseError(f"it has {len(text):,} characters, more than the limit of {MAX_YAML_CHARACTERS:,}")
     try:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -132,4 +132,4 @@ def _require_unicode(value: str) -> None:
         # Fails for surrogates, which `\ud800` in a quoted text creates.
         value.encode()
     except UnicodeEncodeError:
-        raise ParseError(f"a value holds half of a UTF-16 pair: {value[:80]!a}") from None
+        raise ParseError(f"a value contains half of a UTF-16 pair: {value[:80]!a}") from None

@@ -85,7 +85,7 @@ def read_with_retry(read: Callable[[], T], folder: Path) -> T:
                     _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
             # Outside a run, or after the longest wait: give up.
             elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
-                waited = f"waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that"
+                waited = f"waited {_max_wait_s:g} s for the folder {location}; no sample is left out because of it"
                 advice = f"; {waited}, make it readable again" if _max_wait_s else ""
                 raise UnreadableError(f"cannot read {problem}{advice}") from error
             time.sleep(_POLL_S)

@@ -22,11 +22,11 @@ def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
     name = get_hub_name(model.path)
     if name is None:
         path = Path(model.path)
-        remedy = f"give a Diffusers checkpoint folder or a Hub id{suggest_hub_prefix(model.path)}"
+        remedy = f"give the folder of a Diffusers checkpoint, or a Hub id{suggest_hub_prefix(model.path)}"
         # The recipes for tests refer to such folders, which `dit-lora tiny` writes.
         if path.parent.name == "tiny":
-            remedy = f"build it: dit-lora tiny {path.name} {model.path}"
-        raise DitLoraError(f"model.path: no folder {model.path}; {remedy}")
+            remedy = f"create it with dit-lora tiny {path.name} {model.path}"
+        raise DitLoraError(f"model.path: {model.path} does not exist; {remedy}")
     return _download_files(name, patterns, f"model.path: no local folder {model.path}", model.revision)
 
 
@@ -65,7 +65,7 @@ def _download_files(name: str, patterns: Sequence[str], missing_message: str, re
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         remedy = _describe_remedy(name, error)
-        raise DitLoraError(f"{missing_message}, and the Hub did not give it: {remedy}") from error
+        raise DitLoraError(f"{missing_message}, and it cannot be downloaded: {remedy}") from error
 
 
 def _describe_remedy(name: str, error: Exception) -> str:
@@ -80,15 +80,15 @@ def _describe_remedy(name: str, error: Exception) -> str:
 
     page = f"{constants.ENDPOINT}/{name}"
     if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {page}, then type: hf auth login"
+        return f"access is gated; accept its terms at {page}, then run: hf auth login"
     if isinstance(error, RevisionNotFoundError):
-        return f"it has no such revision; model.revision is a branch, tag or commit of {page}"
+        return f"the revision does not exist; model.revision must be a branch, tag or commit of {page}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no {page}, or it is private: correct the name, or type: hf auth login"
+        return f"{page} does not exist or is private; correct the name, or run: hf auth login"
     # Checked before the general error below: offline, every missing file raises that one.
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download {name}"
     if isinstance(error, LocalEntryNotFoundError):
-        return f"it was not reached; check the connection, or try: hf download {name}"
+        return f"the Hub cannot be reached; check the connection, or try: hf download {name}"
     # The first line: the Hub's errors have details of the request after it.
     return str(error).strip().splitlines()[0]

@@ -51,7 +51,9 @@ def remove_kernels(config: Mapping[str, Any], source: str) -> dict[str, Any]:
             names = value.values() if isinstance(value, dict) else [value]
             # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
             if any("/" in str(name) for name in names):
-                raise DitLoraError(f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it")
+                raise DitLoraError(
+                    f"{source}: {key} {value!r} is code from the Hub, which dit-lora never runs; remove it"
+                )
             continue
         if key == "quantization_config" and value is not None:
             _require_allowed_quantization(value, source)

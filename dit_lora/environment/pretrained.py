@@ -30,7 +30,7 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     if not folder.is_dir():
         name = get_hub_name(source) if isinstance(source, str) else None
         if name is None:
-            raise DitLoraError(f"no folder {source} to load from")
+            raise DitLoraError(f"the folder {source} does not exist")
     else:
         require_regular(folder)
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
@@ -68,8 +68,8 @@ def _translate_load_errors(source: Path, model_class: Any) -> Iterator[None]:
         # Transformers' message for a checkpoint that needs its own code.
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise DitLoraError(
-                f"{source} can only be loaded by code of its own, which is never run, whoever says yes to it: give a "
-                "checkpoint whose classes Diffusers or Transformers has, without auto_map or Python files"
+                f"{source} needs its own code, which dit-lora never runs; give a checkpoint for Diffusers or "
+                "Transformers without auto_map and Python files"
             ) from error
         # One line: errors of Transformers span several.
         message = " ".join(str(error).split())[:400] or "no reason given"

@@ -256,7 +256,7 @@ def _find_version_problem(name: str, env: Environment) -> VersionProblem | None:
         return None
     # There is no version to recommend, so the remedy is to remove the package.
     if status == "untested" and tested.tested_version is None:
-        message = f"no build of {name} could be tested; got {version}"
+        message = f"{name} was never tested; got {version}"
         return VersionProblem(name, "warn", message, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
         message = f"{name} was tested up to {tested.newest_tested_version}; got {version}"
@@ -296,9 +296,9 @@ def find_launch_problem(
         )
     if is_fsdp_requested:
         lines.append(
-            "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
-            "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
-            f"on a CPU `ACCELERATE_USE_FSDP=true FSDP_VERSION=2 torchrun --nproc_per_node {count}`"
+            "FSDP needs several processes, and this run has one; remove FSDP, or start one process for each "
+            "GPU with num_processes in accelerate_configs/fsdp2.yaml, or on a CPU `ACCELERATE_USE_FSDP=true "
+            f"FSDP_VERSION=2 torchrun --nproc_per_node {count}`"
         )
     return "\n".join(lines) or None
 
@@ -319,12 +319,12 @@ def read_launch_config(path: Path) -> dict[str, Any]:
         values = read_yaml(path)  # reads JSON too
     except FileNotFoundError as error:
         raise DitLoraError(
-            f"no accelerate config {path}; `dit-lora init RECIPE DIR` writes one, such as one_gpu.yaml"
+            f"the Accelerate config {path} does not exist; `dit-lora init RECIPE DIR` writes one, such as one_gpu.yaml"
         ) from error
     except OSError as error:
         raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
     if not isinstance(values, dict):
-        raise DitLoraError(f"{path} must hold keys such as num_processes; got {values!r}")
+        raise DitLoraError(f"{path} must contain keys such as num_processes; got {values!r}")
     return values
 
 

@@ -58,8 +58,8 @@ def find_checkpoint(source: str) -> CheckpointLocation:
     if path.is_file() or (path / "config.json").is_file():
         return CheckpointLocation(source, path, False)
     raise DitLoraError(
-        f"{source} is no checkpoint; give a pipeline's folder (model_index.json), its transformer's (config.json), a "
-        ".safetensors file, or a pipeline's name on the Hub"
+        f"{source} is not a checkpoint; give a pipeline's folder (model_index.json), its transformer's "
+        "(config.json), a .safetensors file, or a pipeline's name on the Hub"
     )
 
 
@@ -88,7 +88,7 @@ class StoredWeights:
             differing = {name: shape for name, shape in expected.items() if self.shapes.get(name) != shape}
             if differing:
                 expected_model = f"{denoiser.transformer_class.__name__} of {denoiser.info.path.name}"
-                summary = f"{location.source} is of another model than {expected_model}"
+                summary = f"{location.source} belongs to a different model than {expected_model}"
                 pairs = [(name, self.shapes.get(name, "not there"), shape) for name, shape in differing.items()]
                 mismatches = [f"{name}: {stored}, the model has {shape}" for name, stored, shape in pairs]
                 raise DitLoraError(format_list(summary, mismatches))
@@ -115,7 +115,7 @@ class StoredWeights:
                 self._add_file(file, "")
             return
         if location.path.suffix != ".safetensors":
-            raise DitLoraError(f"{location.source} is no .safetensors file; convert it first")
+            raise DitLoraError(f"{location.source} is not a .safetensors file; convert it first")
         # One file: find out which prefix its keys have. Each candidate must cover all of the model's tensors.
         names = read_header(location.path).tensors.keys()
         for prefix in _KEY_PREFIXES:

@@ -87,9 +87,9 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
     """`export`, and a report for each transformer on what `request.rank` keeps; empty without a rank."""
     hide_progress_bars()
     if request.rank is not None and request.export_format == "merged":
-        raise DitLoraError("--rank is for the forms of a LoRA; a merged checkpoint has no rank: leave --rank out")
+        raise DitLoraError("--rank does not apply to a merged checkpoint; remove it")
     if request.output_dir.exists():
-        raise DitLoraError(f"{request.output_dir} exists already; give another folder, or remove it")
+        raise DitLoraError(f"{request.output_dir} already exists; choose another folder, or remove it")
     # Check the weights before anything is loaded.
     weights = _check_weights(request)
     if is_chat(request.targets[0], request.model):
@@ -125,7 +125,7 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
             name = f"{request.output_dir.name}_{expert}" if expert else request.output_dir.name
             write_exported_adapter(request.export_format, adapter, staged, name)
         count = len(get_weight_changes(adapter.model, ADAPTER_NAME))
-        say(f"{count} layers, read back and compared: the same update")
+        say(f"checked {count} layers: the written file gives the same update")
     return results
 
 
@@ -136,7 +136,7 @@ def _export_expert_pair(
     # Every target must have both experts: a sum pairs them expert by expert.
     single_expert = [str(t) for t, paths in zip(request.targets, expert_targets, strict=True) if len(paths) == 1]
     if single_expert:
-        summary = "adapters of both experts are added to such alone; these are of one"
+        summary = "adapters of both experts can only be added to others of both; these are of one"
         raise DitLoraError(format_list(summary, single_expert))
     # Transpose: from (high, low) per target to all targets' results per expert.
     parts = dict(zip(EXPERT_NAMES.values(), zip(*expert_targets, strict=True), strict=True))
@@ -185,12 +185,12 @@ def write_expert_pair(
 def find_adapter(target: Path) -> ResultSource:
     """The diffusion adapter at a path. Raises `DitLoraError` if there is none."""
     if not target.exists():
-        raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
+        raise DitLoraError(f"{target} does not exist; give the folder of a run or an adapter")
     source = find_source(target, ADAPTER_FILENAMES)
     if source.is_pipeline:
         raise DitLoraError(
-            f"{source.file} is a whole pipeline, not an adapter: there is nothing to export; "
-            "Diffusers loads it with from_pretrained"
+            f"{source.file} is a whole pipeline, so there is nothing to export; load it in Diffusers with "
+            "from_pretrained"
         )
     return source
 
@@ -205,7 +205,7 @@ def _check_weights(request: ExportRequest) -> list[float]:
         counts = f"{targets} adapters and {len(weights)} weights"
         raise DitLoraError(f"{counts}; give --weight once for each adapter, in order")
     if any(not math.isfinite(weight) or weight == 0 for weight in weights):
-        raise DitLoraError(f"--weight takes numbers other than 0; got {weights}")
+        raise DitLoraError(f"--weight must not be 0; got {weights}")
     return weights
 
 
@@ -231,7 +231,7 @@ def _load_adapters(
     # Only LoRAs can be combined: concatenating their factors adds their products.
     not_lora = [f"{source.file}: {kind}" for source in sources if (kind := find_non_lora_kind(source.file))]
     if not_lora and (len(sources) > 1 or weights[0] != 1):
-        raise DitLoraError(format_list("LoRAs alone are weighted and added up; these are none", not_lora))
+        raise DitLoraError(format_list("only LoRAs can be weighted and added up; these are not LoRAs", not_lora))
     for source in sources:
         models.append(new_model())
         if not_lora:

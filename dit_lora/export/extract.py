@@ -59,7 +59,7 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
     """
     hide_progress_bars()
     if request.output_dir.exists():
-        raise DitLoraError(f"{request.output_dir} exists already; give another folder, or remove it")
+        raise DitLoraError(f"{request.output_dir} already exists; choose another folder, or remove it")
     # Either side may be a pipeline, a transformer's folder, a single file or a Hub id.
     tuned, base = find_checkpoint(request.tuned_model), find_checkpoint(request.base_model)
     model = _choose_pipeline(request, tuned, base)
@@ -229,4 +229,4 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
 
         write_expert_pair(request.output_dir, write_expert, adapters_by_expert)
     for adapter in adapters.values():
-        say(f"{len(collect_weight_updates(adapter.model))} layers, read back and compared: the same update")
+        say(f"{len(collect_weight_updates(adapter.model))} layers: the written file gives the same update")

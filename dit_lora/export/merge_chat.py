@@ -55,7 +55,7 @@ def merge_adapter(
         CheckFailedError: A merged weight is not finite.
     """
     if output_dir.exists():
-        raise DitLoraError(f"{output_dir} exists already; give another folder, or remove it")
+        raise DitLoraError(f"{output_dir} already exists; choose another folder, or remove it")
     # Read the header before the long load, so that a wrong folder fails at once.
     provenance = read_run_metadata(find_chat_adapter_file(adapter_dir))
     config = read_typed_json(base / "config.json", dict[str, Any])

@@ -20,9 +20,7 @@ def refuse_diffusion_options(recipe: Recipe, supported_options: Sequence[str] = 
         if is_set and name not in supported_options
     ]
     if problems:
-        raise DitLoraError(
-            format_list(f"family {recipe.model.family} has nothing that these apply to; remove them", problems)
-        )
+        raise DitLoraError(format_list(f"family {recipe.model.family} does not use these; remove them", problems))
 
 
 def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:

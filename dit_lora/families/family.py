@@ -62,7 +62,7 @@ class Family:
         import torch
 
         if variant not in self.tiny_variants:
-            raise DitLoraError(f"no variant {variant!r}; one of {', '.join(self.tiny_variants)}")
+            raise DitLoraError(f"unknown variant {variant!r}; choose one of {', '.join(self.tiny_variants)}")
         builder = importlib.import_module(self.tiny_module)
         # Builders draw weights from torch's default generator. Seed it, and restore the caller's state afterwards.
         with torch.random.fork_rng(devices=[]):

@@ -69,8 +69,8 @@ def select_component(model: ModelConfig, path: Path) -> str:
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
-            f"model.part: {model.path} has one transformer (no transformer_2 in its model_index.json); "
-            "leave model.part out"
+            f"model.part does not apply: {model.path} has one transformer (no transformer_2 in its "
+            "model_index.json); remove it"
         )
     return "transformer_2" if model.part == "transformer_2" else "transformer"
 
@@ -96,7 +96,7 @@ def require_complete_weights(model: ModelConfig, path: Path, *components: str) -
             except (OSError, SafetensorError) as error:
                 problems.append(f"{component}/{file.name}: {error}")
     if problems:
-        raise DitLoraError(format_list(f"{path} is not whole; fetch these files again", problems))
+        raise DitLoraError(format_list(f"{path} is incomplete; download these files again", problems))
 
 
 def load_or_init(

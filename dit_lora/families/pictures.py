@@ -48,7 +48,7 @@ def read_conditioning_images(
         if name not in required:
             if file is not None:
                 accepts = "takes no last image" if required else "starts from no image"
-                raise DitLoraError(f"{model} {accepts}; leave {option} out")
+                raise DitLoraError(f"{model} {accepts}; remove {option}")
             continue
         if file is None:
             raise DitLoraError(
@@ -70,7 +70,7 @@ def image_errors(validation: ValidationConfig, required: Sequence[str]) -> list[
             problems.append(f"validation.{field}: it takes no {kind} image; remove it")
         if name in required and len(files) != len(validation.prompts):
             problems.append(
-                f"validation.{field}: give one {kind} image a prompt; got {len(files)} for "
+                f"validation.{field}: give one {kind} image for each prompt; got {len(files)} for "
                 f"{len(validation.prompts)} in validation.prompts"
             )
     return problems

@@ -92,15 +92,13 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
     }
     problems = [name for name, is_set in options.items() if is_set and name not in supported_options]
     if problems:
-        raise DitLoraError(
-            f"{', '.join(problems)}: family {recipe.model.family} has nothing that this applies to; remove it"
-        )
+        raise DitLoraError(f"{', '.join(problems)}: family {recipe.model.family} does not use this; remove it")
 
 
 def refuse_ic_lora(model: ModelConfig) -> None:
     """Raise `DitLoraError` for `model.task: ic_lora` in a family without reference clips."""
     if model.task == "ic_lora":
         raise DitLoraError(
-            f"model.task: ic_lora: family {model.family} makes nothing from reference clips; leave it out, or take "
+            f"model.task: ic_lora: family {model.family} does not use reference clips; remove it, or use "
             "LTX-2 (family ltx2)"
         )

@@ -69,8 +69,8 @@ class VaeMemory:
         if misaligned:
             raise DitLoraError(
                 format_list(
-                    f"data.vae_tiling: the tiles of {name}, the VAE of {checkpoint}, do not fit these heights "
-                    "and widths; choose others, or set it to false",
+                    f"data.vae_tiling: the tiles of {name}, the VAE of {checkpoint}, do not fit these heights and "
+                    "widths; change them, or set it to false",
                     misaligned,
                 )
             )

@@ -69,8 +69,8 @@ def fuse(
 
     Args:
         model: A Diffusers or Transformers model. It is patched in place.
-        ops: `auto`, `op_states` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
-            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `op_states` also runs
+        ops: `auto`, `on` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
+            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `on` also runs
             without a GPU (with the kernel's reference in plain PyTorch) and raises if parity does not hold or nothing
             in the model takes the op.
         attention: A Diffusers attention backend that supports training or, for a Transformers model, one of its
@@ -146,22 +146,20 @@ def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
     """Complete the user's modes to a mode for every op. Raises `DitLoraError` for an unknown op or mode."""
     unknown = sorted(set(requested_modes) - set(OPS))
     if unknown:
-        raise DitLoraError(format_list(f"no kernel is called {', '.join(unknown)}; there are", OPS))
+        raise DitLoraError(format_list(f"unknown kernels {', '.join(unknown)}; choose from", OPS))
     invalid_modes = [f"{op}: {mode!r}" for op, mode in requested_modes.items() if mode not in get_args(Mode)]
     if invalid_modes:
-        raise DitLoraError(format_list("give auto, on or off for each kernel; got", invalid_modes))
+        raise DitLoraError(format_list("kernels must be auto, on or off; got", invalid_modes))
     modes = {op: requested_modes.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
     if modes[fp8.OP] == "on" and modes[fp8.REQUIRED_OP] == "off":
-        raise DitLoraError(
-            f"kernels.{fp8.OP}: it computes the products of {fp8.REQUIRED_OP}, which is off; set that to auto"
-        )
+        raise DitLoraError(f"kernels.{fp8.OP} needs {fp8.REQUIRED_OP}, which is off; set that to auto")
     return modes
 
 
 def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
     """Why this op is off; None if it is on.
 
-    Raises `DitLoraError` if the mode is `op_states` and the machine cannot run it.
+    Raises `DitLoraError` if the mode is `on` and the machine cannot run it.
     """
     if mode == "off":
         return None
@@ -178,11 +176,11 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
         if missing and mode == "on":
             raise DitLoraError(f"kernels.{op}: {missing}; set it to off")
         return missing
-    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `op_states` uses it.
+    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `on` uses it.
     support = triton_support()
     if mode == "on" or op in OPS_WITHOUT_TRITON or support.mode == "gpu":
         return None
-    return f"{support.reason}; `on` runs its reference"
+    return f"{support.reason}; with `on` it runs in plain PyTorch"
 
 
 def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
@@ -201,7 +199,7 @@ def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
 
 def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
     """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
-    # With `op_states`, an op that applies to no module is an error.
+    # With `on`, an op that applies to no module is an error.
     replaced = {op for op, _ in fusion.patched_modules}
     missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
     if fusion.backend is not None and ATTENTION not in replaced:
@@ -212,7 +210,9 @@ def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str,
     reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.skipped_modules if op in missing]
     model_class = type(model).__name__
     raise DitLoraError(
-        format_list(f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20])
+        format_list(
+            f"kernels: no module of {model_class} can use {', '.join(missing)}; set them to auto or off", reasons[:20]
+        )
     )
 
 

@@ -67,7 +67,9 @@ def require_backend(name: str) -> str:
     )
 
     if name not in TRAINABLE_BACKENDS:
-        raise DitLoraError(format_list(f"kernels.attention: {name} does not train; choose", TRAINABLE_BACKENDS))
+        raise DitLoraError(
+            format_list(f"kernels.attention: {name} does not support training; choose one of", TRAINABLE_BACKENDS)
+        )
     backend = AttentionBackendName(name)
     try:
         _check_attention_backend_requirements(backend)
@@ -80,7 +82,7 @@ def require_backend(name: str) -> str:
 def require_mask_support(name: str) -> None:
     """Raise `DitLoraError` if this attention backend does not support masks."""
     if name in MASKLESS_BACKENDS:
-        raise DitLoraError(f"kernels.attention: {name} takes no mask, and this model attends with one; use auto")
+        raise DitLoraError(f"kernels.attention: {name} does not support masks, which this model needs; use auto")
 
 
 def attend(

@@ -131,4 +131,4 @@ def _is_fake(value: object) -> bool:
 
 def format_required_error(fallback: Fallback, message: str) -> str:
     """Error message for a kernel that was requested by name and cannot be used."""
-    return f"{message}; it was asked for by name: set it to auto or off to train without it"
+    return f"{message}; it is set to on: set it to auto or off to train without it"

@@ -58,7 +58,7 @@ def _find_difference(trained_tensors: Sequence[torch.Tensor]) -> str | None:
     kernel_norms = finite_norms(values, groups, 2)
     expected = finite_norms_reference(values, groups, 2)
     if not torch.allclose(kernel_norms, expected, rtol=1e-4, atol=0.0):
-        return f"norms are {kernel_norms.tolist()}, and PyTorch's are {expected.tolist()}"
+        return f"its norms are {kernel_norms.tolist()}, and those of PyTorch {expected.tolist()}"
     # A wrong size or mask in the kernel would miss the very last element.
     last_tensor = values[-1].flatten()
     last_tensor[-1] = torch.inf

@@ -86,7 +86,8 @@ class Fusion:
         """The report: which ops were replaced by fused kernels, which were not, and why."""
         # Number of modules by op. An op without an entry counts as on.
         counts = Counter(op for op, _ in self.patched_modules)
-        lines = [f"{op}: {n} modules" for op, n in counts.items() if self.op_states.get(op, True)]
+        active = [f"{op} ({n} modules)" for op, n in counts.items() if self.op_states.get(op, True)]
+        lines = [", ".join(active)] if active else []
         reasons = Counter((op, reason) for op, _, reason in self.skipped_modules)
         lines += [f"{op}: not in {n} modules: {reason}" for (op, reason), n in reasons.items()]
         return lines
@@ -269,8 +270,7 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
 
 
 _DROPS_LORA = (
-    "fuse_qkv_projections leaves the adapters of q, k and v out of the model (diffusers issue 11903); "
-    "call unfuse_qkv_projections: dit_lora.fuse shares their input without that"
+    "fuse_qkv_projections drops the adapters of q, k and v (diffusers issue 11903); call unfuse_qkv_projections first"
 )
 
 

@@ -40,7 +40,8 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
     if name not in _AVAILABILITY_CHECKS:
         raise DitLoraError(
             format_list(
-                f"kernels.attention: {name} is not for Transformers' models; choose", TRAINABLE_IMPLEMENTATIONS
+                f"kernels.attention: {name} does not work with Transformers models; choose one of",
+                TRAINABLE_IMPLEMENTATIONS,
             )
         )
     if not _AVAILABILITY_CHECKS[name]():

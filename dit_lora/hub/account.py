@@ -43,25 +43,26 @@ def check_account(repo_id: str, *, private: bool) -> None:
         UnreachableError: The Hub does not answer, so that the account is unknown.
     """
     if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it")
+        raise HubError("cannot push while HF_HUB_OFFLINE is set; unset it")
     # Only looks for a token; the request below checks whether it is valid.
     if get_token() is None:
         raise HubError(
-            "no Hugging Face token: log in with `hf auth login` (or set HF_TOKEN), with a token that may write"
+            "there is no Hugging Face token; log in with `hf auth login` (or set HF_TOKEN), with a token "
+            "that can write"
         )
     user = request_with_retries(lambda: HfApi().whoami(), max_tries=2)
     name = str(user.get("name"))
     # `read`, `write` or `fineGrained`; each level of the answer may be missing.
     role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
-        raise HubError(f"the token of {name} may only read; log in with one that may write: `hf auth login`")
+        raise HubError(f"the token of {name} can only read; log in with one that can write: `hf auth login`")
     owner = repo_id.partition("/")[0]
     owners = [name, *(str(organization.get("name")) for organization in user.get("orgs") or ())]
     # Only for `write` tokens: the answer does not list the permissions of a fine-grained token.
     if role == "write" and owner.lower() not in [organization.lower() for organization in owners]:
         raise HubError(
-            f"{repo_id}: {name} may not write there; OWNER is one of {', '.join(owners)}. For another account: "
-            "`hf auth login`"
+            f"{repo_id}: {name} cannot write there; OWNER must be one of {', '.join(owners)}. For another "
+            "account: `hf auth login`"
         )
     if private:
         _require_not_public(repo_id)
@@ -78,8 +79,8 @@ def _require_not_public(repo_id: str) -> None:
         raise to_hub_error(error) from None
     if not repository.private:
         raise HubError(
-            f"{api.endpoint}/{repo_id} is there and public, which `private` does not change: make it private in "
-            "its settings, push to another name, or say that everybody may see it: --public (hub.private=false)"
+            f"{api.endpoint}/{repo_id} already exists and is public; make it private in its settings, push to "
+            "another name, or allow everybody to see it with --public (hub.private=false)"
         )
 
 
@@ -115,7 +116,7 @@ def request_with_retries(
             if is_last or not isinstance(problem, UnreachableError):
                 raise problem from None
             if pause > _LONGEST_WAIT:
-                raise UnreachableError(f"{problem}; it asks to wait {pause:.0f} s") from None
+                raise UnreachableError(f"{problem}; retry after {pause:.0f} s") from None
         if say is not None:
             say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {max_tries - 1})")
         time.sleep(pause)
@@ -132,7 +133,7 @@ def to_hub_error(error: BaseException) -> HubError:
         message = _shorten_message(str(cause)) or type(cause).__name__
         # An error page instead of JSON is a problem of the Hub, not of the request.
         if isinstance(cause, ValueError) and not isinstance(cause, json.JSONDecodeError):
-            return HubError(f"the Hub does not take it: {message}")
+            return HubError(f"the Hub refuses it: {message}")
         if isinstance(cause, KeyError):
             return UnreachableError(f"the Hub's answer has no {message}")
         return UnreachableError(f"the Hub cannot be reached: {message}")
@@ -142,8 +143,9 @@ def to_hub_error(error: BaseException) -> HubError:
     message = {
         401: "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which comes "
         "first if it is set",
-        403: f"this token may not do that (403: {answer}): log in with one that may write there, by `hf auth login`",
-        412: "the repository has changed meanwhile (412)",
+        403: f"this token is not allowed to do that (403: {answer}); log in with one that can write there: `hf "
+        "auth login`",
+        412: "the repository was changed in the meantime (412)",
     }.get(status, f"the Hub answered {status}: {answer}")
     return UnreachableError(message) if status in _TRANSIENT_STATUSES else HubError(message)
 

@@ -25,7 +25,7 @@ def require_hub(session: Session, hub: HubConfig) -> None:
         try:
             check_account(hub.repo_id, private=hub.private)
         except UnreachableError as problem:
-            session.say(f"warning: hub.push: {problem}; the token is not checked")
+            session.say(f"warning: hub.push: {problem}; the token cannot be checked")
         except HubError as problem:
             error = DitLoraError(f"hub.push: {problem}; or train with hub.push=false")
     raise_on_all_ranks(session.accelerator, error)
@@ -44,7 +44,7 @@ def push_result(session: Session, recipe: Recipe) -> None:
         try:
             session.say(push(folder, hub.repo_id, private=hub.private, say=session.say))
         except DitLoraError as problem:
-            error = DitLoraError(f"the run is whole in {folder}, but it was not pushed: {problem}")
+            error = DitLoraError(f"the run in {folder} is complete, but was not pushed: {problem}")
             # Keep the exit code, which tells a failed check from bad input.
             error.exit_code = problem.exit_code
     raise_on_all_ranks(session.accelerator, error)

@@ -169,7 +169,7 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
 
 def _describe_eval_data(contents: Contents) -> str:
     if "pipeline" in contents.facts:
-        return "training samples under noise that training never draws"
+        return "training samples with noise that training does not use"
     return "conversations that are never trained on"
 
 
@@ -179,7 +179,7 @@ def _write_summary(contents: Contents) -> str:
     base = (
         f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
         if contents.base
-        else f"{escape_markdown(metadata.get('base_model') or 'a base model')}, which was a folder of its trainer's"
+        else f"{escape_markdown(metadata.get('base_model') or 'a base model')} (a local folder)"
     )
     # Such as `LoRA (rank 16, alpha 16)`.
     adapter = describe_adapter(metadata)
@@ -190,7 +190,7 @@ def _write_summary(contents: Contents) -> str:
         description = f"A model trained from scratch, by the config of {base}" if scratch else f"A fine-tune of {base}"
     # None of the adapter's file names: only base weights were trained.
     elif contents.files.keys().isdisjoint(adapter_files):
-        description = f"Weights that were trained of {base}"
+        description = f"Trained weights of {base}"
     if contents.expert and contents.kind != "pipeline":
         expert = "both experts" if contents.experts else f"its expert for {_format_expert(contents.expert)}"
         description += f" ({expert})"
@@ -220,7 +220,7 @@ def _list_notes(contents: Contents) -> Iterator[str]:
     if pipeline and pipeline.get("references"):
         yield _describe_references(pipeline)
     if contents.expert and not contents.experts and contents.kind != "pipeline":
-        yield f"It is for the expert for {_format_expert(contents.expert)} alone; the other is as the base has it."
+        yield f"It is for the expert for {_format_expert(contents.expert)} only; the other is the base's."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
     if contents.metadata.get("continued"):
@@ -236,7 +236,7 @@ def _list_notes(contents: Contents) -> Iterator[str]:
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
     if needs_dit_lora(contents):
-        yield "Stock Diffusers or Transformers alone do not load it: a class or loader of dit-lora's does."
+        yield "Diffusers and Transformers cannot load it without dit-lora."
 
 
 def _describe_references(pipeline: Mapping[str, Any]) -> str:
@@ -353,7 +353,7 @@ def _list_events(contents: Contents) -> Iterator[str]:
         for event in contents.run.events
     )
     if not counted:
-        yield "guard: no step tripped"
+        yield "guard: no step failed"
     for (kind, cause, action), count in counted.most_common():
         times = "once" if count == 1 else f"{count:,} times"
         guard_event = f"{escape_markdown(kind)}, cause {escape_markdown(cause)}"

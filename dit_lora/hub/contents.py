@@ -167,8 +167,9 @@ def _find_result(run: RunFiles) -> tuple[Path, str]:
     full = run.config.get("train", {}).get("mode") == "full"
     path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
-        f"{folder} has no result yet: no {path}; it is at step {run.num_steps_taken:,} of {run.max_steps or 0:,}. "
-        f"Go on with: accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
+        f"{folder} has no result yet (no {path}); it is at step {run.num_steps_taken:,} of "
+        f"{run.max_steps or 0:,}. To continue: accelerate launch recipes/lora.py {folder}/config.yaml "
+        "train.resume=auto"
     )
 
 
@@ -180,8 +181,8 @@ def _require_verified(run: RunFiles) -> None:
         raise CheckFailedError(
             format_list(
                 f"{run.folder} is not pushed: its result did not pass its verification ({VERIFICATION_FILE}). "
-                f"`dit-lora verify {run.folder}` looks at it again; a run that goes on by train.resume=auto writes "
-                "and verifies its result anew",
+                f"check it again with `dit-lora verify {run.folder}`, or continue the run with train.resume=auto, "
+                "which writes and verifies its result again",
                 failed,
             )
         )
@@ -200,7 +201,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
             adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
             require_valid_tensors(adapter, {} if adapter else tensors)
     except (CheckFailedError, UnreadableFileError) as error:
-        message = str(error).removeprefix("refused to save: ")
+        message = str(error).removeprefix("cannot save: ")
         raise CheckFailedError(f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {message}") from error
 
 
@@ -217,8 +218,8 @@ def _read_facts(run: RunFiles) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DitLoraError(
             f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, cannot be used: "
-            f"{error}. Write it anew with: "
-            f"accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
+            f"{error}. To write it again: accelerate launch recipes/lora.py {run.folder}/config.yaml "
+            "train.resume=auto"
         ) from error
 
 

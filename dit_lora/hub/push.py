@@ -77,7 +77,7 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], Non
         return request_with_retries(lambda: _commit_files_to_hub(api, publication, url, say), say)
     except HubError as error:
         command = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
-        raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
+        raise DitLoraError(f"{error}. Nothing is lost. To continue: {command}") from error
 
 
 def _commit_files_to_hub(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
@@ -98,7 +98,7 @@ def _commit_files_to_hub(api: HfApi, publication: Publication, url: str, say: Ca
     # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
     visibility, size = ("private" if head.private else "public", sum(publication.get_sizes().values()))
-    say(f"hub: {len(files)} files to {url}, which is {visibility} ({_format_size(size)})")
+    say(f"hub: sending {len(files)} files to {url}, which is {visibility} ({_format_size(size)})")
     metadata = publication.contents.metadata
     steps = sum(item.run.num_steps_taken for item in publication.contents.experts or (publication.contents,))
     commit = api.create_commit(
@@ -109,7 +109,7 @@ def _commit_files_to_hub(api: HfApi, publication: Publication, url: str, say: Ca
     )
     # huggingface_hub makes no commit if nothing changed.
     if commit.oid == head.sha:
-        return f"nothing to do: {url} has all {len(files)} files as they are here"
+        return f"nothing to send: {url} already has all {len(files)} files"
     return f"pushed {len(files)} files to {url}"
 
 

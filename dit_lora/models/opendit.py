@@ -126,7 +126,7 @@ def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | No
         missing.append(" or ".join(_CONDITION_TENSORS))
     if missing:
         message = (
-            "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way here)"
+            "this is not a state dict of OpenDiT's video model (VDiT, v1.0.0); its image model, DiT, is not supported"
         )
         raise DitLoraError(format_list(f"{message}; it lacks", missing))
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
@@ -135,7 +135,7 @@ def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | No
     # Check the numbers of dimensions before unpacking the shapes.
     if [len(shapes[name]) for name in _SIZE_TENSORS] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZE_TENSORS]
-        message = "this is no state dict of OpenDiT's video model; got tensors of these shapes"
+        message = "this is not a state dict of OpenDiT's video model; got tensors of these shapes"
         raise DitLoraError(format_list(message, received))
     width, channels, patch_t, patch, _ = kernel
     heads = heads or _HEADS_BY_WIDTH.get(width)

@@ -51,7 +51,7 @@ def write_base(
     # Refuse to write into an existing folder before anything is downloaded.
     folder = Path(folder)
     if folder.exists():
-        raise DitLoraError(f"{folder} exists; choose another folder")
+        raise DitLoraError(f"{folder} already exists; choose another folder")
     encoder = tokenizer = None
     if text_encoder is not None:
         encoder = load_pretrained(CLIPTextModel, text_encoder, use_safetensors=True)
@@ -131,7 +131,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise DitLoraError(f"{path} is neither a file of weights nor a folder of .bin or .safetensors")
+        raise DitLoraError(f"{path} is not a file of weights or a folder with .bin or .safetensors files")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         # Released .bin files are pickles, which are read without running any code in them.
@@ -139,6 +139,6 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:
-            raise DitLoraError(format_list(f"{file} has tensors that another file of it has too", duplicates))
+            raise DitLoraError(format_list(f"{file} repeats tensors of another file", duplicates))
         tensors |= file_tensors
     return tensors

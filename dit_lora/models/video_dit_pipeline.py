@@ -75,7 +75,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
-            raise DitLoraError(format_list(f"no class {', '.join(unknown)}; there are", [*self.labels]))
+            raise DitLoraError(format_list(f"unknown classes {', '.join(unknown)}; choose from", [*self.labels]))
         return torch.tensor([self.labels[name] if name else null for name in names])
 
     @torch.no_grad()

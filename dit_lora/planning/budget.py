@@ -239,7 +239,7 @@ def _compute_phase_peaks(
     rounded = ROUNDING_FACTOR if estimator.is_gpu else 1
     at_training = training.state_bytes + int(training.activations * rounded) + context_bytes
     if estimator.is_chat:
-        uncounted = ["validation: answers are written token by token, with less than a step takes"]
+        uncounted = ["validation: answers are generated token by token, with less memory than a step"]
         return {"training": at_training}, uncounted
     uncounted = []
 
@@ -252,7 +252,7 @@ def _compute_phase_peaks(
     if text is not None:
         phases["captions"] = compute_encoder_peak(text)
     elif "text_encoder" in estimator.checkpoint.encoders.text_cache_key():
-        uncounted.append("captions: text_encoder/config.json is not there, so the text encoder is not counted")
+        uncounted.append("captions: text_encoder/config.json is missing, so the text encoder is not counted")
     phases["clips"] = compute_encoder_peak(estimator.video_encoder)
     phases["training"] = at_training
     if recipe.validation.prompts:
@@ -319,21 +319,19 @@ def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch
     lines = []
     if estimator.is_gpu:
         lines.append(
-            f"of the GPU, {CUDA_CONTEXT_BYTES / GIB:.2g} GiB are CUDA's own, and the allocator loses "
-            f"{ROUNDING_FACTOR - 1:.0%} of activations; not measured on a GPU"
+            f"CUDA itself needs {CUDA_CONTEXT_BYTES / GIB:.2g} GiB, and rounding {ROUNDING_FACTOR - 1:.0%} of "
+            "activations (not measured)"
         )
         lines.append("workspaces of cuDNN's convolutions are not counted")
     if not is_data_available(recipe):
-        lines.append("the data is not here: the recipe's own shapes, and no number of samples")
+        lines.append("data.path does not exist: shapes are the recipe's, and the number of samples is unknown")
     if launch.num_ranks > 1 and launch.sharding != "ddp":
         lines.append(
-            f"{launch.sharding}: what is shared out is divided evenly, and two whole blocks are gathered; buffers of "
-            "its communication are not counted"
+            f"{launch.sharding}: shards are equal, and two whole blocks are gathered; communication buffers "
+            "are not counted"
         )
     if recipe.train.context_parallel > 1:
-        lines.append("context_parallel: activations are divided evenly; what is exchanged is not counted")
+        lines.append("context_parallel: activations are divided evenly; communication buffers are not counted")
     if recipe.model.quantize:
-        lines.append(
-            "model.quantize: a layer's weight in its wide form, for the moment of its product, is not counted"
-        )
+        lines.append("model.quantize: the dequantized weight of the layer in use is not counted")
     return lines

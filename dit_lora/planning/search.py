@@ -111,7 +111,7 @@ def _require_valid_launch(recipe: Recipe, launch: Launch) -> None:
     if launch.sharding != "ddp":
         require_shardable(recipe, launch.sharding)
     if recipe.train.offload != "none" and recipe.model.quantize is not None:
-        raise DitLoraError("train.offload and model.quantize do not go together; leave one out")
+        raise DitLoraError("train.offload and model.quantize do not work together; remove one of them")
     if launch.num_ranks % recipe.train.context_parallel:
         raise DitLoraError(
             f"train.context_parallel={recipe.train.context_parallel} must divide --ranks {launch.num_ranks}"

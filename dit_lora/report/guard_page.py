@@ -109,9 +109,9 @@ def write_guard_report(folder: Path) -> Path:
         if line.get("guard") == lines[-1].get("guard"):
             history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
     heat = build_heat_maps(history)
-    notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
+    notes = [] if starts else [f"{FILE_NAME} is missing or damaged, so what was watched is not known."]
     if torn:
-        notes.append(f"{len(torn)} torn lines of events.jsonl are left out.")
+        notes.append(f"{len(torn)} incomplete lines of events.jsonl are left out.")
     weights = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
     page = render_page(
         "guard_page.html",
@@ -140,7 +140,7 @@ def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mappin
         return "stopped by the guard", "reject"
     # False until the guard is closed, and so also after a kill.
     if not starts or not starts[-1].get("ended"):
-        return "running, or ended without a word", "warn"
+        return "running, or ended without a record", "warn"
     return "ended", "ok"
 
 

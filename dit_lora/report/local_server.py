@@ -40,7 +40,7 @@ class LocalServer(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise DitLoraError(
-                f"port {port} cannot be used: {reason}; choose another by --port, or leave it out for a free one"
+                f"port {port} cannot be used: {reason}; choose another with --port, or remove --port to use a free one"
             ) from error
 
     @property
@@ -107,7 +107,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not self._check_host():
             return
         if self.headers.get("Origin", "") not in [f"http://{name}" for name in self._get_host_names()]:
-            self.refuse(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
+            self.refuse(HTTPStatus.FORBIDDEN, "only this server's own page can send this")
             return
         self.handle_post()
 
@@ -130,17 +130,17 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         try:
             values = parse_json(data)
         except ValueError as error:
-            self.send_message(HTTPStatus.BAD_REQUEST, f"this takes JSON: {error}")
+            self.send_message(HTTPStatus.BAD_REQUEST, f"the body must be JSON: {error}")
             return None
         # The token is in the body, not in a cookie: browsers can attach cookies to other sites' requests.
         request_token = values.get("token") if isinstance(values, dict) else None
         if not isinstance(request_token, str):
-            self.send_message(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the body must be an object with the page's token")
             return None
         if not self.server.matches_token(request_token):
             self.send_message(
                 HTTPStatus.FORBIDDEN,
-                "this page is of an earlier start; open the address that the command printed in another tab",
+                "this page belongs to an earlier start of the server; open the address that the command printed",
             )
             return None
         return dict(values)
@@ -204,7 +204,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         # With DNS rebinding, a request to another site's name arrives here with that name as its Host.
         if self.headers.get("Host", "") in self._get_host_names():
             return True
-        self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
+        self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers only to its own address")
         return False
 
     def _get_host_names(self) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         with suppress(OSError):  # removed since, or not readable
             file = open_file()
         if file is None:
-            self.send_message(HTTPStatus.NOT_FOUND, "no such file here")
+            self.send_message(HTTPStatus.NOT_FOUND, "this file does not exist")
             return
         with file:
             self._send_range(file, content_type)

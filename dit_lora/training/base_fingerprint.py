@@ -100,8 +100,8 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
         setup.session.say(f"warning: the result of this run will not pass its verification: {reason}")
     elif fingerprint.recorded_at_step and fingerprint.recorded_at_step == start_step:
         setup.session.say(
-            f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
-            f"and what the base was before step {fingerprint.recorded_at_step} is not known"
+            "guard: this run has no record of its base's output from its first start; the output at step "
+            f"{fingerprint.recorded_at_step} is used instead, and earlier changes of the base cannot be found"
         )
     if setup.session.is_main:
         write_json(setup.session.dir / BASE_OUTPUT, fingerprint.record)

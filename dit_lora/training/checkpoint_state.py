@@ -13,6 +13,7 @@ from dit_lora.training.checkpoints.compatibility import describe_launch_topology
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
     SavedState,
+    checkpoint_path,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
@@ -38,7 +39,7 @@ def resume(
     session, train = setup.session, setup.recipe.train
     if path is None:
         if train.resume == "auto":
-            session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
+            session.say(f"there is no checkpoint in {session.dir} yet; starting at step 0")
         return 0, {}
     launch_topology = describe_launch_topology(session)
     # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
@@ -54,10 +55,10 @@ def resume(
     if train.resume == "auto":
         for step, newer in list_checkpoints(session.dir).items():
             if step > loaded.step:
-                session.say(f"warning: passed over {newer}: it is torn or altered")
+                session.say(f"warning: skipped {newer}, which is incomplete or altered")
     if loaded.step > train.steps:
         raise DitLoraError(
-            f"train.steps is {train.steps}, and {path} is beyond it; raise train.steps or resume an earlier checkpoint"
+            f"{path} is beyond train.steps={train.steps}; raise train.steps or resume an earlier checkpoint"
         )
     return loaded.step, loaded.guard_state
 
@@ -100,6 +101,9 @@ class Checkpoints:
                     guard_state=guard_state,
                     launch_topology=launch_topology,
                 )
+                # The last checkpoint's step is told by the run's closing lines.
+                if step < train.steps:
+                    session.say(f"step {step}: saved {checkpoint_path(session.dir, step)}")
 
             self.writer.save_async(step, state, write)
         if wait:
@@ -156,7 +160,9 @@ def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | No
     # Compared before anything is filled: a model half restored would be neither the old nor the new.
     for live, saved in ((engine.trainable_state_dict(), stored.weights), (averages, stored.averages)):
         if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
-            raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
+            raise DitLoraError(
+                f"the trainable parameters of {loaded.path} do not match this model; restore the recipe that wrote it"
+            )
     # Copies: tensors that a CPU optimizer keeps must not live in a memory-mapped file.
     engine.load_state(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
     for name, tensor in averages.items():

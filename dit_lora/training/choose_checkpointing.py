@@ -34,11 +34,12 @@ def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] 
     # One mode for all: the rank with the least free memory would be the first to fail.
     agreed = select_most_saving(gather_object([_advise_locally(setup, count_free or count_free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
-    setup.session.say(f"checkpointing: {agreed.message}")
+    if agreed.mode != "none" or not (agreed.fits and agreed.is_counted):
+        setup.session.say(f"checkpointing: {agreed.message}")
     if not agreed.fits:
         setup.session.say(
-            "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
-            "less" + ("" if requested_mode == "auto" else ", and train.checkpointing=auto takes what fits best")
+            "warning: activations may not fit; lower train.batch_size or the shape of the data"
+            + ("" if requested_mode == "auto" else ", or set train.checkpointing=auto")
         )
 
 
@@ -69,7 +70,8 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
     except (RuntimeError, ValueError) as error:
         mode = choose_least_memory_mode(setup.transformer) if requested_mode == "auto" else requested_mode
         reason = str(error).strip().partition("\n")[0]
-        return CheckpointingAdvice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
+        message = f"{mode}: activations could not be counted: {reason}"
+        return CheckpointingAdvice(mode, message, fits=True, is_counted=False)
     # Embeddings and the output are not shared, but they are small.
     shared = setup.recipe.train.context_parallel
     needs = {mode: peak // shared for mode, peak in needs.items()}

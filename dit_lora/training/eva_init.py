@@ -13,13 +13,13 @@ from accelerate.utils import broadcast
 from peft.tuners.lora import LoraLayer
 from peft.utils.incremental_pca import IncrementalPCA
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import Session
 
 NUM_SAMPLES = 32
@@ -37,8 +37,8 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     recipe, device = session.recipe, session.accelerator.device
     if recipe.train.offload != "none" or session.sharding is not None:
         raise DitLoraError(
-            "lora.init: eva runs the whole model on one device before training, which train.offload and sharded "
-            "weights do not have; start from kaiming, or from pissa"
+            "lora.init: eva needs the whole model on one device, so it does not work with train.offload or "
+            "sharded weights; use kaiming or pissa"
         )
     layers = {
         name: LayerInputs(layer)
@@ -52,7 +52,7 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     # Evenly spaced, with repetitions in a small data set, which the next line drops.
     chosen = [entries[at * len(entries) // NUM_SAMPLES] for at in range(NUM_SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
-    bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
+    bar = ProgressBar(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
     with use_eval_mode(model), ExitStack() as hooks, session.accelerator.autocast():
         for inputs in layers.values():
             hooks.enter_context(inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs)))
@@ -66,7 +66,9 @@ def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint,
     unchanged_layers = [name for name, inputs in layers.items() if not inputs.set_lora_a()]
     model.to(home)
     message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
-    return f"{message}; {len(unchanged_layers)} were given fewer rows than their rank" if unchanged_layers else message
+    return (
+        f"{message}; {len(unchanged_layers)} layers had too few rows for their rank" if unchanged_layers else message
+    )
 
 
 class LayerInputs:

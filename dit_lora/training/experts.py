@@ -23,7 +23,7 @@ def require_fresh(recipes: Sequence[Recipe]) -> None:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
             raise DitLoraError(
-                f"run.dir {folder.parent} already holds a run of {folder.name}; continue it with train.resume=auto, "
+                f"run.dir {folder.parent} already has a run of {folder.name}; continue it with train.resume=auto, "
                 "or choose another run.dir"
             )
 

@@ -1,5 +1,6 @@
 """Ends a run: writes the adapter or the whole pipeline, verifies the file, validates, and reports."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from dit_lora.adapters.kinds import get_alpha
 from dit_lora.adapters.start import build_saved_config
 from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.lora import WEIGHT_INITS
+from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import HUB_PREFIX
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import read_json_lines
+from dit_lora.families import CHAT_FAMILIES
 from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.redact import redact_value
 from dit_lora.training.base_fingerprint import (
@@ -27,7 +29,6 @@ from dit_lora.training.base_fingerprint import (
     make_synthetic_inputs,
 )
 from dit_lora.training.fit import use_averaged_weights, validate
-from dit_lora.training.journal import read_eval_losses
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import Session, share_errors
 from dit_lora.training.task import AnySetup, Setup
@@ -83,7 +84,7 @@ def _write_final_weights(
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
             f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
-            f"{setup.recipe.train.steps} is whole: free space and run again with train.resume=auto"
+            f"{setup.recipe.train.steps} is complete; free space and run again with train.resume=auto"
         ) from problem
 
 
@@ -96,7 +97,9 @@ def _try_verification(
             return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
-        setup.session.say(f"warning: {path} is written and not verified: out of memory; run dit-lora verify {folder}")
+        setup.session.say(
+            f"warning: wrote {path}, but ran out of memory while verifying it; run dit-lora verify {folder}"
+        )
         return None
 
 
@@ -205,32 +208,31 @@ def require_verified(session: Session, verification: Verification | None) -> Non
     with share_errors(session.accelerator):
         # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
-            summary = (
-                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole"
-            )
+            summary = f"the run's result failed its verification ({VERIFICATION_FILE}); the checkpoints are complete"
             raise CheckFailedError(format_list(summary, verification.failures))
 
 
-def summary(session: Session, adapter: Path, verification: Verification | None, report: Path | None) -> str:
-    """The closing lines: what was written, where, and by how much the eval loss fell."""
-    losses = read_eval_losses(session.dir)
+def summary(session: Session, adapter: Path, verification: Verification | None) -> str:
+    """The closing lines: what was written, and whether it is sound."""
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
-    lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
+    lines = [f"{kind}: {adapter}"]
     # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.insert(1, f"base weights: {base}: load these too, before the adapter (docs/design.md)")
-    if len(losses) > 1 and 0 in losses:
-        first_loss, last_loss = losses[min(losses)], losses[max(losses)]
-        change = 100 * (last_loss / first_loss - 1)
-        lines.append(f"eval loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
-    # The whole run, resumes included: the file has a line for each step taken.
-    steps = read_json_lines(session.dir / "metrics.jsonl").objects
-    waited, spent = (sum(line[name] for line in steps) for name in ("data_seconds", "seconds"))
-    if spent:
-        lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
+        lines.append(f"base weights: {base}; load them before the adapter (docs/design.md)")
     if verification is not None:
         lines.append(verification.format_summary())
-    lines += session.optional_work.format_lines()
-    lines.append(f"after the last step: {session.phases.format_stage('after')}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *session.optional_work.format_lines()])
+
+
+def format_next_commands(recipe: Recipe) -> str:
+    """The commands that a user types after a finished run, one per line."""
+    folder = shlex.quote(recipe.run.dir)
+    sample = "chat" if recipe.model.family in CHAT_FAMILIES else "sample"
+    commands = [
+        f"dit-lora {sample} {folder} --prompt '...'",
+        f"dit-lora report {folder} --serve  # or open {recipe.run.dir}/report.html",
+    ]
+    if not recipe.hub.push:
+        commands.append(f"dit-lora push {folder} OWNER/NAME")
+    return "next: " + "\n      ".join(commands)

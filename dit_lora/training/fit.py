@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
@@ -16,6 +14,7 @@ from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.event import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
@@ -60,7 +59,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     on_checkpoint()
     steps = recipe.train.steps
     is_quiet = not session.is_main
-    bar = tqdm(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet, dynamic_ncols=True)
+    bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
         callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits)
         phases.begin_first_step()
@@ -74,7 +73,7 @@ class RunCallbacks(LoopCallbacks):
     """What a run does around its steps: loading batches, logging, checkpoints and validation."""
 
     run: Run
-    bar: tqdm
+    bar: ProgressBar
     get_signal_code: Callable[[], int]
     """Returns the exit code that a signal has asked for, or 0."""
     on_checkpoint: Callable[[], None]
@@ -120,7 +119,7 @@ class RunCallbacks(LoopCallbacks):
         recipe = run.setup.recipe
         if session.phases.end_first_step() and session.is_main:
             session.phases.write(session.dir)
-            session.say(f"first step after {session.phases.format_stage('before')}")
+            session.say(f"first step after {session.phases.format_start()}")
         # The step is taken: what fails from here on must not lose it.
         with _save_on_error(run, result.step):
             # Only healthy steps come here: the average never sees a failed step.
@@ -227,9 +226,7 @@ def _check_and_save(run: Run, result: StepResult) -> None:
         with phases.timing("snapshot"):
             snapshots.take(step)
     if result.stop_code:
-        raise InterruptedRunError(
-            f"after step {step}, as asked; it is saved: continue with train.resume=auto", result.stop_code
-        )
+        raise InterruptedRunError(f"step {step} is saved; to continue, add train.resume=auto", result.stop_code)
     interval = setup.recipe.validation.every
     if interval and step % interval == 0 and not is_last:
         validate(run, step=step)
@@ -245,7 +242,7 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     require_unaltered(suspects, step, check_frozen=check_frozen)
 
 
-def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
+def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
     """Write a step's metrics and module statistics, and report anything unusual. Not collective."""
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.collect_statistics(step), watcher.find_hidden_infinities(step)
@@ -300,9 +297,12 @@ def validate(run: Run, step: int) -> None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.write_eval_loss(step, loss)
+                first_loss = read_eval_losses(setup.session.dir).get(0)
+                change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
+                setup.session.say(f"step {step}: eval loss {loss:.4f}{change}")
                 run.checkpoints.update_best(step)
             else:
-                message = "the eval loss is not finite; it is not recorded, and nothing is trained on it"
+                message = "the eval loss is not finite, so it is not recorded; training is not affected"
                 _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
         with phases.timing("samples"):
             write = partial(setup.task.write_samples, setup, step)
@@ -362,9 +362,9 @@ def _save_after_failure(run: Run, step: int) -> str:
         run.checkpoints.save(step, run.recovery.state_dict(), wait=True)
     except DitLoraError:
         checkpoint = find_newest_checkpoint(session.dir) if session.is_main else None
-        resort = f"train.resume=auto goes on from {checkpoint}" if checkpoint else "there is no checkpoint"
+        resort = f"train.resume=auto continues from {checkpoint}" if checkpoint else "there is no checkpoint"
         return f"\nstep {step} cannot be saved either; {resort}"
     # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:
         run.journal.flush()
-    return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}: continue with train.resume=auto"
+    return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}; to continue, add train.resume=auto"

@@ -62,7 +62,7 @@ class Journal:
         for name in ("metrics.jsonl", *EVAL_LOSS_FILES, "events.jsonl"):
             torn = read_json_lines(run_dir / name).damaged
             if torn:
-                say(f"warning: {name}: passed over {len(torn)} torn line(s), of a process that was killed")
+                say(f"warning: {name}: skipped {len(torn)} incomplete line(s) of a killed process")
         # A killed run may have written steps after its last checkpoint: these are repeated.
         self.rewind(start_step)
 

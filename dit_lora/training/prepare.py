@@ -92,7 +92,8 @@ def prepare(
     files = RecoveryFiles(checkpoints, journal, watcher, start)
     with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
-    for group in groups:
+    # A single group is the adapter or the model, which has its own line.
+    for group in groups if len(groups) > 1 else ():
         count = sum(p.numel() for p in group["params"])
         session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)

@@ -34,7 +34,7 @@ class Check:
 def check_finite(problems: Sequence[str], num_tensors: int) -> Check:
     """Check that no tensor has NaN or Inf. `problems` describes those that do, of `num_tensors` tensors."""
     if problems:
-        summary = "not finite; take an earlier checkpoint, or train again:"
+        summary = "not finite; use an earlier checkpoint, or train again:"
         return Check(False, format_list(summary, problems))
     return Check(True, f"all {num_tensors} tensors are finite")
 
@@ -80,10 +80,10 @@ def check_keys(
         summary = f"{loader_name} does not load the file as it is; use the file as the run wrote it"
         return Check(False, format_list(summary, problems))
     if not file_tensors:
-        return Check(True, f"{loader_name} takes all {len(base_weights)} base weights; there is no adapter")
-    base_note = f", and {len(base_weights)} base weights beside it" if base_weights else ""
+        return Check(True, f"{loader_name} loads all {len(base_weights)} base weights; there is no adapter")
+    base_note = f", and {len(base_weights)} base weights" if base_weights else ""
     counts = f"{len(file_tensors)} tensors of {len(modules)} modules{base_note}"
-    return Check(True, f"{loader_name} takes all {counts}; none lacks")
+    return Check(True, f"{loader_name} loads all {counts}")
 
 
 def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> bool:
@@ -148,8 +148,8 @@ def check_adapter_effect(
     strong = [o for o in updates if o.relative_norm is not None and o.relative_norm > STRONG_UPDATE_RATIO]
     if strong:
         summary = (
-            "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
-            "learning rate or load the adapter at a lower weight:"
+            "very strong: the update is larger than the weight. If samples look broken, lower the learning "
+            "rate, or load the adapter at a lower weight:"
         )
         lines.append(format_list(summary, _describe_relative_sizes(strong)))
     return Check(True, "\n".join(lines))
@@ -227,9 +227,9 @@ def _find_training_differences(
     if not config:
         problems.append(f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained")
     elif config.get("r") != rank:
-        problems.append(f"rank {config.get('r')} in the header, and {rank} was trained")
+        problems.append(f"rank {config.get('r')} in the header, but {rank} was trained")
     if config and get_alpha(config) != alpha:
-        problems.append(f"alpha {get_alpha(config)} in the header, and {alpha} was trained")
+        problems.append(f"alpha {get_alpha(config)} in the header, but {alpha} was trained")
     require_bounded_patterns({key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header")
     # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
     ranks, alphas = (metadata.get(key) or {} for key in PATTERN_KEYS)

@@ -99,8 +99,8 @@ def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) ->
     peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
     if filenames == DIFFUSERS_FILENAMES and any(config.is_file() for config in peft_configs):
         raise DitLoraError(
-            f"{target} holds an adapter in PEFT's format: a chat model's answers by dit-lora chat; of a diffusion "
-            f"model, write what its pipeline loads: dit-lora export {target} --to diffusers --out OUT"
+            f"{target} has an adapter in PEFT's format; for a chat model, use dit-lora chat; for a diffusion "
+            f"model, convert it first: dit-lora export {target} --to diffusers --out OUT"
         )
     raise DitLoraError(f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file")
 
@@ -171,7 +171,7 @@ def require_hub_base(target: Path, base_name: str) -> str:
     if "/" in base_name:
         return base_name
     hint = f" (trained on {base_name})" if base_name else ""
-    raise DitLoraError(f"{target} does not say where its base model{hint} is; give --model")
+    raise DitLoraError(f"{target} does not name its base model{hint}; give --model")
 
 
 def read_peft_base(folder: Path) -> str:

@@ -72,4 +72,4 @@ def test_a_loop_is_guarded_where_torch_alone_is_installed(tmp_path: Path) -> Non
     assert (tmp_path / "guard" / "events.jsonl").exists()
     assert (tmp_path / "guard" / "guard.json").exists()
     assert not (tmp_path / "guard" / "bundles").exists()
-    assert process.stderr.count("no bundles are written, for which safetensors has to be") == 1
+    assert process.stderr.count("no bundles are written, because safetensors is not") == 1

@@ -149,7 +149,7 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
     assert str(ROOT) not in typed("python -c 'import dit_lora; print(dit_lora.__file__)'")
     assert "ready to train" in typed("dit-lora doctor")
     output_lines = typed("dit-lora init smoke/cogvideox my-run").splitlines()
-    enter, *prepare, launch = [line.strip() for line in output_lines[output_lines.index("Next, as it stands:") + 1 :]]
+    enter, *prepare, launch = [line.strip() for line in output_lines[output_lines.index("Next:") + 1 :]]
     assert enter == "cd my-run"
     typed(enter, *prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")))
     folder, run = tmp_path / "my-run", "runs/smoke-cogvideox"

@@ -251,7 +251,4 @@ def test_a_callback_of_lightning_without_it_is_one_clear_line() -> None:
         check=False,
     )
     assert not process.stderr
-    assert process.stdout.strip() == (
-        "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
-        "installed; pip install lightning"
-    )
+    assert process.stdout.strip() == ("LightningGuard needs lightning or pytorch_lightning; pip install lightning")

@@ -219,10 +219,10 @@ def test_settings_out_of_bounds_are_refused(wrong: dict[str, Any], words: str) -
 def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(DitLoraError, match="give folder="):
+    with pytest.raises(DitLoraError, match="needs folder="):
         Guard.watch(model, optimizer, config=LoopConfig(monitor_every=5))
     monkeypatch.setattr(Host, "uses_deepspeed", property(lambda host: True))
-    with pytest.raises(DitLoraError, match="no preflight, spike_threshold under it"):
+    with pytest.raises(DitLoraError, match="so preflight, spike_threshold is not available"):
         Guard.watch(model, optimizer, config=LoopConfig(preflight=True, spike_threshold=8))
 
 

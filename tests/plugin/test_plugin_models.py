@@ -152,7 +152,7 @@ def test_an_optimizer_of_another_model_is_refused_in_one_line() -> None:
         Guard.attach(accelerator, TextEncoder(2, 2), optimizer)
     with pytest.raises(DitLoraError, match=r"Accelerator, or None .* got str"):
         Guard.attach("cpu", TextEncoder(2, 2), optimizer)  # type: ignore[arg-type]
-    with pytest.raises(DitLoraError, match=r"model is a torch.nn.Module; got none"):
+    with pytest.raises(DitLoraError, match=r"model must be a torch.nn.Module; got none"):
         Guard.attach(accelerator, None, optimizer)  # type: ignore[arg-type]
 
 

@@ -231,7 +231,7 @@ def test_each_check_can_be_turned_off() -> None:
         kinds.append([event["kind"] for event in guard.events])
     # The loss is seen in any case; its check is about losses that leave every gradient finite.
     assert kinds == [["non_finite_loss"], ["non_finite_loss"], ["non_finite_weights"], []]
-    with pytest.raises(DitLoraError, match="checks are some of loss, gradient, zero_gradient"):
+    with pytest.raises(DitLoraError, match="checks must be some of loss, gradient, zero_gradient"):
         Guard.attach(accelerator, model, optimizer, checks=["losses"])
 
 

@@ -155,10 +155,10 @@ def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> Non
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("print('nothing to train')", "nothing was guarded: the script made no torch.optim"),
+        ("print('nothing to train')", "nothing was guarded: the script created no torch.optim"),
         (
             "import torch\nheld = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)",
-            "not guarded: SGD, for no model that it trains was called",
+            "not guarded: SGD, because no model that it trains was called",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) 
     process = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
     assert "train.py: error: argument --epochs" in process.stderr
     process = python(folder, *GUARD, "nowhere.py", code=2)
-    assert process.stderr == "error: no such script: nowhere.py\n"
+    assert process.stderr == "error: the script nowhere.py does not exist\n"
 
 
 RANKS = """

@@ -182,7 +182,7 @@ def test_a_gradient_scaler_keeps_its_own_check(tmp_path: Path) -> None:
 
 
 def test_no_optimizer_is_one_line() -> None:
-    with pytest.raises(DitLoraError, match="no optimizer that holds a parameter"):
+    with pytest.raises(DitLoraError, match="give an optimizer with parameters"):
         Guard.watch(nn.Linear(2, 2), None)
 
 
@@ -355,7 +355,7 @@ def test_a_moment_that_vanishes_is_not_altered_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [("unet", "model is a torch.nn.Module; got str"), (nn.Linear(2, 2), "holds no parameter")],
+    [("unet", "model must be a torch.nn.Module; got str"), (nn.Linear(2, 2), "holds no parameter")],
 )
 def test_what_is_no_model_of_the_optimizer_is_one_line(model: Any, said: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)

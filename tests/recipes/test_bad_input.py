@@ -49,7 +49,7 @@ def test_bad_videos_are_all_listed_and_good_ones_stay_cached(
     shutil.copy(next((tmp_path / "short").glob("*.mp4")), files[1])
     message = refused(f"data.path={clips}")
     assert f"{files[0]}: not_media: " in message
-    assert f"{files[1]}: too short: 9 frames at 8 fps are asked for, it gives at most" in message
+    assert f"{files[1]}: too short: 9 frames at 8 fps are needed, and it has" in message
     assert files[2].name not in message
 
 
@@ -61,7 +61,7 @@ def test_a_video_that_breaks_off_is_found_by_decoding(
     path = sorted(clips.glob("*.mp4"))[0]
     zero_the_last_packets(path)
     message = refused(f"data.path={clips}")
-    assert message.startswith("these clips cannot be used; the others are cached")
+    assert message.startswith("these clips cannot be used; all others are cached")
     assert str(path) in message
     assert len(TensorCache(tmp_path / "cache" / "videos")) == 4
 
@@ -95,14 +95,14 @@ def test_guidance_below_0(refused: Callable[..., str]) -> None:
 
 
 def test_a_missing_checkpoint(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "no folder ./nowhere" in refused("model.path=./nowhere")
+    assert "./nowhere does not exist" in refused("model.path=./nowhere")
     (tmp_path / "empty").mkdir()
     assert "is not a Diffusers checkpoint: it has no model_index.json" in refused(f"model.path={tmp_path / 'empty'}")
 
 
 def test_a_hub_id_that_cannot_be_had(refused: Callable[..., str]) -> None:
     message = refused("model.path=nobody/nothing-here")
-    assert "no local folder nobody/nothing-here, and the Hub did not give it" in message
+    assert "no local folder nobody/nothing-here, and it cannot be downloaded" in message
 
 
 def test_a_checkpoint_of_another_family(
@@ -161,11 +161,11 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_any_encoding(  # type:
 
 def test_a_run_dir_that_is_a_file_or_not_ours(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "cannot be written" in refused(f"run.dir={tmp_path / 'file'}")
-    assert "cannot be written" in refused(f"run.dir={tmp_path / 'file' / 'below'}")
+    assert "cannot write run.dir" in refused(f"run.dir={tmp_path / 'file'}")
+    assert "cannot write run.dir" in refused(f"run.dir={tmp_path / 'file' / 'below'}")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("x")
-    assert "is not empty and holds no run" in refused(f"run.dir={tmp_path / 'home'}")
+    assert "is not empty and is not a run" in refused(f"run.dir={tmp_path / 'home'}")
 
 
 def test_a_target_and_a_group_that_match_nothing(refused: Callable[..., str]) -> None:
@@ -185,7 +185,7 @@ def test_a_resume_path_that_is_not_there_or_anothers(
     path = run / "checkpoints" / "step_000002"
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     message = refused(f"train.resume={path}", "lora.rank=8", "optim.clip=0.5")
-    assert "train.steps is 1, and" in refused(f"train.resume={path}", "train.steps=1")
+    assert "is beyond train.steps=1" in refused(f"train.resume={path}", "train.steps=1")
     assert "belongs to another recipe" in message
     assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
     assert "optim.clip: 1.0 in the checkpoint, 0.5 in the recipe" in message
@@ -198,7 +198,7 @@ def test_a_run_folder_in_use_is_not_overwritten(
     lora_main([*smoke, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     message = refused("train.steps=3")
-    assert "already holds a run; continue it with train.resume=auto" in message
+    assert "already has a run; continue it with train.resume=auto" in message
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -233,7 +233,7 @@ def test_a_full_disk_while_saving(
     monkeypatch.setattr(checkpoint, "_write_synced", fill)
     message = refused("train.steps=6", "train.save_every=2")
     assert "cannot save the checkpoint of step 4" in message
-    assert "step 5 cannot be saved either; train.resume=auto goes on from " in message
+    assert "step 5 cannot be saved either; train.resume=auto continues from " in message
     assert "No space left on device" in message
     names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert names == ["step_000002"]
@@ -288,5 +288,5 @@ def test_from_the_shell_it_is_a_message_and_exit_code_2(  # type: ignore[no-unty
 ) -> None:
     result = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
     assert result.returncode == 2
-    assert "error: data.path: no folder nowhere" in result.stderr
+    assert "error: data.path: the folder nowhere does not exist" in result.stderr
     assert "Traceback" not in result.stderr

@@ -49,7 +49,7 @@ def test_a_bundle_on_another_base_model_says_so(
     tensors = load_file(weights)
     next(iter(tensors.values())).add_(1e-3)
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert "base model's files are not those of the run" in replay_bundle(bundle, model=str(changed_base)).notes[0]
+    assert "base model's files differ from those of the run" in replay_bundle(bundle, model=str(changed_base)).notes[0]
 
 
 def test_a_bundle_holds_no_absolute_path(bundle: Path, tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def _the_merged_checkpoint_is_the_trained_model(run: Path, merged: Path, base: P
 def test_base_groups_train_alone(lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = [*videochat2, f"run.dir={run}", "train.steps=3", "optim.groups.adapter=null", "lora={}"]
-    with pytest.raises(DitLoraError, match=r"conversations\.json#7: it is text alone") as refused:
+    with pytest.raises(DitLoraError, match=r"conversations\.json#7: it is text only") as refused:
         lora_main(args)
-    assert str(refused.value).count("it is text alone") == 3
+    assert str(refused.value).count("it is text only") == 3
     lora_main([*args, "data.rejects=skip"])
     assert [path.name for path in (run / "adapter").iterdir()] == ["base_weights.safetensors"]
     trained = {name.split(".")[1] for name in load_file(run / "adapter/base_weights.safetensors")}

@@ -127,7 +127,7 @@ def test_a_run_that_changes_nothing_of_the_file_is_refused(
     lora_main: Main, onward: list[str], first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
-    with pytest.raises(DitLoraError, match=r"every matrix is that of .*first still") as error:
+    with pytest.raises(DitLoraError, match=r"every matrix is still that of .*first") as error:
         lora_main([*onward, f"lora.init={first}", "train.steps=2", f"run.dir={tmp_path / 'run'}"])
     assert error.value.exit_code == 1
     assert not (tmp_path / "run" / "adapter").exists()
@@ -182,9 +182,9 @@ def refused(lora_main: Main, onward: list[str], tmp_path: Path) -> Callable[...,
 def test_a_start_that_is_not_there_or_no_adapter(refused: Callable[..., str], tmp_path: Path) -> None:
     """In one line, and before anything is encoded."""
     message = refused("lora.init=kaimming")
-    assert message == "lora.init: no file or folder kaimming; a start is kaiming, gaussian, or a LoRA to continue from"
-    assert "and the Hub did not give it" in refused("lora.init=nobody/nothing-here")
-    assert "and the Hub did not give it" in refused("lora.init=nobody/many/one.safetensors")
+    assert message == "lora.init: kaimming does not exist; give kaiming, gaussian, or a LoRA to continue from"
+    assert "and it cannot be downloaded" in refused("lora.init=nobody/nothing-here")
+    assert "and it cannot be downloaded" in refused("lora.init=nobody/many/one.safetensors")
     (tmp_path / "empty").mkdir()
     assert "no LoRA in" in refused(f"lora.init={tmp_path / 'empty'}")
     for name in ("one", "two"):
@@ -192,7 +192,7 @@ def test_a_start_that_is_not_there_or_no_adapter(refused: Callable[..., str], tm
     message = refused(f"lora.init={tmp_path / 'empty'}")
     assert message.endswith("has several files; name one of them\n  - one.safetensors\n  - two.safetensors")
     (tmp_path / "old.pt").write_bytes(b"x")
-    assert "is no .safetensors file, the one form that holds no code" in refused(f"lora.init={tmp_path / 'old.pt'}")
+    assert "is not a .safetensors file; convert it first" in refused(f"lora.init={tmp_path / 'old.pt'}")
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
     message = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
     assert "torn.safetensors cannot be read: " in message
@@ -221,4 +221,4 @@ def test_an_adapter_of_another_model_or_with_more_than_a_lora(
     message = refused(f"lora.init={first}", "lora.rank=8")
     assert "lora.rank: 8 is given, and 3 is in pytorch_lora_weights.safetensors" in message
     save_file({"x": torch.ones(1)}, first / "adapter" / "base_weights.safetensors")
-    assert "has base weights beside its LoRA" in refused(f"lora.init={first}")
+    assert "also has trained base weights" in refused(f"lora.init={first}")

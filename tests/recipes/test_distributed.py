@@ -39,7 +39,7 @@ def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-unty
         really=True,
     )
     assert result.returncode == 0, result.stderr
-    assert "2 process(es) on cpu" in result.stderr
+    assert "2 processes on cpu, float32" in result.stderr
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
     assert environment["processes"] == 2
     lora_main([*common, "train.batch_size=8", f"run.dir={tmp_path / 'one'}"])

@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused_before_anything_trains(
         assert error.value.exit_code == 2
         assert not (tmp_path / "fresh").exists()
     shutil.rmtree(run / "high_noise")
-    with pytest.raises(DitLoraError, match="already holds a run of low_noise"):
+    with pytest.raises(DitLoraError, match="already has a run of low_noise"):
         lora_main(args)
     assert not (run / "high_noise").exists()
     pipeline: Any = WanPipeline.from_pretrained(tiny_checkpoints["wan-2.1-t2v"])

@@ -89,12 +89,12 @@ def test_samples_that_fail_are_left_out_and_the_run_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def failing(*_: Any) -> None:
-        raise DitLoraError("a validation prompt cannot be used")
+        raise DitLoraError("cannot use a validation prompt")
 
     monkeypatch.setattr(DiffusionTask, "write_samples", failing)
     lora_main([*args, "train.save_every=1", f"run.dir={tmp_path}/run"])
     printed = "".join(capfd.readouterr())
-    assert "are left out this time: a validation prompt cannot be used" in printed
+    assert "are skipped this time: cannot use a validation prompt" in printed
     assert list(list_checkpoints(tmp_path / "run"))
 
 

@@ -42,7 +42,7 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
     args = [*smoke, *ASKED, "train.steps=4", "train.save_every=2", f"run.dir={tmp_path / 'run'}"]
     lora_main(args)
     output = capsys.readouterr().err
-    assert "kernels: fp8: 8 modules" in output
+    assert "fp8 (8 modules)" in output
     assert len(calls) > 4 * 2 * 8  # steps, forward and backward, layers
     assert lines(tmp_path / "run", "events.jsonl") == []  # neither preflight nor the run's end minds
 

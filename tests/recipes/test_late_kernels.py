@@ -188,7 +188,7 @@ def test_where_nothing_is_held_the_steps_are_said_and_where_nothing_may_be_done_
     (event,) = lines(tmp_path / "run", "events.jsonl")
     assert (event["action"], event["step"]) == ("fallback", 3)
     assert "steps 1 to 3 may have been trained with it" in event["verdict"]["words"]
-    with pytest.raises(NonFiniteError, match="a kernel has gone wrong"):
+    with pytest.raises(NonFiniteError, match="a kernel is faulty"):
         lora_main([*args, "guard.on_nonfinite=[stop]", f"run.dir={tmp_path / 'stopped'}"])
 
 

@@ -230,7 +230,7 @@ def test_two_ranks_train_as_one_process_does(  # type: ignore[no-untyped-def]
     one_process, two_ranks = tmp_path / "one", tmp_path / "two"
     result = launch([*args, given, "train.batch_size=1", f"run.dir={two_ranks}"], ranks=2)
     assert result.returncode == 0, result.stderr
-    assert "2 process(es) on cpu" in result.stderr
+    assert "2 processes on cpu, float32" in result.stderr
     lora_main([*args, "train.batch_size=2", f"run.dir={one_process}"])
     torch.testing.assert_close(trajectory(two_ranks), trajectory(one_process), rtol=1e-4, atol=0)
     actual, expected = adapter(two_ranks), adapter(one_process)

@@ -217,7 +217,7 @@ def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
     process.send_signal(number)
     result = process.wait()
     assert result.returncode == code
-    assert "continue with train.resume=auto" in result.stderr
+    assert "to continue, add train.resume=auto" in result.stderr
     assert "Traceback" not in result.stderr
     lora_main([*common, f"run.dir={run}", "train.resume=auto"])
     lora_main([*common, f"run.dir={tmp_path / 'whole'}"])

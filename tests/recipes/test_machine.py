@@ -59,7 +59,7 @@ def test_a_data_worker_that_is_killed(ended: Callable[..., str]) -> None:
 
     message = ended(kill, "data.workers=1")
     assert "a process that reads data has ended: DataLoader worker" in message
-    assert "Lower data.workers or data.prefetch" in message
+    assert "lower data.workers or data.prefetch" in message
     assert "is saved in" in message
 
 
@@ -137,10 +137,10 @@ def test_what_only_looks_at_a_run_never_ends_it(
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     output = capsys.readouterr().err
     for line in (
-        "samples are left out from here on: out of memory; training goes on",
-        "left out: samples of steps 0, 2, 4: out of memory",
+        "samples are skipped from here on: out of memory; training continues",
+        "skipped: samples of steps 0, 2, 4: out of memory",
         "left out: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
-        "warning: run.trackers: tensorboard is left out from here: ZeroDivisionError: theirs",
+        "warning: run.trackers: tensorboard is not used any more: ZeroDivisionError: theirs",
         "warning: no report: MemoryError",
         "verified: ",
     ):

@@ -53,9 +53,9 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
 @pytest.mark.parametrize(
     ("further", "words"),
     [
-        (["train.preserve={trigger: sks, class_words: dog}"], "none of . captions has the trigger"),
-        ([PRESERVE, "train.mode=full", "optim.groups.adapter=null"], "has no adapter"),
-        ([PRESERVE, "train.context_parallel=2"], "ranks that share samples"),
+        (["train.preserve={trigger: sks, class_words: dog}"], "none of . captions contains the trigger"),
+        ([PRESERVE, "train.mode=full", "optim.groups.adapter=null"], "needs an adapter"),
+        ([PRESERVE, "train.context_parallel=2"], "train.preserve does not work with train.context_parallel"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(

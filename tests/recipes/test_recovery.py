@@ -234,7 +234,7 @@ def test_a_backend_that_was_switched_off_stays_off_after_a_resume(
     for event in lines(parts, "events.jsonl"):
         assert (event["step"], event["action"]) == (1, "fallback")
         assert event["verdict"]["switch"] == "attention:flash"
-    assert "attention:flash stays off: an earlier verdict" in capsys.readouterr().err
+    assert "attention:flash stays off, because it was faulty" in capsys.readouterr().err
     assert same_adapter(parts, uninterrupted)
 
 

@@ -239,7 +239,7 @@ def test_a_bad_clip_is_left_out_of_the_eval_loss_and_said(
     with pytest.raises(DitLoraError, match="non finite loss"):
         lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}", stop])
     output = capsys.readouterr().err
-    assert output.count("eval loss leaves out") == 1
+    assert output.count("eval loss: skipped") == 1
     assert output.count("note: validation.held_out_draws is called validation.eval_draws now") == 2  # two runs
     line = json.loads((tmp_path / "run" / "eval_loss.jsonl").read_text().splitlines()[0])
     assert 0 < line["eval_loss"] < 10
@@ -255,7 +255,7 @@ def test_the_eval_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
     def losses(name: str, *settings: str) -> tuple[list[float], bool]:
         lora_main([*args, f"run.dir={tmp_path / name}", *settings])
         eval_losses = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss.jsonl")]
-        return eval_losses, "it was measured before" in capsys.readouterr().err
+        return eval_losses, "using the cached value" in capsys.readouterr().err
 
     first_losses, was_known = losses("first")
     assert not was_known

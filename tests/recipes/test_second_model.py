@@ -123,13 +123,13 @@ def test_another_architecture_is_refused_in_one_line(
     assert "is a SanaPipeline checkpoint; family cogvideox trains" in message
     assert "\n" not in message
     message = refused("validation.model=./nowhere")
-    assert message.startswith("validation.model: no folder ./nowhere; give a Diffusers checkpoint folder")
+    assert message.startswith("validation.model: ./nowhere does not exist; give the folder of a Diffusers checkpoint")
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_has_no_adapter_alone_is_refused(refused: Callable[..., str], turbo: Path) -> None:
     second = f"validation.model={turbo}"
-    assert "nothing is sampled from it" in refused(second, "validation.prompts=[]")
+    assert "has no effect without validation.prompts" in refused(second, "validation.prompts=[]")
     message = refused(second, "optim.groups.connector.lr=1e-5")
     assert "take the adapter alone, and " in message
     source = "{path: prior, caption: a, generate: 3}"

@@ -182,11 +182,11 @@ def test_what_is_no_adapter_of_this_model_is_refused_by_its_number(
 
     shutil.rmtree(tmp_path / "cache")
     message = refused(f"lora.under={json.dumps([str(under), './nowhere'])}")
-    assert message == "lora.under[1]: no file or folder ./nowhere"
+    assert message == "lora.under[1]: ./nowhere does not exist"
     renamed = {f"x.{name}": tensor for name, tensor in load_file(under).items()}
     save_file(renamed, tmp_path / "other.safetensors")
     message = refused(entry(tmp_path / "other.safetensors"))
     assert "5 of its layers are not in the model" in message
-    assert "at scale 0 it does nothing" in refused(entry(under, scale=0))
+    assert "scale 0 has no effect" in refused(entry(under, scale=0))
     assert "in_sample: unknown key" in refused(entry(under, in_sample=True))
     assert not (tmp_path / "cache").exists()

@@ -23,7 +23,7 @@ MAX_ENCODER_TOKENS = 512
 _BATCH_SIZE = 1000
 _REMEDIES = {
     "caption_empty": "write a caption, or remove the clip",
-    "caption_not_text": "write the caption anew as UTF-8",
+    "caption_not_text": "save the caption as UTF-8",
     "caption_long": "shorten it, or remove the clip",
 }
 """Remedies for rejected captions, by the finding's code."""
@@ -119,8 +119,8 @@ def _find_truncated_captions(
 
 def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
     quote = quote_start(cut_text)
-    message = f"its caption has {length} and the text encoder reads {limit} tokens at most; cut off is {quote}"
-    return Finding("caption_long", message, "warn", "shorten it, or put what matters first")
+    message = f"its caption has {length}, and the text encoder reads {limit} tokens at most; cut off: {quote}"
+    return Finding("caption_long", message, "warn", "shorten it, or put the important part first")
 
 
 def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[str]) -> dict[str, list[Finding]]:
@@ -146,7 +146,7 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
             continue
         for clip in repeats:
             message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
-            remedy = "say what sets this clip apart"
+            remedy = "describe what is special about this clip"
             by_id[clip.id] = [Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)]
     return by_id
 
@@ -172,13 +172,13 @@ def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None
     matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:
-        message = f"its caption holds {', '.join(matches)}: no text to the tokenizer, but a special token"
+        message = f"its caption holds {', '.join(matches)}: which the tokenizer reads as a special token"
         yield Finding("caption_reserved_token", message, "warn", remedy)
         return
     # Special tokens of other models show that a captioning model's output was not cleaned.
     foreign = list(dict.fromkeys(SPECIAL_TOKEN_PATTERN.findall(caption)))
     if foreign:
-        message = f"its caption holds {', '.join(foreign)}: a special token of text models"
+        message = f"its caption contains {', '.join(foreign)}, a special token of text models"
         yield Finding("caption_reserved_token", message, "warn", remedy)
 
 
@@ -187,13 +187,13 @@ def _check_characters(caption: str) -> Iterator[Finding]:
     control_chars = list(dict.fromkeys(_CONTROL_CHARS.findall(caption)))
     if control_chars:
         names = ", ".join(f"U+{ord(char):04X}" for char in control_chars[:5])
-        message = f"its caption holds control or replacement characters ({names})"
-        yield Finding(code, message, "warn", "read the captions' source in its own encoding again")
+        message = f"its caption contains control or replacement characters ({names})"
+        yield Finding(code, message, "warn", "read the captions again in their own encoding")
     visible = sum(not char.isspace() for char in caption)
     # `str.isalnum` is fast but ignores combining marks, which many scripts need. So suspicious captions are checked
     # by their Unicode categories: letters, marks and numbers.
     if 2 * sum(map(str.isalnum, caption)) < visible:
         num_text_chars = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
         if 2 * num_text_chars < visible:
-            message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
+            message = f"most of its caption is neither letters nor digits: {quote_start(caption)}"
             yield Finding(code, message, "warn", "describe the clip in words")

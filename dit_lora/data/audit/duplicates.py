@@ -32,7 +32,7 @@ def find_exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, F
         before = originals.setdefault(digest, file)
         if before != file:
             message = f"the same bytes as {before}"
-            remedy = "remove it; data.sources has repeats and weight"
+            remedy = "remove it; to use it more often, set repeats or weight in data.sources"
             findings[file] = Finding("duplicate_clip", message, "warn", remedy)
     return findings
 

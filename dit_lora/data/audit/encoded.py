@@ -126,7 +126,7 @@ class TensorStats:
             more = f", and {count - 1} more of its statistics" if count > 1 else ""
             message = f"{self.name}: {parts[worst].describe(row, scores[worst][row])}{more}"
             remedy = "look at the clip" if self.kind != "embedding" else "look at the caption"
-            yield (self.sample_ids[row], Finding(code, message, "warn", f"{remedy}; keep it if it is meant"))
+            yield (self.sample_ids[row], Finding(code, message, "warn", f"{remedy}; keep it if it is intended"))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON, with mean and standard deviation by channel over the set."""

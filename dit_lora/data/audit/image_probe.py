@@ -62,7 +62,7 @@ def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Imag
             # `open_picture` raises this message for phone pictures, for which the user needs another remedy.
             if str(error) == HEIC_REASON:
                 return "unreadable", HEIC_REASON
-            return "unreadable", "its header is damaged, or of an image format that is not known here"
+            return "unreadable", "its header is damaged, or its image format is not supported"
         except DECODE_ERRORS as error:
             return "unreadable", f"its header cannot be read: {get_error_message(error)}"
         try:

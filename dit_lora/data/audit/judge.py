@@ -95,8 +95,8 @@ def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requir
         findings += [*_check_video_format(facts), *_check_header(facts), *_check_timing(facts)]
     findings += _check_pictures(facts, facts.get("seconds"))
     if requirements is None and not is_image(media) and facts["frames"] == 1:
-        message = "it is a video of one frame, in which nothing moves"
-        findings.append(make_warning("too_short", message, "give it as an image, or remove it"))
+        message = "it is a video with one frame"
+        findings.append(make_warning("too_short", message, "convert it to an image, or remove it"))
     if requirements is not None:
         findings += [*_check_length(media, facts, requirements), *_check_shape(facts, requirements)]
         if requirements.data.sound and requirements.data.fps is not None:
@@ -142,13 +142,13 @@ def _check_image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if oddity:
         yield make_warning("odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours")
     if facts["alpha"]:
-        yield make_warning("alpha", "its transparent parts become white", "put it before a background")
+        yield make_warning("alpha", "transparent parts become white", "add a background")
     # 1 is upright; 0 is not defined by EXIF but occurs, and changes nothing.
     if facts["orientation"] not in (0, 1):
         message = f"turned as its EXIF orientation {facts['orientation']} says"
         yield make_warning("rotated", message, "check that it is upright")
     if facts["pictures"] > 1:
-        message = f"it holds {facts['pictures']} pictures, of which the first is used"
+        message = f"it holds {facts['pictures']} pictures, and only the first is used"
         yield make_warning("frame_count", message, "convert it to a video to train on all of them")
 
 
@@ -163,10 +163,10 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         message = f"{facts['bits']} bits ({name}) are read as 8"
         yield make_warning("ten_bit", message, "none, unless its gradients show bands")
     if facts["hdr"]:
-        message = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
-        yield make_warning("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
+        message = f"{facts['hdr']} colours are read as BT.709, so they are dull or wrong"
+        yield make_warning("hdr", message, "convert it to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
     if facts["alpha"]:
-        yield make_warning("alpha", "its transparency is dropped", "put it before a background")
+        yield make_warning("alpha", "its transparency is dropped", "add a background")
     oddities = [
         ("a palette", facts["palette"]),
         ("chroma in full resolution", facts["full_chroma"]),
@@ -177,13 +177,13 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if description:
         yield make_warning("odd_pixel_format", f"{name}: {description}", "check its colours")
     if facts["interlaced"]:
-        message = "two fields a frame: what moves looks like a comb"
+        message = "it is interlaced, so moving parts look like a comb"
         yield make_warning("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
     if abs(facts["pixel_aspect"] - 1) > _ASPECT_TOLERANCE:
         message = f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
         yield make_warning("non_square_pixels", message, "none, if a player shows it in the same shape")
     if facts["streams"] > 1:
-        message = f"{facts['streams']} video streams, of which the first is used"
+        message = f"{facts['streams']} video streams, and only the first is used"
         yield make_warning("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
 
 
@@ -228,15 +228,15 @@ def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator
         return
     if facts["black"]:
         start, length = facts["black"][0]
-        message = f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
+        message = f"{facts['black_share']:.0%} of it is black, starting with {start:g} for {length:g} {unit}"
         yield make_warning("black_frames", message, "cut them off")
     if facts["contrast"] < _MIN_CONTRAST:
-        message = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
-        yield make_warning("near_constant", message, "remove it, unless it is meant")
+        message = f"almost nothing is visible: its levels deviate by {facts['contrast']:.1f}"
+        yield make_warning("near_constant", message, "remove it, unless it is intended")
     low, high = facts["luma_min"], facts["luma_max"]
     if max(high - low, facts["levels"]) < _MIN_RANGE:
         message = f"its luma goes from {low} to {high} of 0 to 255, and no colour further"
-        yield make_warning("low_range", message, "stretch its levels, unless it is meant")
+        yield make_warning("low_range", message, "stretch its levels, unless it is intended")
     yield from _check_motion(facts, seconds, unit)
 
 
@@ -246,7 +246,7 @@ def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) ->
     is_long = seconds is not None and still["seconds"] >= _MIN_FROZEN_S - 1e-3
     is_mostly_still = still["share"] >= _MIN_FROZEN_SHARE
     if still["frames"] >= _MIN_FROZEN_FRAMES and (is_long or is_mostly_still):
-        message = f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
+        message = f"the picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
         yield make_warning("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:

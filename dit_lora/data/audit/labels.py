@@ -62,7 +62,7 @@ def check_labels(
             side = "less than a tenth" if count < median else "more than ten times"
             samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"
             message = f"class {label!r} has {samples}, {side} of the median class's {median:,.5g}"
-            remedy = "add samples to the small classes, or thin out or weigh down the large ones"
+            remedy = "add samples to small classes, or lower the number or weight of large ones"
             findings.setdefault(first_ids[label], []).append(Finding("label_imbalance", message, "warn", remedy))
     notes = []
     if imbalanced:

@@ -15,7 +15,7 @@ def measure_mask(mask: LossMask, heartbeat: Callable[[], None]) -> tuple[Failure
     """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
     # A mask is a still picture, also for a video.
     if not is_image(mask.media):
-        return [("not_media", "a mask is a picture, and it is not named as one")], {}, None
+        return [("not_media", "a mask must be a picture, and its name is not that of one")], {}, None
     grey = decode_or_fault(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
     if isinstance(grey, tuple):
         return [grey], {}, None

@@ -47,8 +47,8 @@ def check_references_and_mask(
         yield from _check_reference_size(target.facts, probed_reference.facts, requirements, reference_name)
         # Equal bytes are certain; a copy in another format needs the thumbnails.
         if media_digests[clip.media] == media_digests[reference] or _is_copy(target, probed_reference):
-            message = f"{reference_name} is the same picture: from it the model learns to change nothing"
-            yield make_warning("reference_same", message, "remove it, unless it is meant")
+            message = f"{reference_name} is the same picture, from which the model learns to change nothing"
+            yield make_warning("reference_same", message, "remove it, unless it is intended")
     if clip.mask is not None:
         yield from _check_mask(clip.mask, probes[clip.mask], target)
 
@@ -82,7 +82,7 @@ def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[F
             if value < UNLIKE:
                 name = _format_reference(number, count)
                 message = f"{name} has nothing in common with it (likeness {value:.2f}), as most others have"
-                remedy = "look whether it belongs to another sample"
+                remedy = "check whether it belongs to another sample"
                 findings.setdefault(file, []).append(make_warning("reference_unlike", message, remedy))
     return findings
 
@@ -96,9 +96,8 @@ def summarise_pairs(samples: Sequence[AuditedSample]) -> list[str]:
             num_similar = sum(value >= ALIKE for value in by_file.values())
             reference_name = _format_reference(number, _find_max_references(samples))
             notes.append(
-                f"In {num_similar:,} of {len(by_file):,} pairs, a sample looks like {reference_name} in place, "
-                "as an edited picture does. "
-                "Where a subject is put into another scene, few do; else look whether the pairs are the right ones."
+                f"In {num_similar:,} of {len(by_file):,} pairs, a sample looks like {reference_name} in place, as "
+                "edited pictures do. Few do if a subject is put into another scene; otherwise check the pairs."
             )
     paired = [sample for sample in samples if sample.facts.get("likeness") is not None]
     if paired and len(paired) < len(samples):
@@ -152,7 +151,7 @@ def _check_reference_size(
     size = f"{reference_name} has {width:g} x {height:g} pixels"
     if height * width < _MIN_AREA_SHARE * full_height * full_width:
         message = f"{size}, and the sample {full_width:g} x {full_height:g}"
-        yield make_warning("reference_small", message, "find it in its full size")
+        yield make_warning("reference_small", message, "use a larger version")
     if requirements is None or requirements.reference_shape is None:
         return
     # The size in which a reference is encoded may depend on the shape of the sample.
@@ -164,7 +163,7 @@ def _check_reference_size(
     factor = min(shape.height / height, shape.width / width)
     if factor > MAX_UPSCALE:
         message = f"{size}, and is encoded in {shape.width} x {shape.height}: it is enlarged {factor:.2f} times"
-        yield make_warning("reference_upscaled", message, "find it in its full size, or lower the size of the samples")
+        yield make_warning("reference_upscaled", message, "use a larger version, or lower the size of the samples")
 
 
 def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> Iterator[Finding]:
@@ -176,9 +175,9 @@ def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> 
     facts = probed_mask.facts
     # A black mask would give a loss of 0 for the sample.
     if facts["most"] == 0:
-        problem = "it is wholly transparent" if mask.alpha else "its mask is black"
+        problem = "it is completely transparent" if mask.alpha else "its mask is black"
         message = f"{problem}: nothing of it is learned"
-        yield Finding("mask_black", message, "reject", "paint white what is learned, or remove it")
+        yield Finding("mask_black", message, "reject", "paint the learned part white, or remove it")
     # An alpha mask is part of its picture, so it always has the same shape.
     if _has_pictures(target) and not mask.alpha:
         height, width = display_size(target.facts)

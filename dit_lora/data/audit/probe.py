@@ -26,7 +26,7 @@ from dit_lora.data.sources.clips import LossMask
 
 _MISSING_ERRNOS = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _MISSING_FAULT = ("there is no such file", "correct its name, or remove the entry")
-REFETCH_REMEDY = "fetch it again, or remove it"
+REFETCH_REMEDY = "download it again, or remove it"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
     # Decoding failed and the first bytes are of no known format: the file is not a damaged video, but no media at all.
     if "frames" not in facts and not has_no_video and not is_media_head(head):
-        return _make_rejection("not_media", "its bytes are of no video or image format known here")
+        return _make_rejection("not_media", "it is not a supported video or image format")
     # A file that ends early explains all decoding errors; only faults of another kind are kept.
     if num_missing > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]

@@ -7,8 +7,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.duplicates import find_exact_duplicates, find_near_duplicates
 from dit_lora.data.audit.finding import AuditedSample, Finding
@@ -21,6 +19,7 @@ from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip, LossMask
+from dit_lora.terminal import ProgressBar
 
 MediaOrMask = Media | LossMask
 _Probes = dict[MediaOrMask, ProbedFile]
@@ -55,7 +54,7 @@ def audit_media(
     media = list(dict.fromkeys(medium for clip in clips for medium in _list_media(clip)))
     hashed: dict[MediaOrMask, str] = {}
     probes: _Probes = {}
-    bar = tqdm(total=len(media), desc="auditing", unit="file", disable=not show_progress, dynamic_ncols=True)
+    bar = ProgressBar(total=len(media), desc="auditing", unit="file", disable=not show_progress)
     try:
         with bar, closing(_probe_missing(media, probes, hashed, memo, digests, workers)) as probed:
             for medium, probe in probed:

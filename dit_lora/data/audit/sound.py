@@ -64,18 +64,18 @@ def check_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[F
         return
     if "fault" in sound:
         message = f"sound_corrupt: its sound cannot be decoded: {sound['fault']}"
-        yield _make_rejection(message, "encode it anew, or remove it")
+        yield _make_rejection(message, "encode it again, or remove it")
         return
     # The message begins with the code of the finding and a colon.
     short = explain_short_sound(sound["ends"], frames, fps)
     if short:
         yield _make_rejection(short, "lower data.frames, or remove it")
     if sound["peak"] < _MAX_SILENCE:
-        message = "its sound is silence from beginning to end, and silence is learned"
-        yield Finding("sound_silent", message, "warn", "remove it, unless it is meant")
+        message = "its sound is silent from beginning to end, and the model would learn that"
+        yield Finding("sound_silent", message, "warn", "remove it, unless it is intended")
     if sound["clipped"] > _MAX_CLIPPED_SHARE:
         message = f"its sound is cut off at the full level for {sound['clipped']:.1%} of its time"
-        yield Finding("sound_clipped", message, "warn", "fetch a quieter copy, or remove it")
+        yield Finding("sound_clipped", message, "warn", "use a quieter copy, or remove it")
 
 
 def _make_rejection(text: str, remedy: str) -> Finding:
@@ -89,4 +89,4 @@ def summarise_sound(samples: Sequence[AuditedSample]) -> list[str]:
     # Images have no duration, and no sound.
     clips = [sample for sample in samples if "seconds" in sample.facts]
     heard = sum(1 for sample in clips if sample.facts.get("sound"))
-    return [f"sound: {heard:,} of {len(clips):,} clips have some"] if clips else []
+    return [f"sound: {heard:,} of {len(clips):,} clips have sound"] if clips else []

@@ -44,7 +44,7 @@ def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
             streams = _list_video_streams(container)
             if not streams:
                 cover = bool(container.streams.video)
-                message = "its only picture is the sound's cover" if cover else "it has sound only"
+                message = "its only picture is a cover image" if cover else "it has only sound"
                 fault = message if cover or container.streams.audio else "it has no video stream"
                 return [("no_video_stream", fault)], facts, None
             stream = streams[0]

@@ -53,7 +53,7 @@ def probe_all(
                 if worker.pipe in ready:
                     result = worker.receive(stall_timeout_s)
                 elif worker.deadline <= time.monotonic():
-                    result = worker.reject_file("corrupt", f"the decoder did not get on for {stall_timeout_s:g} s")
+                    result = worker.reject_file("corrupt", f"the decoder made no progress for {stall_timeout_s:g} s")
                 else:
                     continue
                 if result is not None:
@@ -117,8 +117,8 @@ class _Worker:
             if not self._has_started:
                 self.stop()
                 raise DitLoraError(
-                    f"the audit's processes end as they start ({_describe_exit(self._process.exitcode)}); "
-                    "call it below if __name__ == '__main__'"
+                    f"the audit's processes end when they start ({_describe_exit(self._process.exitcode)}); call it "
+                    "inside if __name__ == '__main__'"
                 ) from None
             return self.reject_file("corrupt", f"the decoder crashed ({_describe_exit(self._process.exitcode)})")
         self._has_started = True

@@ -87,9 +87,9 @@ def list_buckets(
     refused = {shape: reason for shape in sorted(shapes) if (reason := unsupported_reason(shape))}
     lines = [f"{shape}: {reason}" for shape, reason in refused.items()]
     if len(refused) == len(shapes):
-        raise DitLoraError(format_list("no shape of data can be trained (frames x height x width)", lines))
+        raise DitLoraError(format_list("none of the shapes in data can be trained (frames x height x width)", lines))
     if refused:
-        say(format_list("buckets that cannot be trained are left out", lines))
+        say(format_list("left out: buckets that cannot be trained", lines))
     return tuple(sorted(shapes - refused.keys()))
 
 
@@ -106,12 +106,12 @@ def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: Data
     if frames is None:
         min_frames = min(shape.frames for shape in buckets)
         if header.is_image:
-            message = f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
+            message = f"too short: an image is one frame, and the smallest bucket needs {min_frames}"
         else:
             num_available = _count_frames(header, 0.0, min_frames, data.fps, extra_frames=1)
             message = (
-                f"too short: it gives at most {num_available} frames at {data.fps or 1.0:g} fps, the smallest bucket "
-                f"asks for {min_frames}; lower data.frames, raise data.fps or remove it"
+                f"too short: it gives at most {num_available} frames at {data.fps or 1.0:g} fps, and the smallest "
+                f"bucket needs {min_frames}; lower data.frames, raise data.fps or remove it"
             )
         return DroppedClip("too_short", message)
     return _choose_best_shape(header, [shape for shape in buckets if shape.frames == frames], data)

@@ -138,9 +138,9 @@ def _advise_on_dropped(dropped: Sequence[tuple[str, DroppedClip]], num_clips: in
     if len(dropped) < MIN_ADVICE_SHARE * num_clips or not dropped:
         return []
     remedies = {
-        "too_short": "fewer data.frames, or shorter buckets.frames beside them, would keep those too short",
-        "cropped": "more buckets.aspect_ratios would keep those cropped",
-        "upscaled": "lower buckets.resolutions would keep those enlarged",
+        "too_short": "lower data.frames, or add shorter buckets.frames, to keep clips that are too short",
+        "cropped": "add buckets.aspect_ratios to keep clips that are cropped",
+        "upscaled": "lower buckets.resolutions to keep clips that are enlarged",
     }
     counts = Counter(clip.code for _, clip in dropped)
     # The advice is for the most frequent reason; sorting makes ties reproducible.
@@ -157,14 +157,12 @@ def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[s
     if small and len(used) > 1:
         descriptions = [_describe_rare_shape(row.shape, row.samples, samples_per_step) for row in small]
         advice.append(
-            f"buckets with fewer samples than a step takes ({samples_per_step}) do not come in every epoch: "
-            f"{join_first(descriptions, _MAX_LISTED)}; a smaller train.accumulate or fewer buckets make them more even"
+            f"buckets with fewer samples than a step takes ({samples_per_step}) are not used in every epoch: "
+            f"{join_first(descriptions, _MAX_LISTED)}; lower train.accumulate or use fewer buckets"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
-        advice.append(
-            f"buckets that no clip goes to: {join_first(unused, _MAX_LISTED)}; leaving them out changes nothing"
-        )
+        advice.append(f"unused buckets: {join_first(unused, _MAX_LISTED)}; they can be removed")
     return advice
 
 
@@ -215,7 +213,7 @@ def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[st
         return []
     return [
         f"{_format_share(num_long, len(placed))} are more than twice as long as what is used of them: "
-        f"data.windows: all makes about {available} samples of them in place of {used}"
+        f"data.windows: all makes about {available} samples of them instead of {used}"
     ]
 
 

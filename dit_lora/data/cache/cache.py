@@ -125,7 +125,7 @@ class TensorCache:
         """Shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` without an entry."""
         entry = self._find_entry(key)
         if entry is None:
-            raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
+            raise DitLoraError(f"entry {key} of the cache in {self.root} cannot be read")
         return dict(entry.layout.spec)
 
     def get_first_spec(self, keys: Sequence[str]) -> Spec:
@@ -138,7 +138,7 @@ class TensorCache:
             # An unreachable folder may come back: this raises `OSError` for it. Damaged entries end the run at once.
             for key in keys[:1]:
                 self._index.raise_if_unreachable(key)
-            raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
+            raise DitLoraError(f"no entry of the cache in {self.root} can be read; delete the cache and start again")
 
         return read_with_retry(read, self.root)
 
@@ -149,8 +149,8 @@ class TensorCache:
         except OSError as error:
             more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
             raise DitLoraError(
-                f"cannot write the cache entry of {entries[0].sample}{more} in {self.root}: "
-                f"{error.strerror}; free space or set data.cache; entries already written are whole"
+                f"cannot write the cache entry of {entries[0].sample}{more} in {self.root}: {error.strerror}; "
+                "free space or set data.cache; entries that were written before are complete"
             ) from error
         # If the index does not exist yet, its first refresh will find the shard.
         if "_index" in self.__dict__:
@@ -187,7 +187,10 @@ class TensorCache:
         bad = describe_bad_tensors(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self._describe_location(key)}, {bad}"
-        return tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)"
+        return (
+            tensors,
+            f"its cache entry {self._describe_location(key)} was altered after it was written (its digest differs)",
+        )
 
     def mark_bad(self, key: str) -> Path:
         """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
@@ -247,7 +250,7 @@ class TensorCache:
                 self._verified_entries.add(entry)
             return entry.layout.split_tensors(data), entry in self._verified_entries
         self._index.raise_if_unreachable(key)
-        raise ShardError("not all of it is there, or it was marked bad")
+        raise ShardError("it is incomplete, or was marked bad")
 
     def _refresh_and_find_entry(self, key: str) -> StoredEntry | None:
         self.refresh()

@@ -141,7 +141,7 @@ def verify_cache(
                 entry.bad_entry_mark_path.touch()
                 verified.set_aside += 1
         if not header.has_valid_name:
-            message = "its header is not what was written; entries may be missing from it"
+            message = "its header was altered; entries may be missing"
             verified.problems.append(CacheProblem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
     if verified.set_aside:
@@ -194,13 +194,11 @@ def prune_cache(
         with hold_gate(cache, timeout_s=_GATE_TIMEOUT_S):
             busy = [lock for lock in list_unit_locks(cache) if is_locked(lock)]
             if busy:
-                raise DitLoraError(
-                    f"{cache.root} is being filled ({len(busy)} units in work); prune it when that is done"
-                )
+                raise DitLoraError(f"{cache.root} is being filled ({len(busy)} units); prune it later")
             # No unit is in progress, so no other process writes shards or locks now.
             result = _PruneState(cache, keep).run(on_progress)
     except Timeout as error:
-        raise DitLoraError(f"{cache.root} is being pruned by another process; try again when that is done") from error
+        raise DitLoraError(f"{cache.root} is being pruned by another process; try again later") from error
     cache.refresh()
     return result
 
@@ -275,7 +273,7 @@ class _PruneState:
                 path = write_shard(self.cache.root, self.pending_entries)
             except OSError as error:
                 raise DitLoraError(
-                    f"cannot write to {self.cache.root}: {error.strerror}; nothing is lost, what was "
+                    f"cannot write to {self.cache.root}: {error.strerror}; no other entry is affected; what was "
                     "removed so far stays removed"
                 ) from error
             self.written_shards.add(path)
@@ -326,7 +324,7 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
         message = describe_bad_tensors(tensors, MAX_ABS) or ""
         return data, make_problem("out_of_range" if finite else "non_finite", message)
     if not entry.matches_digest(data):
-        return data, make_problem("damaged", "it is not what was written (digest differs)")
+        return data, make_problem("damaged", "it was altered after it was written (its digest differs)")
     return data, None
 
 

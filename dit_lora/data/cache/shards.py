@@ -246,7 +246,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
         state = os.fstat(file.fileno())
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= state.st_size - 8:
-            raise ShardError(f"{path} has no whole header; its entries are lost")
+            raise ShardError(f"the header of {path} is incomplete; its entries are lost")
         text = file.read(length)
     try:
         descriptions = parse_json(text)
@@ -259,7 +259,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
             key, _, name = full_name.partition("/")
             groups.setdefault(key, []).append((name, tensor))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShardError(f"{path} has a damaged header; its entries are lost") from error
+        raise ShardError(f"the header of {path} is damaged; its entries are lost") from error
     entries = []
     for key, tensors in groups.items():
         try:

@@ -44,7 +44,7 @@ class _AnnotationFile:
         # Options of captioned clips would be ignored silently, so they are an error.
         unread = [name for name in _UNSUPPORTED_KEYS if getattr(source, name) is not None]
         if unread:
-            raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
+            raise DitLoraError(f"{', '.join(unread)} applies to captions, and conversations have none; remove it")
         self._conversations = Conversations([], [])
         self._media: dict[str, MediaFile] = {}
         """Media files by their path below the root."""
@@ -58,15 +58,15 @@ class _AnnotationFile:
         """Read the file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
             state = "is a folder" if self._path.is_dir() else "is not there"
-            raise DitLoraError(f"{self._path} {state}; conversations come from a .json or .jsonl file")
+            raise DitLoraError(f"{self._path} {state}; give a .json or .jsonl file of conversations")
         if not self._root.is_dir():
-            raise DitLoraError(f"no folder of media {self._root}")
+            raise DitLoraError(f"the folder of media {self._root} does not exist")
         count = 0
         for record in read_records(self._path):
             count += 1
             self._add_record(record)
         if not count:
-            raise DitLoraError(f"{self._path} holds no record")
+            raise DitLoraError(f"{self._path} has no records")
         if not self._conversations.usable:
             problem = self._conversations.problems[0]
             raise DitLoraError(
@@ -100,7 +100,7 @@ class _AnnotationFile:
         content = (media, sample.turns, sample.system, sample.start, sample.end)
         earlier = self._ids_by_content.setdefault(content, sample_id)
         if earlier != sample_id:
-            self._add_problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
+            self._add_problem(sample_id, record, "duplicate_record", f"it is the same as {earlier}")
             return
         # The same system text occurs in many records, so keep only one copy.
         system = sys.intern(sample.system)
@@ -120,7 +120,7 @@ class _AnnotationFile:
             return None
         name = resolve_below(self._root, file_name)
         if name is None:
-            message = f"{file_name} leads out of {self._root}; set data.media to a folder that it is below"
+            message = f"{file_name} is outside of {self._root}; set data.media to a folder that contains it"
             sample.add_fault("unsafe_path", message)
             return None
         # Check each file once, even if many records are about it.
@@ -130,8 +130,8 @@ class _AnnotationFile:
             if os.path.isdir(path):
                 self._media_faults[name] = (
                     "frame_folder",
-                    "it is a folder, and frames are read from videos; make one of its images: "
-                    f"ffmpeg -framerate 3 -i '{name}/%05d.jpg' '{name}.mp4'",
+                    "it is a folder, and frames are read from videos; make a video of its images: ffmpeg -framerate "
+                    f"3 -i '{name}/%05d.jpg' '{name}.mp4'",
                 )
             elif not os.path.isfile(path):
                 self._media_faults[name] = ("missing", f"no such file: {self._root / name}")

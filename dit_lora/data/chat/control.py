@@ -31,6 +31,6 @@ def check_no_control_tokens(conversation: Conversation, pattern: re.Pattern[str]
     control_tokens = list(dict.fromkeys(pattern.findall(join_texts(conversation.system, conversation.turns))))
     if control_tokens:
         raise DitLoraError(
-            f"its text holds {', '.join(control_tokens)}, which this model's prompts use for turns and ends; "
-            "write it otherwise, or leave such samples out with data.rejects=skip"
+            f"its text contains {', '.join(control_tokens)}, which this model uses for turns and ends; change "
+            "it, or set data.rejects=skip to leave such samples out"
         )

@@ -42,8 +42,8 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
     # Check this first: a sample without answers cannot be trained on at any length.
     if not rendered.num_answer_tokens:
         raise NothingToLearnError(
-            f"none of its {len(rendered)} tokens is an answer's, so there is nothing to learn; give the sample an "
-            "answer or remove it"
+            f"none of its {len(rendered)} tokens belongs to an answer, so there is nothing to learn; add an "
+            "answer or remove the sample"
         )
     if len(rendered) <= max_tokens:
         return rendered

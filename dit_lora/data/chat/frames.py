@@ -107,7 +107,7 @@ def read_frames_at(
     """
     media, times = to_media(media), tuple(seconds)
     if list(times) != sorted(times) or not (times or is_image(media)):
-        raise ValueError(f"a video needs times, in order; got {times}")
+        raise ValueError(f"the times of a video must be in order; got {times}")
 
     def fit_picture(image: Image.Image, pixel_aspect: float) -> np.ndarray:
         if box is not None:
@@ -125,8 +125,8 @@ def read_frames_at(
     chosen = decode_pictures(media, Instants(times), fit_picture)
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(
-            f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is asked for, though it says "
-            "that it is longer; encode it anew or remove it"
+            f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is needed, though its "
+            "header says that it is longer; encode it again or remove it"
         )
     return torch.from_numpy(stack_planes(chosen))
 

@@ -73,7 +73,7 @@ class _ListReader:
             separator = self._expect(",]", "a comma or the end of the list")
         # Text after the list means that the file is damaged, for example two lists joined.
         if self._peek_character():
-            self._fail("nothing more is expected after the list", self._position)
+            self._fail("unexpected text after the list", self._position)
 
     def _peek_character(self) -> str:
         """The next character that is not white space; empty at the end of the file."""
@@ -126,4 +126,4 @@ class _ListReader:
 
     def _fail(self, message: str, position: int) -> None:
         line, column = self._locate(position)
-        raise DitLoraError(f"{self._path} is no JSON: line {line}, column {column}: {message}")
+        raise DitLoraError(f"{self._path} is not valid JSON: line {line}, column {column}: {message}")

@@ -89,7 +89,9 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
             if key not in keys_read and isinstance(value, str) and _MEDIA_SUFFIX_PATTERN.search(value.lower()):
-                sample.add_fault("record_keys", f"its {key} names a file, {value}, which is read under image or video")
+                sample.add_fault(
+                    "record_keys", f"its {key} names a file, {value}, but files belong under image or video"
+                )
 
 
 def _read_qa(qa: object, sample: ChatRecord) -> None:
@@ -151,7 +153,7 @@ class _MessageReader:
             # Read every message, even after a fault, so that all faults are listed.
             answered |= self._read_message(number, message) == "assistant"
         if not answered:
-            sample.add_fault("no_answer", "no message is the assistant's")
+            sample.add_fault("no_answer", "it has no message of the assistant")
         elif self._question is not None:
             sample.add_fault("roles_order", "its last question has no answer")
         sample.turns = tuple(self._turns)
@@ -177,7 +179,7 @@ class _MessageReader:
         if role == "system":
             # Prompt formats have room for a system text only at the beginning.
             if number > 1:
-                sample.add_fault("roles_order", f"{location} is the system's; only the first may be")
+                sample.add_fault("roles_order", f"{location} is a system message; only the first message may be")
             sample.system = text
         elif role == "user":
             if self._question is not None:
@@ -227,7 +229,7 @@ class _MessageReader:
 
     def _add_medium(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
         if role != "user":
-            self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
+            self._sample.add_fault("placeholder", f"{location} has an image or video; only questions may have one")
         self._placeholder_turns.append(len(self._turns))
         file_name = next((part[key] for key in (kind, *_FILE_KEYS) if part.get(key)), None)
         if isinstance(file_name, str):
@@ -246,7 +248,9 @@ class _MessageReader:
             self._sample.add_fault("placeholder", f"its text has {description}, and its keys name {num_named}")
         # 0 is the first turn; every other number is a later one.
         if any(self._placeholder_turns):
-            self._sample.add_fault("placeholder", "its medium belongs to a later question; only the first may have it")
+            self._sample.add_fault(
+                "placeholder", "its image or video belongs to a later question; only the first may have one"
+            )
 
 
 def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
@@ -269,7 +273,7 @@ def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
 def _check_texts(sample: ChatRecord) -> None:
     text = join_texts(sample.system, sample.turns)
     if len(text) > _MAX_CONVERSATION_CHARS:
-        message = f"its text has {len(text):,} characters, and {_MAX_CONVERSATION_CHARS:,} are read at most"
+        message = f"its text has {len(text):,} characters, more than the limit of {_MAX_CONVERSATION_CHARS:,}"
         sample.add_fault("too_long", message)
     if has_lone_surrogate(text):
         message = "its text holds half of a character, a surrogate without the other, as \\ud83d"
@@ -277,14 +281,14 @@ def _check_texts(sample: ChatRecord) -> None:
     reserved = _RESERVED_MARKERS.findall(text)
     if reserved:
         markers = ", ".join(dict.fromkeys(reserved))
-        message = f"its text holds {markers}, which prompts use for turns and media; write it otherwise"
+        message = f"its text contains {markers}, which prompts use for turns and media; change it"
         sample.add_fault("caption_reserved_token", message)
     # Without media, an empty question leaves nothing that the answer could refer to.
     first_turn = sample.turns[0] if sample.turns else None
     first_text = first_turn.question + first_turn.instruction if first_turn else ""
     has_question = sample.kind != "text" or first_turn is None or not is_blank(first_text)
     if not has_question and not sample.faults:
-        sample.add_fault("question_empty", "it has no medium, and its first question is empty")
+        sample.add_fault("question_empty", "it has no image or video, and its first question is empty")
 
 
 def _type_name(value: object) -> str:

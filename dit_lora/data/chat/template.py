@@ -100,8 +100,8 @@ def _build_spans(
             spans += [Span(added[:position], "fixed"), Span(question, "question"), Span(added[after:], "fixed")]
         if not index and system.strip() not in prompt:
             raise DitLoraError(
-                "the chat template leaves out the system text; set chat.system and `system` of the samples to "
-                f"nothing, or put it into the questions; got {system[:80]!r}"
+                "the chat template does not use the system text; remove chat.system and the samples' `system`, "
+                f"or put it into the questions; got {system[:80]!r}"
             )
         if is_last and not include_answer:
             break
@@ -128,9 +128,9 @@ def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
     if not text.startswith(prefix):
         start = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
         raise DitLoraError(
-            f"the chat template changes {changed_part} once more is said, so training would not see what inference "
-            f"does: {prefix[start : start + 60]!r} became {text[start : start + 60]!r}; use a template that only "
-            "appends, or samples of one turn"
+            f"the chat template changes {changed_part} when the conversation goes on, so training and "
+            f"inference would differ: {prefix[start : start + 60]!r} became {text[start : start + 60]!r}; use "
+            "a template that only appends, or samples of one turn"
         )
     return text[len(prefix) :]
 
@@ -142,7 +142,8 @@ def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *,
         answer = answer.strip()
     if answer not in reply:
         raise DitLoraError(
-            f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
+            f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; a template must not "
+            "change answers"
         )
     stop = reply.index(answer) + len(answer)
     end_of_text, special = end_tokens
@@ -175,8 +176,8 @@ def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[
     num_placeholders = sum(span.text.count(media.placeholder) for span in spans)
     if num_placeholders != 1:
         raise DitLoraError(
-            f"the chat template and the text hold the media's placeholder {media.placeholder!r} {num_placeholders} "
-            "times; it must stand there once, and never in a question or an answer"
+            f"the chat template and the text hold the media's placeholder {media.placeholder!r} "
+            f"{num_placeholders} times; it must appear once, and never in a question or an answer"
         )
     expanded = []
     for span in spans:

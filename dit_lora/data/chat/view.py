@@ -72,7 +72,7 @@ def describe_rendered(rendered: RenderedConversation, *, kind: str, seconds: Seq
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
     tokens = ", ".join(f"{count} {name}" for name, count in count_parts(rendered).items())
     dropped = sum(piece.num_dropped for piece in rendered.pieces)
-    shortened = f"; {dropped} of the questions left out" if dropped else ""
+    shortened = f"; {dropped} of the questions are left out" if dropped else ""
     return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
 
 

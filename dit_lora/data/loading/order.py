@@ -94,7 +94,10 @@ class Order:
         latest_epoch = self._get_removed().stable_epoch + (step + 1) * self.samples_per_step
         epoch = bisect_right(range(latest_epoch + 1), step, key=self._count_steps_before) - 1
         if epoch == latest_epoch:
-            raise DitLoraError(f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}")
+            raise DitLoraError(
+                f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}; release some with "
+                "dit-lora quarantine"
+            )
         return epoch
 
     def _count_steps_before(self, epoch: int) -> int:

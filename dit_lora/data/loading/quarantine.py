@@ -94,7 +94,7 @@ class Quarantine:
         if unknown:
             names = sorted(self._by_sample) or ["none"]
             raise DitLoraError(
-                f"{self.path} does not leave out {', '.join(unknown)}; it leaves out: {', '.join(names)}"
+                f"{self.path} has no entry for {', '.join(unknown)}; its entries are: {', '.join(names)}"
             )
         self.records = [record for record in self.records if record.sample_id not in names_to_release]
         for name in names_to_release:

@@ -94,8 +94,7 @@ def _make_dead_worker_error(error: Exception) -> UnreadableError:
         message = getattr(error, "strerror", None) or message or type(error).__name__
         message = f"DataLoader worker, in the middle of a batch ({message})"
     return UnreadableError(
-        f"a process that reads data has ended: {message}; was it killed for want of memory? Lower data.workers or "
-        "data.prefetch"
+        f"a process that reads data has ended: {message}; if memory ran out, lower data.workers or data.prefetch"
     )
 
 

@@ -148,7 +148,7 @@ def find_size_fault(size: int) -> tuple[str, str] | None:
     """Code and message if a member or cell of this size is too large to be read; None if it is not."""
     if size <= MAX_BYTES:
         return None
-    message = f"it has {size:,} bytes, and {MAX_BYTES:,} are read into memory at most; give it as a file of its own"
+    message = f"it has {size:,} bytes, and {MAX_BYTES:,} are read at most; store it as a separate file"
     return "too_large", message
 
 

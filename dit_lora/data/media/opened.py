@@ -67,7 +67,7 @@ def find_size_problem(height: int, width: int) -> str | None:
     """Why pictures of this size are not decoded; None if they are."""
     if height * width <= MAX_PIXELS:
         return None
-    return f"its header promises pictures of {width} x {height}, and {MAX_PIXELS:,} pixels are decoded at most"
+    return f"its header announces pictures of {width} x {height}, and {MAX_PIXELS:,} pixels are the limit"
 
 
 def get_error_message(error: Exception) -> str:

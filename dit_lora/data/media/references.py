@@ -49,19 +49,19 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
     is above 0.
     """
     if not is_image(media):
-        raise ClipError(f"{media.name}: a mask is a picture, and it is not named as one")
+        raise ClipError(f"{media.name}: a mask must be a picture, and its name is not that of one")
     try:
         grey = read_media(media, lambda: open_mask(media, alpha=alpha), DECODE_ERRORS)
     except DECODE_ERRORS as error:
         raise ClipError(f"{media.name}: cannot be read as a mask: {describe_media_error(error)}") from error
     if grey.getextrema()[1] == 0:
-        problem = "it is wholly transparent" if alpha else "its mask is black"
-        raise ClipError(f"{media.name}: {problem}, so that nothing of the sample would be learned")
+        problem = "it is completely transparent" if alpha else "its mask is black"
+        raise ClipError(f"{media.name}: {problem}, so nothing of the sample would be learned")
     # Average over areas: black stays 0 next to an edge, where Lanczos would overshoot.
     pixels = scale_to_cover(grey, 1.0, height, width, Image.Resampling.BOX)
     if not pixels.any():
         raise ClipError(
-            f"{media.name}: all that its mask leaves is cropped away, so that nothing of the sample would be learned"
+            f"{media.name}: everything inside its mask is cropped away, so nothing of the sample would be learned"
         )
     return torch.from_numpy(pixels.astype(np.float32) / 255)
 
@@ -73,6 +73,6 @@ def find_mask_mismatch(mask_size: tuple[int, int], picture_size: tuple[int, int]
     if abs(ratio - 1) <= ASPECT_TOLERANCE:
         return None
     return (
-        f"its mask is {mask_size[1]} x {mask_size[0]} and the picture {picture_size[1]} x {picture_size[0]}: "
-        "they have to have one shape"
+        f"its mask is {mask_size[1]} x {mask_size[0]} and the picture {picture_size[1]} x "
+        f"{picture_size[0]}: both must have the same shape"
     )

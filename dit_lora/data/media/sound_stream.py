@@ -40,7 +40,7 @@ def read_sound_end(container: av.container.InputContainer, video: av.VideoStream
 def explain_no_sound(is_picture: bool) -> str:
     """Why a sample without sound cannot be used."""
     state = "it is a picture" if is_picture else "it has no sound"
-    return f"no_sound: {state}, and data.sound trains the sound of every clip; remove it, or set data.sound to false"
+    return f"no_sound: {state}, and data.sound needs sound in every clip; remove it, or set data.sound to false"
 
 
 def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.0) -> str | None:
@@ -49,6 +49,6 @@ def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.
     if end_s >= last_frame - MAX_SHORTFALL_S:
         return None
     return (
-        f"sound_too_short: its sound ends at {max(end_s, 0):.2f} s and the last of its {frames} frames "
-        f"is taken at {last_frame:.2f} s; lower data.frames or remove it"
+        f"sound_too_short: its sound ends at {max(end_s, 0):.2f} s and the last of its {frames} frames is "
+        f"at {last_frame:.2f} s; lower data.frames or remove it"
     )

@@ -182,7 +182,7 @@ def read_header(media: Media | Path) -> VideoHeader:
 
 def describe_media_error(error: Exception) -> str:
     """Message of FFmpeg or the system without its error number, and what to do."""
-    return f"{get_error_message(error)}; encode it anew or remove it"
+    return f"{get_error_message(error)}; encode it again or remove it"
 
 
 def find_shortage(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
@@ -201,6 +201,6 @@ def find_shortage(header: VideoHeader, *, frames: int, fps: float, start: float 
 def _describe_shortage(target_times: RegularTimes, num_frames: int) -> str:
     after = f" from {target_times.start:g} s on" if target_times.start else ""
     return (
-        f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are asked for, it gives at most "
-        f"{num_frames}; lower data.frames, raise data.fps or remove it"
+        f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are needed, and it "
+        f"has at most {num_frames}; lower data.frames, raise data.fps or remove it"
     )

@@ -76,11 +76,11 @@ class _ExtraFolder:
         """List a folder; raises `DitLoraError` if it is missing, or inside `root`."""
         path = Path(name).expanduser()
         if not path.is_dir():
-            raise DitLoraError(f"{option}: no folder {name}")
+            raise DitLoraError(f"{option}: the folder {name} does not exist")
         if root is not None and path.resolve().is_relative_to(root.resolve()):
             raise DitLoraError(
-                f"{option}: {name} lies in {root}, where every picture and video is a sample; "
-                "move it beside that folder"
+                f"{option}: {name} lies in {root}, where every picture and video is a sample; move it out of that "
+                "folder"
             )
         files: dict[str, list[str]] = {}
         for file in Listing(path).media:
@@ -103,10 +103,10 @@ class _ExtraFolder:
         files = self.files.get(_get_stem(clip), [])
         # A broken link is listed, but does not exist.
         if not files or not self.get_file(clip).exists():
-            return f"{self.role}_missing", f"it has no {self.role} of its name in {self.name}"
+            return f"{self.role}_missing", f"it has no {self.role} with its name in {self.name}"
         if len(files) > 1:
             names = ", ".join(files)
-            return f"{self.role}_ambiguous", f"it has several of its name in {self.name}: {names}"
+            return f"{self.role}_ambiguous", f"several files in {self.name} have its name: {names}"
         return None
 
     def get_file(self, clip: Clip) -> MediaFile:

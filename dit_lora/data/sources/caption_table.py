@@ -57,12 +57,12 @@ class CaptionTable:
         Raises `DitLoraError` if the folder is missing, has no media, or keeps its captions in another list.
         """
         if not root.is_dir():
-            raise DitLoraError(f"no folder {root}; give the folder with your clips and pictures")
+            raise DitLoraError(f"the folder {root} does not exist; give the folder with your clips and pictures")
         other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
         if other_lists:
             raise DitLoraError(
-                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a {TABLE_NAME} would be "
-                f"read; write them into a {TABLE_NAME} first, or edit them there"
+                f"{root} has its captions in {' and '.join(other_lists)}, which a {TABLE_NAME} would replace; "
+                f"move them to a {TABLE_NAME} first, or edit them there"
             )
         # Listing a large folder is slow, so reuse the listing while no folder has changed.
         is_listed = previous is not None and previous.listing.is_current()
@@ -204,8 +204,8 @@ def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[Cap
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             raise DitLoraError(
-                f"cannot lock {folder / 'table.lock'}: {error.strerror}; captions can be edited on a file system "
-                "that has locks"
+                f"cannot lock {folder / 'table.lock'}: {error.strerror}; to edit captions, use a file system that "
+                "has locks"
             ) from error
         table = CaptionTable.read(root, previous)
         table._is_locked = True

@@ -21,7 +21,7 @@ def find_caption_fault(caption: str) -> Fault | None:
     if is_blank(caption):
         return "caption_empty", "its caption is empty"
     if has_lone_surrogate(caption):
-        message = "its caption holds half of a UTF-16 pair, which no tokenizer takes"
+        message = "its caption contains half of a UTF-16 pair, which tokenizers reject"
         return "caption_not_text", f"{message}: {quote_start(caption)}"
     if len(caption) > MAX_CAPTION_CHARS:
         return make_too_long_fault(f"{len(caption):,} characters")
@@ -30,7 +30,7 @@ def find_caption_fault(caption: str) -> Fault | None:
 
 def make_too_long_fault(length: str) -> Fault:
     """The fault of a caption that is too long to be tokenized at all."""
-    return "caption_long", f"its caption has {length}, and {MAX_CAPTION_CHARS:,} are read at most"
+    return "caption_long", f"its caption has {length}, more than the limit of {MAX_CAPTION_CHARS:,}"
 
 
 def suggest_encoding(error: Exception) -> str:

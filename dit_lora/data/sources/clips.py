@@ -127,7 +127,7 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     empty = next((index for index, reference in enumerate(cells) if reference is None), len(references))
     if empty >= len(references):
         return references, None
-    return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and there are others behind it")
+    return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and others follow")
 
 
 def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:

@@ -32,21 +32,21 @@ def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> S
     if source.generate is not None:
         if source.reference_columns or source.reference_folders or source.has_masks:
             raise DitLoraError(
-                f"{source.path} is to be generated, and has no references and no masks; remove them or generate"
+                f"{source.path} is generated, so it has no references and no masks; remove them, or remove generate"
             )
         # Generated images need no captions of their own: the source's caption applies to all of them.
         return _read_media_only(Listing(root), source)
     if not root.is_dir():
         raise DitLoraError(
-            f"no folder {source.path}; put your clips there, or name their folder in data.path; "
-            f"to try things on: dit-lora tiny shapes {source.path}{suggest_hub_prefix(source.path)}"
+            f"the folder {source.path} does not exist; put your clips there, or set data.path to their "
+            f"folder; for a first test: dit-lora tiny shapes {source.path}{suggest_hub_prefix(source.path)}"
         )
     layout, scanned = _read_layout(root, source, memo_folder)
     if not scanned.clips and not scanned.problems:
         raise DitLoraError(
-            f"no clips in {root} (read as {layout}); it takes metadata.jsonl, metadata.csv, "
-            "metadata.parquet, prompts.txt with videos.txt, clips or images each with a .txt of the same name, "
-            "one folder a class, or .tar files of WebDataset"
+            f"no clips in {root} (read as {layout}); it takes metadata.jsonl, metadata.csv, metadata.parquet, "
+            "prompts.txt with videos.txt, clips or images each with a .txt of the same name, one folder for "
+            "each class, or .tar files of WebDataset"
         )
     if layout == _TARS:
         return add_alpha_masks(scanned, source)
@@ -77,8 +77,8 @@ def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> 
         return _TARS, read_tars(root, listing.tars, source, memo_folder)
     if source.reference_columns or source.mask_column:
         raise DitLoraError(
-            "reference_columns and mask_column need metadata.jsonl, .csv or .parquet, tars, or a dataset; folders are "
-            "named in reference_folders and mask_folder"
+            "reference_columns and mask_column need metadata.jsonl, .csv or .parquet, tars, or a dataset; "
+            "for folders, use reference_folders and mask_folder"
         )
     prompts, videos = root / "prompts.txt", root / "videos.txt"
     is_paired = prompts.is_file() or videos.is_file()
@@ -123,7 +123,7 @@ def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Sca
         if name.strip():
             folder.add(name.strip(), caption)
         else:
-            gathered.add_problem(f"{videos.name} line {number}", "missing", "it names no file")
+            gathered.add_problem(f"{videos.name} line {number}", "missing", "it does not name a file")
     return gathered.to_scan(folder.describe_left_out(videos.name))
 
 
@@ -162,7 +162,7 @@ def _read_text_files(listing: Listing) -> Scan:
                 else:
                     text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
-                message = f"{text_file} cannot be read as UTF-8 text: {error}{suggest_encoding(error)}"
+                message = f"cannot read {text_file} as UTF-8 text: {error}{suggest_encoding(error)}"
                 fault = ("caption_not_text", message)
         # In kohya's layout, the name of the top folder says how often its pictures come.
         folder = kohya.get(name.partition("/")[0], _DEFAULT_FOLDER)

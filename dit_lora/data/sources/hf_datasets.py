@@ -205,7 +205,7 @@ def _load_dataset(path: str) -> Any:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DitLoraError(
-            f"{path} is a dataset, and the datasets package is not installed; pip install 'dit-lora[datasets]'"
+            f"{path} is a dataset, which needs the datasets package; pip install 'dit-lora[datasets]'"
         ) from error
     root = Path(path).expanduser()
     if root.is_dir():
@@ -223,13 +223,14 @@ def _load_dataset(path: str) -> Any:
             raise _make_damaged_error(path, error) from error
         # Errors of the Hub have several lines; the first one says enough.
         reason = str(error).strip().splitlines()[0]
-        raise DitLoraError(f"no folder {path}, and as a dataset it cannot be read: {reason}") from error
+        raise DitLoraError(f"{path} is not a folder, and it cannot be read as a dataset: {reason}") from error
     if not isinstance(loaded, dict):
         return loaded
     splits = list(loaded)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
-            f"{path} has the splits {', '.join(splits)}, none called train; save the one to train on with save_to_disk"
+            f"{path} has the splits {', '.join(splits)}, and none is called train; save the one to train on "
+            "with save_to_disk"
         )
     return loaded["train" if "train" in splits else splits[0]]
 
@@ -286,7 +287,7 @@ def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
         existing_columns = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
         message = f"{source.path} has no column of {', none of '.join(missing_columns)}; it has {existing_columns}"
         if not media:
-            message += ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
+            message += ". Arrays of pixels are not read; store them as an Image() or Video() column"
         raise DitLoraError(message)
     caption = caption_names[0] if source.caption is None else None
     return _Columns(media[0], source.image_column, reference_columns, source.mask_column, caption)
@@ -423,5 +424,7 @@ def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
 
         caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
         if all(resolve_below(Path(cache), name) is None for cache in caches):
-            return _Cell(suffix, media, ("unsafe_path", f"{name} is none of the files that were downloaded with it"))
+            return _Cell(
+                suffix, media, ("unsafe_path", f"{name} is not one of the files that were downloaded with it")
+            )
     return _Cell(suffix, media, None if media.exists() else ("missing", f"no such file: {name}"))

@@ -39,4 +39,4 @@ def describe_kohya_folders(folders: Mapping[str, KohyaFolder]) -> list[str]:
         for top, folder in list(folders.items())[:_MAX_LISTED]
     ]
     more = ", ..." if len(folders) > _MAX_LISTED else ""
-    return [f"folders are named as kohya's: {', '.join(descriptions)}{more}"]
+    return [f"folder names are read as in kohya's scripts: {', '.join(descriptions)}{more}"]

@@ -49,7 +49,8 @@ def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()
     counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
     kinds = "; ".join(f"{count:,} {end or 'without a suffix'} ({reasons[end]})" for end, count in counts.most_common())
     return [
-        f"{_format_file_count(len(unread))} left out, of formats that are not read: {kinds}{_format_examples(unread)}"
+        f"{_format_file_count(len(unread))} left out, because their format is not supported: "
+        f"{kinds}{_format_examples(unread)}"
     ]
 
 
@@ -60,7 +61,8 @@ def describe_orphans(listing: Listing) -> list[str]:
     if not orphans:
         return []
     return [
-        f"{_format_file_count(len(orphans))} left out: no picture or video has the name{_format_examples(orphans)}"
+        f"{_format_file_count(len(orphans))} left out, because no picture or video has their "
+        f"name{_format_examples(orphans)}"
     ]
 
 
@@ -77,8 +79,8 @@ def describe_unlisted_media(
     if not unlisted:
         return []
     return [
-        f"{_format_file_count(len(unlisted))} left out: {table} does not list them{_format_examples(unlisted)}; "
-        "add a row for each, for example with dit-lora caption"
+        f"{_format_file_count(len(unlisted))} left out, because {table} does not list "
+        f"them{_format_examples(unlisted)}; add a row for each, such as with dit-lora caption"
     ]
 
 

@@ -63,8 +63,8 @@ class Listing:
         """Yield the relative paths of all files below a folder; `parent_paths`: real paths of it and its parents."""
         if len(parent_paths) > MAX_FOLDER_DEPTH:
             raise DitLoraError(
-                f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} folders within one another; "
-                "give the one with the samples"
+                f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} levels of folders; give the folder with the "
+                "samples"
             )
         # scandir returns each entry's kind without a further system call, which would take most of the time.
         try:

@@ -36,7 +36,7 @@ class GeneratedCaptions:
         except BlockingIOError as error:
             os.close(handle)
             folder = self._folder.parent
-            raise DitLoraError(f"another process writes captions of {folder}; wait until it has ended") from error
+            raise DitLoraError(f"another process is writing captions for {folder}; wait until it ends") from error
         try:
             yield
         finally:

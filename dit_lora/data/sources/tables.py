@@ -113,7 +113,7 @@ class ListedFiles:
     def __init__(self, folder: Path, source: SourceConfig, collector: SampleCollector) -> None:
         self._root = Path(source.media).expanduser() if source.media else folder
         if not self._root.is_dir():
-            raise DitLoraError(f"no folder of media {self._root}")
+            raise DitLoraError(f"the folder of media {self._root} does not exist")
         self._collector = collector
         self._source = source
         self._listed_names: set[str] = set()
@@ -181,7 +181,7 @@ class ListedFiles:
         return media
 
     def _make_outside_fault(self, name: str) -> Fault:
-        return "unsafe_path", f"{name} leads out of {self._root}; set data.media to a folder that it is below"
+        return "unsafe_path", f"{name} is outside of {self._root}; set data.media to a folder that contains it"
 
 
 def read_text(path: Path) -> str:

@@ -86,7 +86,7 @@ def _add_tar(
         return
     if index.fault is not None:
         code, message = index.fault
-        full_message = f"{message}; {num_added} whole samples before it can be used; fetch it again"
+        full_message = f"{message}; the {num_added} complete samples before it can be used; download it again"
         collector.add_problem(file, code, message if code == "unreadable" else full_message)
 
 
@@ -165,7 +165,7 @@ def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tar
         # This reads the first header already.
         opened = tarfile.TarFile(fileobj=stream)
     except (tarfile.TarError, ValueError) as error:
-        index.fault = ("unreadable", f"it cannot be read as a tar: {error}")
+        index.fault = ("unreadable", f"cannot read it as a tar: {error}")
         return
     try:
         yield from opened
@@ -194,7 +194,7 @@ def _find_member_fault(member: tarfile.TarInfo, size: int, is_duplicate: bool) -
         return "unsafe_name", "its name leaves the folder"
     # Two captions or two videos of one name would be ambiguous.
     if is_duplicate:
-        return "duplicate_clip", "a member of this name is there twice"
+        return "duplicate_clip", "a member with this name exists twice"
     if member.offset_data + member.size > size:
         return "truncated", "the tar ends before it does"
     return ("unreadable", "it is stored as a sparse file") if member.issparse() else None
@@ -225,7 +225,7 @@ class _SampleAdder:
             # Members without media and caption are other files, such as a README.
             if captions or extra.extensions:
                 extensions = ", ".join(f".{name}" for name in members)
-                message = f"it has no video and no image of its own, but {extensions}"
+                message = f"it has no video and no image; it has {extensions}"
                 self.collector.add_problem(self.prefix + key, "missing", message)
             return False
         if len(media) > 1:
@@ -261,7 +261,7 @@ class _SampleAdder:
             captions = [name for name in captions if name == "json"]
         if not captions:
             suffixes = ".json" if self.source.caption_column else ".txt, .json or .cls"
-            return None, ("caption_missing", f"it has no caption: there is no {suffixes} of its name")
+            return None, ("caption_missing", f"it has no caption: no {suffixes} has its name")
         _, offset, size = members[captions[0]]
         # A .json may hold more than the caption, so its limit is higher.
         if size > (_MAX_JSON_BYTES if captions[0] == "json" else MAX_CAPTION_BYTES):

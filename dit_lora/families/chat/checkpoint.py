@@ -163,7 +163,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             return read_typed_json(older, ChatTemplateFile)["chat_template"]
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
-            raise DitLoraError(f"{self.path} has no chat template: fetch its chat_template.jinja or .json")
+            raise DitLoraError(f"{self.path} has no chat template; download its chat_template.jinja or .json")
         return template
 
 
@@ -174,7 +174,7 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
     if model_type not in LAYOUTS:
         raise DitLoraError(
-            f"model.path: {model.path} holds a {model_type} model; the family chat trains {', '.join(LAYOUTS)}"
+            f"model.path: {model.path} has a {model_type} model; the family chat trains {', '.join(LAYOUTS)}"
         )
     config = load_pretrained(AutoConfig, path)
     tokenizer = load_pretrained(AutoTokenizer, path)

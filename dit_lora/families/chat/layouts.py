@@ -336,7 +336,7 @@ def get_token_text(tokenizer: Any, token_id: int) -> str:
     if not isinstance(text, str) or tokenizer.encode(text, add_special_tokens=False) != [token_id]:
         raise DitLoraError(
             f"the tokenizer has no token {token_id}, which config.json says stands for pictures; got "
-            f"{text!r}: fetch tokenizer and config of one revision"
+            f"{text!r}: download tokenizer and config of the same revision"
         )
     return text
 

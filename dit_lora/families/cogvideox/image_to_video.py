@@ -46,7 +46,7 @@ class CogVideoXImageInfo(CogVideoXInfo):
         info, problems = super().with_recipe(recipe, training_options), []
         # A flipped clip with an unflipped first image would train on a contradiction.
         if recipe.data.flip:
-            problems.append("data.flip: it would not mirror a first image of the clip's own; remove it")
+            problems.append("data.flip does not apply, because the first image would not be mirrored; remove it")
         require_images(self.path.name, recipe.validation, self.image_arguments, problems)
         # None in the recipe is the default: noise.
         return replace(info, has_image_noise=recipe.data.image_noise is not False)

@@ -23,6 +23,6 @@ FAMILY = DiffusionFamily(
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
     # The head embeds timestep and class with it.
     directly_called_modules=("transformer_blocks.0.norm1.emb",),
-    comfyui=make_unsupported_names("ComfyUI has no DiT with class labels"),
+    comfyui=make_unsupported_names("ComfyUI does not support DiT with class labels"),
     tiny_variants=("dit-tiny",),
 )

@@ -90,7 +90,7 @@ class DiTInfo(ClassInfo):
         group = recipe.optim.groups.connector
         # Without patterns in the recipe, the family's connector patterns apply, which include the label tables.
         patterns = (group.modules or self.connector_patterns) if group else ()
-        problem = f"the data has {len(new_classes)} classes that {Path(recipe.model.path).name} has not"
+        problem = f"the data has {len(new_classes)} classes that {Path(recipe.model.path).name} does not have"
         # The table of block 0 stands for all blocks.
         if group is None or not any(fnmatch.fnmatchcase(LABEL_TABLE_NAME.format(0), p) for p in patterns):
             remedy = (

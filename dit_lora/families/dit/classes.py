@@ -134,7 +134,7 @@ class ClassInfo(CheckpointInfo):
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
-            problem = f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
+            problem = f"validation.prompts: unknown classes {', '.join(map(repr, unknown_prompts))}; choose from"
             raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
         return info.with_classes(classes)
 
@@ -186,8 +186,8 @@ class ClassInfo(CheckpointInfo):
             count = self.from_scratch.get(self.num_classes_key)
             if count is not None and count < len(names):
                 raise DitLoraError(
-                    f"model.from_scratch.{self.num_classes_key} is {count}, and the data has {len(names)} "
-                    "classes; leave it out to have as many"
+                    f"model.from_scratch.{self.num_classes_key} is {count}, and the data has {len(names)} classes; "
+                    "remove it to use as many"
                 )
             return type(self.stored_classes).from_names(names, count)
         # Sorted, so that every rank and every run gives new classes the same rows.

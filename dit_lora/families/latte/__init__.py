@@ -15,6 +15,6 @@ FAMILY = DiffusionFamily(
     pipeline_names=("LattePipeline",),
     default_recipe="latte/latte1_lora",
     licenses={"maxin-cn/Latte-1": License("apache-2.0")},
-    comfyui=make_unsupported_names("ComfyUI has no Latte"),
+    comfyui=make_unsupported_names("ComfyUI does not support Latte"),
     tiny_variants=("latte",),
 )

@@ -92,8 +92,8 @@ def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transfo
     signs_present = [sign for sign, is_present in signs.items() if is_present]
     if signs_present:
         raise DitLoraError(
-            f"{model.path} is no LTX-2 or LTX-2.3 ({', '.join(signs_present)}), as LTX-2.5 is none, which is not "
-            "trained here yet; give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
+            f"{model.path} is not LTX-2 or LTX-2.3 ({', '.join(signs_present)}); LTX-2.5 is not supported "
+            "yet. Give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
         )
 
 

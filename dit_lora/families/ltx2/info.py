@@ -108,12 +108,9 @@ class LTX2Info(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.has_sound:
-            return ["sound: trained beside the video, at noise levels of its own; samples have it"]
+            return ["sound: trained with the video, at its own noise levels; samples have sound"]
         # The pipeline generates sound with every video, so say why samples have none.
-        return [
-            "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
-            "whose sound is left out of samples",
-        ]
+        return ["sound: not trained (data.sound: false). Samples have no sound"]
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline class, if another task than the checkpoint's was trained."""

@@ -46,7 +46,7 @@ def load_image_processor(path: Path) -> Any:
 def _processor_folder(path: Path) -> Path:
     folder = path / "processor"
     if not folder.is_dir():
-        raise DitLoraError(f"{path} is not whole; fetch its folder processor again")
+        raise DitLoraError(f"{path} is incomplete; download its folder processor again")
     return folder
 
 

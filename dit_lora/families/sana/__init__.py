@@ -24,8 +24,6 @@ FAMILY = DiffusionFamily(
     default_recipe="sana/600m_512",
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.
     licenses={"Efficient-Large-Model/S[Aa][Nn][Aa]*": License("other", "nscl-v2-custom")},
-    comfyui=make_unsupported_names(
-        "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
-    ),
+    comfyui=make_unsupported_names("ComfyUI does not support Sana, and ComfyUI_ExtraModels loads no LoRA for it"),
     tiny_variants=("sana-600m", "sana-1.5", "sana-fp16"),
 )

@@ -28,6 +28,6 @@ FAMILY = DiffusionFamily(
             "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
         )
     },
-    comfyui=make_unsupported_names("ComfyUI has no SANA-Video"),
+    comfyui=make_unsupported_names("ComfyUI does not support SANA-Video"),
     tiny_variants=("sana-video",),
 )

@@ -14,6 +14,6 @@ FAMILY = DiffusionFamily(
     has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("VideoDiTPipeline",),
     default_recipe="video_dit/ucf101_lora",
-    comfyui=make_unsupported_names("ComfyUI has no such model"),
+    comfyui=make_unsupported_names("ComfyUI does not support this model"),
     tiny_variants=("video-dit-class", "video-dit-text"),
 )

@@ -105,8 +105,8 @@ class ClassVideoDiTInfo(ClassInfo):
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
         """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
         problem = (
-            f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
-            "correct them, or take train.mode: full or a model of text"
+            f"{self.path.name} has no classes with these names, and a LoRA cannot add them; correct the "
+            "names, use train.mode: full, or a model that is conditioned on text"
         )
         raise DitLoraError(format_list(problem, new_classes))
 

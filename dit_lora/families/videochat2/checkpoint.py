@@ -148,7 +148,7 @@ def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
     model_type = read_config(path, "config.json", "Transformers").get("model_type")
     if model_type != "videochat2":
         raise DitLoraError(
-            f"model.path: {model.path} holds a {model_type} model, not a videochat2; make one of the released files "
+            f"model.path: {model.path} has a {model_type} model, not a videochat2; convert the released files "
             "with dit-lora convert videochat2"
         )
     config = load_pretrained(VideoChat2Config, path)

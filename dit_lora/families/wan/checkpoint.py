@@ -78,8 +78,8 @@ def _select_task(model: ModelConfig, index: Mapping[str, Any]) -> str:
     if task != stored_task and not has_both_tasks:
         does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[stored_task]
         raise DitLoraError(
-            f"model.task: {task}: {model.path} {does} ({index['_class_name']}); leave it out, or take a checkpoint of "
-            "that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"
+            f"model.task: {task}: {model.path} {does} ({index['_class_name']}); remove it, or use a "
+            "checkpoint for that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"
         )
     return task
 
@@ -105,9 +105,7 @@ def _require_matching_components(
     boundary, has_second = index.get("boundary_ratio"), _has_component(index, "transformer_2")
     if (boundary is not None) != has_second:
         present = "a transformer_2" if has_second else "no transformer_2"
-        problems.append(
-            f"model_index.json has {present} and boundary_ratio: {boundary}; both belong together, or neither"
-        )
+        problems.append(f"model_index.json has {present} and boundary_ratio: {boundary}; give both or neither")
     if boundary is not None and not 0 < boundary < 1:
         problems.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
     has_image_embedding, has_encoder = (transformer["image_dim"] is not None, _has_component(index, "image_encoder"))

@@ -79,7 +79,9 @@ class WanImageInfo(WanInfo):
         info, problems = super().with_recipe(recipe, training_options), []
         # A separate first image would not belong to the clip's last frame.
         if self.has_last_image and any(source.image_column for source in recipe.data.all_sources):
-            problems.append("data.image_column: its two pictures are the clip's own first and last frame; remove it")
+            problems.append(
+                "data.image_column does not apply: this model uses the first and last frame of each clip; remove it"
+            )
         require_images(self.path.name, recipe.validation, self.image_arguments, problems)
         return info
 

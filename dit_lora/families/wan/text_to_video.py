@@ -101,8 +101,8 @@ class WanInfo(CheckpointInfo):
         if is_ftfy_available():
             return []
         return [
-            "captions: encoded without ftfy, which is not installed; where it is, Wan's pipeline mends broken "
-            "characters and straightens quotes with it first. To train as it samples there: pip install ftfy",
+            "captions: ftfy is not installed. Wan's pipeline cleans captions with it before encoding; to "
+            "train on the same text: pip install ftfy",
         ]
 
     def index_changes(self) -> dict[str, Any]:

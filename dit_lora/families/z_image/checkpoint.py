@@ -93,10 +93,10 @@ class ZImageInfo(CheckpointInfo):
         if turbo_sign is None or recipe.lora.under:
             return []
         return [
-            f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): trained as it is, it "
-            "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
-            f"lora.under=[{DE_DISTILLATION_ADAPTER}]; or train Tongyi-MAI/Z-Image and sample from this one with "
-            "validation.model"
+            f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): training it "
+            "directly breaks sampling in eight steps. Train it over a de-distillation adapter "
+            f"(lora.under=[{DE_DISTILLATION_ADAPTER}]), or train Tongyi-MAI/Z-Image and sample from this one "
+            "with validation.model"
         ]
 
     @property

@@ -30,7 +30,7 @@ class Host:
     def __init__(self, accelerator: "Accelerator | None", device: torch.device) -> None:
         if accelerator is not None and not is_instance_of(accelerator, "accelerate:Accelerator"):
             raise DitLoraError(
-                "Guard.attach: the first argument is an accelerate.Accelerator, or None for a loop in plain "
+                "Guard.attach: the first argument must be an accelerate.Accelerator, or None for a loop in plain "
                 f"PyTorch; got {type(accelerator).__name__}"
             )
         self.accelerator = accelerator

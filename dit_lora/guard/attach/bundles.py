@@ -45,7 +45,7 @@ class BundleWriter:
         if self.folder is None or self._num_written >= self.config.bundles or self.host.uses_deepspeed:
             return None
         if util.find_spec("safetensors") is None:
-            self._warn_once("no bundles are written, for which safetensors has to be installed")
+            self._warn_once("no bundles are written, because safetensors is not installed")
             return None
         # Count the attempt, so that a full disk is not tried again at every failure.
         self._num_written += 1

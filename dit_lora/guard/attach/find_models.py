@@ -37,8 +37,8 @@ def find_trained_models(
             owning_models.append(model)
         elif model is required:
             raise DitLoraError(
-                f"Guard: the optimizer holds no parameter of the {get_original_class(model).__name__}; give the model "
-                "and the optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
+                f"Guard: the optimizer holds no parameter of the {get_original_class(model).__name__}; give the "
+                "model and its optimizer, with Accelerate as returned by accelerator.prepare"
             )
         # A parameter shared by several models belongs to the first of them.
         remaining = {key: p for key, p in remaining.items() if key not in model_ids}

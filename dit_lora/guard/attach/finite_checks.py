@@ -39,7 +39,7 @@ def validate_check_names(names: Collection[str]) -> frozenset[str]:
     """
     unknown = [name for name in names if name not in CHECKS]
     if isinstance(names, str) or unknown:
-        raise DitLoraError(f"checks are some of {', '.join(CHECKS)}; got {names!r}")
+        raise DitLoraError(f"checks must be some of {', '.join(CHECKS)}; got {names!r}")
     return frozenset(names)
 
 

@@ -146,7 +146,7 @@ class Guard:
         """
         models = _to_list(model)
         if not models:
-            raise DitLoraError("Guard.attach: model is a torch.nn.Module; got none")
+            raise DitLoraError("Guard.attach: model must be a torch.nn.Module; got none")
         return cls.create(
             accelerator,
             models,
@@ -214,10 +214,10 @@ class Guard:
         """
         wrong_types = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
         if wrong_types:
-            raise DitLoraError(f"Guard: model is a torch.nn.Module; got {', '.join(wrong_types)}")
+            raise DitLoraError(f"Guard: model must be a torch.nn.Module; got {', '.join(wrong_types)}")
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         if not parameters:
-            raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
+            raise DitLoraError("Guard: give an optimizer with parameters; got none")
         host = Host(accelerator, parameters[0].device)
         host.detect_shared_training(parameters)
         guard = cls(

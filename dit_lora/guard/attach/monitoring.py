@@ -54,16 +54,13 @@ class HealthyStepChecks:
         write: Callable[[Event], None],
     ) -> None:
         if config.monitor_every and folder is None:
-            raise DitLoraError(
-                "Guard: monitor_every writes statistics of modules to a folder, and none was given; give folder="
-            )
+            raise DitLoraError("Guard: monitor_every needs folder=, where it writes statistics of modules")
         enabled = [name for name in OPTIONAL_CHECKS if getattr(config, name)]
         self.is_enabled = bool(enabled)
         """False if none of these checks is enabled."""
         if enabled and host.uses_deepspeed:
             raise DitLoraError(
-                f"Guard: DeepSpeed's engine takes steps by itself, so there is no {', '.join(enabled)} under it; "
-                "leave it out"
+                f"Guard: DeepSpeed's engine takes steps by itself, so {', '.join(enabled)} is not available; remove it"
             )
         self._host = host
         self._watched = watched

@@ -74,7 +74,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
     The script's module stays `__main__` until its threads have ended, since they may pickle objects of its classes.
     """
     if not module and not Path(script).exists():
-        raise DitLoraError(f"no such script: {script}")
+        raise DitLoraError(f"the script {script} does not exist")
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     earlier_threads = threading.enumerate()
     sys.argv = [script, *arguments]
@@ -111,7 +111,7 @@ def _load_code(script: str, *, module: bool) -> tuple[CodeType, ModuleType]:
         spec = find_spec(f"{script}.__main__")
     code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined]
     if spec is None or code is None:
-        raise DitLoraError(f"no module named {script} that can be run")
+        raise DitLoraError(f"no module named {script} can be run")
     vars(scope).update(
         __file__=spec.origin, __builtins__=builtins, __spec__=spec, __package__=spec.parent, __loader__=spec.loader
     )
@@ -217,9 +217,9 @@ class ScriptGuard:
         for guard in self.guards:
             guard.check_state()
         for optimizer in self._list_unguarded():
-            self._log(f"not guarded: {type(optimizer).__name__}, for no model that it trains was called")
+            self._log(f"not guarded: {type(optimizer).__name__}, because no model that it trains was called")
         if not self._num_optimizers:
-            self._log("nothing was guarded: the script made no torch.optim.Optimizer")
+            self._log("nothing was guarded: the script created no torch.optim.Optimizer")
 
     def start_if_unguarded(self, optimizer: torch.optim.Optimizer) -> bool:
         """Start guarding at the first step at the latest. True if this optimizer was not guarded before."""

@@ -24,7 +24,7 @@ def save_trained(weights: Mapping[str, torch.Tensor], folder: Path, step: int, *
     try:
         from safetensors.torch import save
     except ImportError:
-        return "they are not written to the disk, for which safetensors has to be installed"
+        return "they are not written to disk, because safetensors is not installed"
     try:
         write_atomically(path, save(tensors, metadata={"format": "pt", "step": str(step)}))
     except OSError as error:

@@ -85,7 +85,7 @@ class SkipBudget:
             worst = self._steps_by_sample.most_common(_MAX_NAMED)
             samples = ", ".join(f"{sample} ({count}x)" for sample, count in worst)
             more = len(self._steps_by_sample) - len(worst)
-            line += f"; remove or mend the samples that cost them: {samples}"
+            line += f"; remove or repair the samples that caused it: {samples}"
             line += f" and {more} more" if more > 0 else ""
             if self._num_unnamed:
                 line += f"; {self._num_unnamed} had another cause (events.jsonl)"

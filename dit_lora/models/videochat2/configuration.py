@@ -125,7 +125,7 @@ class VideoChat2Config(PreTrainedConfig):
     def _check(self) -> None:
         problems = []
         if self.prompt_format not in PROMPT_FORMATS:
-            problems.append(f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}")
+            problems.append(f"prompt_format must be one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}")
         # A media token inside the vocabulary could not be told from text.
         if 0 <= self.media_token_id < self.text_config.vocab_size:
             problems.append(

@@ -164,15 +164,15 @@ def _check_paths(
     output_folder: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
     # Collect all problems, so that one run shows them together.
-    problems = [f"{output_folder} exists; choose another folder"] if output_folder.exists() else []
+    problems = [f"{output_folder} already exists; choose another folder"] if output_folder.exists() else []
     problems += [
-        f"{folder} is no folder of a {content}"
+        f"{folder} is not a folder with a {content}"
         for folder, content in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
         if not folder.is_dir()
     ]
     problems += [f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()]
     if not stages:
-        problems.append("no file of stage 2 or later was given, so nothing projects to the language model")
+        problems.append("give a file of stage 2 or later, which has the projection to the language model")
     if problems:
         raise DitLoraError(format_list("cannot convert VideoChat2:", problems))
 
@@ -271,7 +271,7 @@ class _Adapter:
     def save(self, folder: Path) -> None:
         """Write the LoRA in PEFT's format: adapter_config.json and adapter_model.safetensors."""
         if not self.sources.lora:
-            raise DitLoraError("keep_adapter needs a file with LoRA, of stage 3 or later; these have none")
+            raise DitLoraError("keep_adapter needs a file of stage 3 or later, which has a LoRA; these have none")
         tensors = {}
         for module, lora in self.sources.lora.items():
             # PEFT's names, as save_pretrained writes them.

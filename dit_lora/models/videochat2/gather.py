@@ -93,7 +93,7 @@ def _iter_language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]
             continue
         missing = [str(llm / name) for name in names if not (llm / name).is_file()]
         if missing:
-            raise DitLoraError(format_list(f"{llm / index} names files that are not there:", missing))
+            raise DitLoraError(format_list(f"{llm / index} lists files that do not exist:", missing))
         for name in names:
             yield from entries(llm / name)
         return

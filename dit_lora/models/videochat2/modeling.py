@@ -170,8 +170,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         """The language model's output for tokens (B, L) and pixels (B, F, 3, H, W)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise DitLoraError(
-                "VideoChat2 takes input_ids or inputs_embeds, one of the two; got "
-                f"{'neither' if input_ids is None else 'both'}"
+                f"VideoChat2 needs either input_ids or inputs_embeds; got {'neither' if input_ids is None else 'both'}"
             )
         if input_ids is not None:
             features = None

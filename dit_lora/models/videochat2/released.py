@@ -139,8 +139,8 @@ def read_released(path: Path) -> ReleasedFile:
         unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) if zipfile.is_zipfile(path) else []
         content = f"objects other than tensors ({', '.join(unsafe)})" if unsafe else "no tensors that are safe to read"
         raise DitLoraError(
-            f"{path} holds {content}, and unpickling those may run any code, so it was not opened; where you trust "
-            "it, save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"
+            f"{path} holds {content}, and unpickling them can run any code, so it was not opened; if you "
+            "trust it, save only its weights: torch.save(torch.load(old, weights_only=False)['model'], new)"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
@@ -150,10 +150,10 @@ def read_released(path: Path) -> ReleasedFile:
         other_keys = tuple(str(key) for key in loaded if key != "model")
         loaded = loaded["model"]
     if not isinstance(loaded, Mapping):
-        raise DitLoraError(f"{path} holds no state dict; got a {type(loaded).__name__}")
+        raise DitLoraError(f"{path} has no state dict; got a {type(loaded).__name__}")
     not_tensors = [
         f"{name}: {type(value).__name__}" for name, value in loaded.items() if not isinstance(value, torch.Tensor)
     ]
     if not_tensors:
-        raise DitLoraError(format_list(f"{path} is no state dict; these are no tensors:", not_tensors))
+        raise DitLoraError(format_list(f"{path} is not a state dict; these are not tensors:", not_tensors))
     return ReleasedFile(path, dict(loaded), other_keys)

@@ -107,11 +107,11 @@ def check_table_captions(
     findings = check_captions(described, rules.tokenizer, rules.max_tokens)
     for name in (name for name, caption in captions.items() if not caption):
         # The audit's check only takes files that have a caption, so missing ones are reported here.
-        message = "it has no caption, and training would refuse it"
+        message = "it has no caption, which training refuses"
         findings[name] = [Finding("caption_missing", message, "reject", "write one")]
     for clip in described:
         if rules.trigger and not has_word(clip.caption, rules.trigger):
-            message = f"its caption has no {rules.trigger}"
+            message = f"its caption does not contain {rules.trigger}"
             finding = Finding("trigger_missing", message, "warn", "write it in")
             findings[clip.id] = [*findings.get(clip.id, ()), finding]
     return findings

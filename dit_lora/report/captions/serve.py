@@ -101,7 +101,7 @@ class CaptionEdits:
         with self._lock, lock_table(self.root, self._table) as table:
             self._table = table
             if name not in table.media_names:
-                raise DitLoraError("no such file in this folder any more")
+                raise DitLoraError("this file is no longer in the folder")
             current = table.captions.get(name, "")
             # A text area changes CRLF to LF: without this, opening and saving would rewrite the file.
             if _normalize_line_ends(caption) != _normalize_line_ends(current):
@@ -156,7 +156,7 @@ class CaptionHandler(PageHandler):
             request = urlsplit(self.path)
             path, query = decode_address(request.path), parse_qs(request.query)
         except ValueError:  # a bracket that does not start an IPv6 address
-            self.send_message(HTTPStatus.BAD_REQUEST, "this is no path")
+            self.send_message(HTTPStatus.BAD_REQUEST, "this is not a path")
             return
         # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
         number = query.get("page", ["1"])[0]
@@ -174,7 +174,7 @@ class CaptionHandler(PageHandler):
             return
         kind = _CONTENT_TYPES.get(file.suffix.lower()) if file and path.startswith("/media/") else None
         if file is None or kind is None:
-            self.send_message(HTTPStatus.NOT_FOUND, "no such file in this folder")
+            self.send_message(HTTPStatus.NOT_FOUND, "this file is not in the folder")
             return
         # `open_regular` refuses pipes and devices.
         self.send_file(partial(open_regular, file), kind)
@@ -187,7 +187,8 @@ class CaptionHandler(PageHandler):
         name, caption, version = (edit.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
             self.send_message(
-                HTTPStatus.BAD_REQUEST, "an edit has a file, a caption, and the version of the caption that was edited"
+                HTTPStatus.BAD_REQUEST,
+                "an edit must have a file, a caption, and the version of the caption that was edited",
             )
             return
         try:

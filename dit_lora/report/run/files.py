@@ -191,13 +191,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         # `utf-8-sig` accepts a byte order mark, which some editors write.
         config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
     except FileNotFoundError as error:
-        raise DitLoraError(
-            f"{folder} is not a run: it has no config.yaml; give the folder that run.dir named"
-        ) from error
+        raise DitLoraError(f"{folder} is not a run: it has no config.yaml; give the folder in run.dir") from error
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
-        raise DitLoraError(f"{path} is not a recipe: it must hold sections such as model: and data:; got {config!r}")
+        raise DitLoraError(
+            f"{path} is not a recipe: it must contain sections such as model: and data:; got {config!r}"
+        )
     return config
 
 

@@ -64,12 +64,12 @@ class LiveReportPage:
         """
         file, form = (get_checkpoint_path(self.folder, step), choose_export_format(self._reader.read().config))
         if self._export is None or form is None or not can_open_inside(self.folder, file):
-            raise DitLoraError(f"there is no checkpoint of step {step} to export any more")
+            raise DitLoraError(f"the checkpoint of step {step} no longer exists")
         export_path = f"exports/step_{step:06d}"
         # A link could redirect the export to a folder outside the run.
         for path in (self.folder / "exports", self.folder / export_path):
             if path.is_symlink():
-                raise DitLoraError(f"{path} is a link, through which nothing is written; remove it")
+                raise DitLoraError(f"{path} is a link; remove it")
         # One export at a time: each loads the adapter.
         with self._export_lock:
             self._export(file, form, self.folder / export_path)
@@ -99,7 +99,7 @@ class _ReportHandler(PageHandler):
         try:
             path = unquote(urlsplit(self.path).path).lstrip("/")
         except ValueError:  # a bracket that does not start an IPv6 address
-            self.send_message(HTTPStatus.BAD_REQUEST, "this is no path")
+            self.send_message(HTTPStatus.BAD_REQUEST, "this is not a path")
             return
         if path not in ("", "state"):
             root = self.pages.folder
@@ -127,7 +127,7 @@ class _ReportHandler(PageHandler):
             return
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            self.send_message(HTTPStatus.BAD_REQUEST, "a step is a number")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the step must be a number")
             return
         try:
             written = self.pages.export_step(step)

@@ -27,30 +27,30 @@ STATE_TEXTS: dict[RunState, tuple[str, str]] = {
     "stopped": ("stopped by the guard", "reject"),
     "interrupted": ("interrupted", "warn"),
     "failed": ("ended with an error", "reject"),
-    "silent": ("not finished, and nothing is written any more", "warn"),
+    "silent": ("not finished, and no longer writing", "warn"),
 }
 """Text and color class of each state."""
 _CAUSE_TEXTS = {
     "data": "a sample\u2019s own data is bad",
-    "labels": "labels that nothing can be learned from",
+    "labels": "labels without anything to learn",
     "inputs": "the noise, timestep or schedule, not the sample",
     "precision": "the precision: finite in fp32",
     "kernel": "a kernel: finite with its reference",
     "attention_backend": "an attention backend: finite with it off",
     "weights": "weights that are not finite",
     "optimizer": "the optimizer\u2019s state",
-    "learning_rate": "weights that ran away under this learning rate",
-    "transient": "nothing that comes again: finite when run again",
+    "learning_rate": "weights that diverged at this learning rate",
+    "transient": "a transient fault: finite when run again",
     "unknown": "not found",
 }
 _ACTION_TEXTS = {
     "retry": "took the step again",
     "skip": "took the step again without the sample, this once",
-    "quarantine": "left the sample out for good, and took the step again",
+    "quarantine": "left the sample out permanently, and took the step again",
     "fallback": "switched it off for this run, and took the step again",
     "rollback": "rolled back to an earlier step",
     "stop": "stopped the run",
-    "report": "reported it, and trained on",
+    "report": "reported it, and continued",
 }
 _DIAGNOSIS_FIELDS = ("module", "op", "direction", "dtype", "timesteps", "switch")
 

@@ -131,7 +131,7 @@ def save_checkpoint(
         # A half-written folder would keep the space that the disk may lack.
         shutil.rmtree(staged, ignore_errors=True)
         earlier = find_newest_checkpoint(run_dir)
-        resort = f"the newest whole one is {earlier}" if earlier else "there is no earlier one"
+        resort = f"the newest complete one is {earlier}" if earlier else "there is no earlier one"
         # `strerror` leaves out the path, which the message names itself.
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DitLoraError(
@@ -154,16 +154,16 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         damaged = list_checkpoints(run_dir)
         if newest is None and damaged:
             summary = (
-                "train.resume=auto: none of this run's checkpoints is whole; start afresh with train.resume=none in "
+                "train.resume=auto: this run has no complete checkpoint; start again with train.resume=none in "
                 "another run.dir"
             )
-            raise DitLoraError(format_list(summary, [f"{path} is torn or altered" for path in damaged.values()]))
+            raise DitLoraError(format_list(summary, [f"{path} is incomplete or altered" for path in damaged.values()]))
         return newest
     path = Path(resume)
     if not is_complete_checkpoint(path):
         newest = find_newest_checkpoint(run_dir)
-        hint = f"the newest whole one is {newest}" if newest else f"{run_dir} has none"
-        problem = "is torn or altered" if path.exists() else "does not exist"
+        hint = f"the newest complete one is {newest}" if newest else f"{run_dir} has none"
+        problem = "is incomplete or altered" if path.exists() else "does not exist"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
 
@@ -216,7 +216,7 @@ def require_same_recipe(
     ]
     if different:
         summary = (
-            f"train.resume: {path} belongs to another recipe; restore these values, or start afresh with "
+            f"train.resume: {path} belongs to another recipe; restore these values, or start again with "
             "train.resume=none in another run.dir"
         )
         raise DitLoraError(format_list(summary, different))
@@ -269,8 +269,8 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
     if bad:
         earlier = find_newest_checkpoint(run_dir)
         error = DitLoraError(
-            f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
-            f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
+            f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} first; "
+            f"{f'the newest complete checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
         )
         # The exit code of a stop by the guard.
         error.exit_code = 3

@@ -49,7 +49,7 @@ def enable_context_parallel(
         return
     option = f"train.context_parallel={degree}"
     if not has_context_plan(model):
-        raise DitLoraError(f"{option}: {type(model).__name__} has no plan for its tokens; CogVideoX has one")
+        raise DitLoraError(f"{option}: {type(model).__name__} is not supported; CogVideoX is")
     # Only diffusion transformers have such a plan.
     denoiser = cast(Checkpoint, checkpoint).denoiser
     tokens = {denoiser.count_tokens(entry.shape) for entry in data.training_set.entries}
@@ -62,7 +62,7 @@ def enable_context_parallel(
             f"{', '.join(TOKEN_EXCHANGE_BACKENDS)}"
         )
     if recipe.train.offload != "none" or recipe.train.compile:
-        problems.append("train.offload and train.compile, whose hooks are on the same blocks: leave them out")
+        problems.append("train.offload and train.compile, which need the same blocks; remove them")
     if recipe.lora.dropout:
         problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
     if problems:

@@ -101,7 +101,7 @@ def shard_model(
     ]
     if refused:
         # `fully_shard` would raise at the first of them, after it has sharded others.
-        summary = "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
+        summary = "these weights cannot be sharded; launch with accelerate_configs/ddp.yaml"
         raise DitLoraError(format_list(summary, refused))
     # Raised for models that return a view, as all of Diffusers' do; nothing writes to their output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

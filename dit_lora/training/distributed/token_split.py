@@ -53,10 +53,10 @@ def find_context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, i
     # In attention each rank has all tokens of its share of heads; elsewhere all heads of its share of tokens.
     heads = model.config.num_attention_heads
     if heads % degree:
-        problems.append(f"its {heads} attention heads cannot be shared by {degree}")
+        problems.append(f"its {heads} attention heads cannot be divided by {degree}")
     for text, video in sorted(set(tokens)):
         if text % degree or video % degree:
-            problems.append(f"{text} text and {video} video tokens cannot be shared by {degree}")
+            problems.append(f"{text} text and {video} video tokens cannot be divided by {degree}")
     return problems
 
 

@@ -185,6 +185,8 @@ class CheckpointingAdvice(NamedTuple):
     mode: CheckpointingMode
     message: str
     fits: bool
+    is_counted: bool = True
+    """False if activations could not be counted."""
 
 
 def advise_checkpointing(

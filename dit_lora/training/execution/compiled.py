@@ -56,8 +56,8 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         return
     if accelerator.distributed_type not in WHOLE_BLOCK_LAUNCHES:
         raise DitLoraError(
-            f"train.compile: not under {accelerator.distributed_type.value}, which gathers a block's weights when "
-            "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
+            f"train.compile does not work with {accelerator.distributed_type.value}; launch with "
+            "accelerate_configs/ddp.yaml or in one process, or set it to false"
         )
     _require_compiler(accelerator.device)
     # Next to the encodings: the temporary folder may be emptied. Torch's own default counts as not set.
@@ -106,8 +106,8 @@ def _make_plain_path(folder: Path) -> str:
             link.symlink_to(folder, target_is_directory=True)
             return str(link)
     raise DitLoraError(
-        f"train.compile: compilers cannot take the path {folder}; set data.cache to one of plain letters, or "
-        f"{_CACHE_VARIABLE}"
+        f"train.compile: compilers do not accept the path {folder}; set data.cache to a path with plain "
+        f"letters, or set {_CACHE_VARIABLE}"
     )
 
 

@@ -168,8 +168,7 @@ def _group_frozen_weights(
     name = type(transformer).__name__
     if not supports_checkpointing(transformer):
         raise DitLoraError(
-            f"train.offload=group: {name} has no gradient checkpointing, which brings a block's weights back "
-            "for its backward pass; set it to none"
+            f"train.offload=group: {name} has no gradient checkpointing, which offload needs; set it to none"
         )
     # Weights that the model also reads outside of their block must stay on the device.
     stays = find_weights_read_outside(transformer, directly_called_modules)
@@ -185,6 +184,6 @@ def _group_frozen_weights(
     all_frozen = [p for parameters in frozen.values() for p in parameters]
     if any(type(p) is not nn.Parameter or not p.is_floating_point() for p in all_frozen):
         raise DitLoraError(
-            f"train.offload=group: weights of {name} are quantised, and small already; use one of the two"
+            f"train.offload=group: weights of {name} are quantised; remove train.offload or model.quantize"
         )
     return groups

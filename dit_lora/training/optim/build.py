@@ -28,8 +28,8 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
     # Paged optimizers move their state between GPU and host, which only CUDA offers.
     if record.unpaged_variant is not None and device.type != "cuda":
         raise DitLoraError(
-            f"optim.name={name} pages memory between a CUDA GPU and the host, and this run is on "
-            f"{device.type}; take optim.name={record.unpaged_variant}"
+            f"optim.name={name} needs a CUDA GPU, and this run is on {device.type}; use "
+            f"optim.name={record.unpaged_variant}"
         )
     if record.is_native:
         _require_native_step(optim, device)
@@ -46,8 +46,8 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
         package = OPTIMIZERS[optim.name].package
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
-            f"optim.name={optim.name}: {package} {metadata.version(package)} cannot take a step on {device.type}: "
-            f"{reason}; `python -m {package}` says more, and optim.name={DEFAULT_OPTIMIZER} does without it"
+            f"optim.name={optim.name}: {package} {metadata.version(package)} cannot take a step on "
+            f"{device.type}: {reason}; see `python -m {package}`, or use optim.name={DEFAULT_OPTIMIZER}"
         ) from error
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 from dit_lora.errors import DitLoraError, format_list
@@ -39,7 +41,7 @@ def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         if name not in in_use:
             continue
         find_fallback(switches, name).disable()
-        setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
+        setup.session.say(f"guard: {name} stays off, because it was faulty earlier in this run")
     weights = get_trainable_parameters(setup.transformer).values()
     policy = Policy(setup.recipe.guard.recovery_config, **record.get("policy", {}))
     quarantine = _load_quarantine(setup)
@@ -103,7 +105,8 @@ def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
         norms, reason_off = choose_norm_function(setup.recipe.kernels.finite_norm, trained)
     # If one rank cannot use the kernel, all ranks use PyTorch.
     reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
-    setup.session.say(f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}")
+    if torch.cuda.is_available() and reasons:
+        setup.session.say(f"kernels: finite_norm is off: {reasons[0]}")
     return None if reasons else norms
 
 
@@ -117,16 +120,16 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         permanent = [record for record in quarantine.records if record.to_epoch is None]
         lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in permanent]
         summary = (
-            f"guard: {len(permanent)} left out for good, {len(quarantine.records) - len(permanent)} for an epoch; "
-            f"dit-lora quarantine {setup.session.dir} shows and undoes it"
+            f"guard: {len(permanent)} left out permanently, {len(quarantine.records) - len(permanent)} for an "
+            f"epoch; to see or release them: dit-lora quarantine {setup.session.dir}"
         )
         setup.session.say(format_list(summary, lines))
     if quarantine.num_torn_lines:
-        setup.session.say(f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)")
+        setup.session.say(f"warning: {own_list}: skipped {quarantine.num_torn_lines} incomplete line(s)")
     if source_path is None:
         return quarantine
     if own_list.exists():
-        setup.session.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
+        setup.session.say(f"guard.quarantine is ignored, because the run has its own list, {own_list}")
         return quarantine
     if not Path(source_path).exists():
         raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
@@ -137,5 +140,7 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     remaining = ids - {record.sample_id for record in quarantine.records}
     if not remaining:
         raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
-    setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
+    setup.session.say(
+        f"guard: {len(quarantine.records)} of {len(ids)} samples are left out, as listed in {source_path}"
+    )
     return quarantine

@@ -255,9 +255,11 @@ class ParityWatch:
             recovery.files.write_event(event)
         consequence = f"rolled back to step {target}, where it was right" if target is not None else ""
         if action == "stop":
-            message = format_list(f"step {step}: a kernel has gone wrong", lines)
-            raise NonFiniteError(f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].to_record())
-        summary = f"guard: step {step}: a kernel has gone wrong; {consequence or 'training goes on'}"
+            message = format_list(f"step {step}: a kernel is faulty", lines)
+            raise NonFiniteError(
+                f"{message}\nstopped, because guard.on_nonfinite has no fallback", events[0].to_record()
+            )
+        summary = f"guard: step {step}: a kernel is faulty; {consequence or 'training continues'}"
         recovery.files.say(format_list(summary, lines))
         # Without the kernel, more is kept for backward.
         choose_checkpointing(self.setup)

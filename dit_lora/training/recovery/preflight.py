@@ -1,6 +1,5 @@
 """Checks a run before its first step, with its own model, shapes and samples; warns, or refuses to start."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
 
     Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing.
     """
-    began, timing = time.perf_counter(), setup.session.phases.timing
+    timing = setup.session.phases.timing
     with timing("weights"):
         findings = [*check_trainables(setup.transformer), *check_base_weights(setup.transformer)]
         token_problems = setup.data.training_set.find_token_problems(setup.transformer)
@@ -91,7 +90,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     # All problems in one error, so that a user can fix them together.
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
-        error = DitLoraError(format_list("the run would not train; guard.preflight found", fatal))
+        error = DitLoraError(format_list("the run cannot train; guard.preflight found", fatal))
     # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
     raise_on_all_ranks(setup.session.accelerator, error)
     # First: the unpatched model that kernels are compared with calls these backends.
@@ -101,8 +100,6 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     for finding in findings:
         if not finding.ok:
             setup.session.say(f"warning: {finding.check}: {finding.words}")
-    seconds = time.perf_counter() - began
-    setup.session.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
     return events
 
 
@@ -263,8 +260,7 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     memory = ParityCache(setup, recovery, parity_watch, batches)
     if memory.has_passed_before:
         setup.session.say(
-            "guard: kernels were compared with the stock model before, for this model, device, versions and shapes; "
-            f"guard.preflight={REMEASURE} compares them again"
+            f"guard: kernels match the reference (cached result); guard.preflight={REMEASURE} compares again"
         )
         return []
     local_names = select_block_per_kind(
@@ -306,5 +302,5 @@ def _compare_kernels(
     missed = parity_watch.coverage.skipped
     if missed and not events:
         reason = next(iter(missed.values()))
-        setup.session.say(f"guard: kernels were compared but in {len(missed)} blocks: {reason}")
+        setup.session.say(f"guard: kernels were not compared in {len(missed)} blocks: {reason}")
     return events

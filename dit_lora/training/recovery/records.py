@@ -75,7 +75,7 @@ class RecoveryFiles:
         if not self.setup.session.is_main:
             return []
         aside = self.setup.data.training_set.mark_bad_entries(samples)
-        return [f"set aside {path}: the next start encodes it anew" for path in aside]
+        return [f"marked {path} as bad: the next start encodes it again" for path in aside]
 
     def find_newest_saved_step(self) -> int:
         """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""

@@ -339,11 +339,11 @@ def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
     if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
-        return "start afresh, or from an earlier checkpoint, with a lower optim.weight_decay"
+        return "start again, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
         return "continue with train.resume=auto, without the device that is named"
     if "learning_rate" in causes:
-        return "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
+        return "start again, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
     if causes & {"weights", "optimizer"}:
-        return "train.resume=auto goes on from the newest whole checkpoint, if there is one"
-    return "the same step would come out the same; see events.jsonl, replay the bundle with dit-lora replay"
+        return "train.resume=auto continues from the newest complete checkpoint, if there is one"
+    return "resuming would repeat the failure; see events.jsonl, and replay the bundle with dit-lora replay"

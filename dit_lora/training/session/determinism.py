@@ -44,7 +44,7 @@ def use_deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
         # The word before the phrase is the op's name.
         reason = str(error).partition(_NO_DETERMINISTIC_TEXT)[0].split()[-1]
         raise DitLoraError(
-            f"train.deterministic: PyTorch's {reason} has no deterministic way here; set it to false"
+            f"train.deterministic: PyTorch's {reason} has no deterministic implementation here; set it to false"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)

@@ -57,9 +57,9 @@ def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     if environment.get("FSDP_VERSION", "1") != "2":
         refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     if _is_true(environment.get("FSDP_OFFLOAD_PARAMS", "")):
-        refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
+        refused.append("fsdp_offload_params: set it to false; use more GPUs to lower memory")
     if refused:
-        raise DitLoraError(format_list("the launch asks FSDP for what this version cannot do", refused))
+        raise DitLoraError(format_list("the launch asks FSDP for something that is not supported", refused))
     # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(reshard_after_forward=not stays_whole)
@@ -74,7 +74,7 @@ def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
     if not _is_true(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:
-        raise DitLoraError("the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'")
+        raise DitLoraError("the launch needs DeepSpeed; pip install 'dit-lora[deepspeed]'")
     # Stage 2 is Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     refused = []
@@ -83,16 +83,16 @@ def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
     for name, instead in _UNSUPPORTED_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
-            refused.append(f"{name.lower()} {value}: leave it out; {instead}")
+            refused.append(f"{name.lower()} {value}: remove it; {instead}")
     if refused:
-        summary = "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
+        summary = "the launch asks DeepSpeed for something that is not supported (see accelerate_configs/)"
         raise DitLoraError(format_list(summary, refused))
     return int(stage)
 
 
 _UNSUPPORTED_DEEPSPEED = {
     "DEEPSPEED_CONFIG_FILE": "the recipe says everything else",
-    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "more GPUs share it further",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "use more GPUs to lower memory",
     "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "train.offload is for one process and DDP",
     "GRADIENT_CLIPPING": "optim.clip decides",
 }
@@ -121,8 +121,8 @@ def require_shardable(
     ]
     if has_idle_parameters and sharding == "zero2":
         refused.append(
-            "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
-            "for zero; train the adapter alone"
+            "optim.groups.connector or backbone: a text-only step gives them no gradient, which ZeRO takes "
+            "for zero; train only the adapter"
         )
     if refused:
         sharding_name = "sharded weights (FSDP)" if sharding == "fsdp2" else "DeepSpeed's ZeRO"

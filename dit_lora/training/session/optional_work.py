@@ -79,13 +79,13 @@ class OptionalWork:
         left_out.steps.append(step)
         left_out.is_disabled |= is_over
         scope_text = "from here on" if is_over else "this time"
-        self._say(f"warning: step {step}: {name} are left out {scope_text}: {reason}; training goes on")
+        self._say(f"warning: step {step}: {name} are skipped {scope_text}: {reason}; training continues")
         return None
 
     def format_lines(self) -> list[str]:
         """One line per kind of work that was left out, for the closing summary."""
         return [
-            f"left out: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.reason}"
+            f"skipped: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.reason}"
             for name, part in self._failed_work.items()
         ]
 

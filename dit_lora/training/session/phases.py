@@ -17,6 +17,8 @@ PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
 _MIN_SHOWN_S = 0.05
 """Phases shorter than this (seconds) are not listed."""
+_NUM_SHOWN = 3
+"""Number of phases in the line of the first step; phases.json and the report have all of them."""
 
 Stage = Literal["before", "training", "after"]
 
@@ -110,25 +112,13 @@ class Phases:
         self.seconds[self.stage] = now - self._stage_start
         self.stage, self._stage_start = next_stage, now
 
-    def format_stage(self, stage: Stage) -> str:
-        """One line on a stage: its total, each phase, and in brackets that phase's parts."""
-        total = self.seconds.get(stage, time.perf_counter() - self._stage_start)
-        phases = [p for p in self.entries if p.stage == stage and "/" not in p.name]
-        parts = [self._format_phase(phase) for phase in phases if phase.seconds >= _MIN_SHOWN_S]
-        # Time of the stage that belongs to no named phase.
-        other_seconds = total - sum(phase.seconds for phase in phases)
-        if other_seconds >= _MIN_SHOWN_S:
-            parts.append(f"other {other_seconds:.1f}")
+    def format_start(self) -> str:
+        """The time until the first step, and the phases that took most of it."""
+        total = self.seconds.get("before", time.perf_counter() - self._stage_start)
+        phases = [phase for phase in self.entries if phase.stage == "before" and "/" not in phase.name]
+        longest = sorted(phases, key=lambda phase: phase.seconds, reverse=True)[:_NUM_SHOWN]
+        parts = [f"{phase.name} {phase.seconds:.1f}" for phase in longest if phase.seconds >= _MIN_SHOWN_S]
         return f"{total:.1f} s: {', '.join(parts)}" if parts else f"{total:.1f} s"
-
-    def _format_phase(self, phase: Phase) -> str:
-        path = f"{phase.name}/"
-        parts = [
-            f"{p.name.removeprefix(path)} {p.seconds:.1f}"
-            for p in self.entries
-            if p.stage == phase.stage and p.name.startswith(path) and p.seconds >= _MIN_SHOWN_S
-        ]
-        return f"{phase.name} {phase.seconds:.1f}" + (f" ({', '.join(parts)})" if parts else "")
 
     def write(self, folder: Path) -> None:
         """Write phases.json with this process's phases."""

@@ -116,7 +116,7 @@ class RunLock:
             os.pwrite(self._file_descriptor, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
             self._remove_lock()
-            raise DitLoraError(f"run.dir {folder} cannot be written: {self.path}: {error.strerror}") from error
+            raise DitLoraError(f"cannot write run.dir {folder}: {self.path}: {error.strerror}") from error
         self._holder = holder
         _held_locks[self._real_path] = self
         # A daemon thread: it must not keep a finished process alive.
@@ -201,7 +201,7 @@ class RunLock:
             return False
         self._say(
             f"run.dir {self.path.parent} was held by {holder} {STALE - wait:.0f} s ago: waiting {wait:.0f} s "
-            f"to see whether that lives (remove {self.path} if you know that it does not)"
+            f"to see whether it is running (if it is not, remove {self.path})"
         )
         until = time.monotonic() + wait
         while time.monotonic() < until:
@@ -222,8 +222,8 @@ class RunLock:
                 holder = read_holder(self.path.parent)
                 if holder is not None and self._holder is not None and holder.token != self._holder.token:
                     self._takeover_error = DitLoraError(
-                        f"run.dir {self.path.parent} was taken by {holder}, which held this process for dead; "
-                        "nothing more is written to it"
+                        f"run.dir {self.path.parent} was taken over by {holder}, because this process seemed to have "
+                        "ended; nothing more is written to it"
                     )
                     return
 
@@ -245,8 +245,8 @@ class RunLock:
     def _make_in_use_error(self, holder: Holder | None) -> DitLoraError:
         holder_text = f"{holder}" if holder else "another process"
         return DitLoraError(
-            f"run.dir {self.path.parent} is in use by {holder_text}: wait for it, stop it, or choose another run.dir; "
-            f"if it is certain that it has ended, remove {self.path}"
+            f"run.dir {self.path.parent} is in use by {holder_text}; wait for it, stop it, or choose another "
+            f"run.dir. If it has certainly ended, remove {self.path}"
         )
 
     def _close(self) -> None:

@@ -1,6 +1,7 @@
 """Starts and ends a run: checks versions and launch, sets up autocast and the run's folder, and lets ranks agree."""
 
 import json
+import logging
 import math
 import os
 import signal
@@ -200,13 +201,24 @@ def _create_session(recipe: Recipe, previous: Session | None) -> Session:
         session.say(f"warning: {warning}")
     for note in recipe.validation.notes:
         session.say(f"note: {note}")
-    spread = ", weights sharded over them (FSDP2)" if sharding else ""
-    spread += f", gradients and optimizer shared out (ZeRO-{zero})" if zero else ""
-    if not on_gpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
-        spread += ": torch finds no GPU that it can use; see dit-lora doctor"
-    session.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}{spread}")
-    session.say(f"precision: {precision.dtype}: {precision.reason}")
+    session.say(_describe_launch(session))
     return session
+
+
+def _describe_launch(session: Session) -> str:
+    """The first line of a run's log: processes, device and dtype."""
+    count, device = session.accelerator.num_processes, session.accelerator.device.type
+    text = f"{count} process{'es' if count > 1 else ''} on {device}, {str(session.precision.dtype)[6:]}"
+    if session.sharding:
+        text += ", weights sharded (FSDP2)"
+    if session.zero_stage:
+        text += f", gradients and optimizer state sharded (ZeRO-{session.zero_stage})"
+    if device == "cpu" and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
+        text += ": torch finds no usable GPU; see dit-lora doctor"
+    # On GPUs bf16 is what everybody expects.
+    if device != "cpu" and session.precision.dtype is torch.float32:
+        text += f": {session.precision.reason}"
+    return text
 
 
 def _has_idle_parameters(recipe: Recipe) -> bool:
@@ -229,20 +241,18 @@ def _lock_folder(recipe: Recipe, folder: Path, lock: RunLock) -> None:
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DitLoraError(f"run.dir {folder} cannot be written: {existing} is no folder that may be")
+        raise DitLoraError(f"cannot write run.dir {folder}: {existing} is not a writable directory")
     # A folder of an earlier run may be reused; other folders with files may not.
     is_run = any((folder / name).exists() for name in _RUN_FILES)
     if existing == folder and any(folder.iterdir()) and not is_run:
-        raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
+        raise DitLoraError(f"run.dir {folder} is not empty and is not a run; choose another folder")
     # Before the folder's files are read: another process may still be writing them.
     lock.acquire()
     if (folder / "metrics.jsonl").exists() and recipe.train.resume == "none":
         lock.release()
-        message = (
-            f"run.dir {folder} already holds a run; continue it with train.resume=auto, or choose another run.dir"
-        )
+        message = f"run.dir {folder} already has a run; continue it with train.resume=auto, or choose another run.dir"
         if recipe.train.mode == "lora" and recipe.model.family not in CHAT_FAMILIES:
-            message += f" (lora.init={folder} there trains on from its result)"
+            message += f" (to train on from its result, add lora.init={folder})"
         raise DitLoraError(message)
 
 
@@ -259,7 +269,11 @@ def open_run_folder(session: Session) -> None:
 
 
 def hide_progress_bars() -> None:
-    """Hide the libraries' progress bars for loading; warnings stay."""
+    """Hide the libraries' progress bars for loading, and DeepSpeed's line on its device; other warnings stay."""
+    # A filter, because DeepSpeed sets its logger's level itself when something imports it.
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
+    )
     import diffusers
     import transformers
 
@@ -289,7 +303,7 @@ def handle_stop_signals(launcher: int | None = None) -> Iterator[Callable[[], in
         # Exit codes of a shell: 130 for SIGINT, 143 for SIGTERM.
         requested["code"] = 128 + number
         # A plain write: the signal may have interrupted one of Python's own writes.
-        os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
+        os.write(2, b"\nstopping: this step is finished and saved first; press Ctrl-C again to stop at once\n")
 
     def get_stop_code() -> int:
         # An orphan has another parent: the launcher ended without forwarding its signal.
@@ -393,7 +407,7 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
             "launch with --mixed_precision no"
         )
     if contradictions:
-        raise DitLoraError(format_list("the launch contradicts the recipe, which decides", contradictions))
+        raise DitLoraError(format_list("the launch contradicts the recipe", contradictions))
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:

@@ -70,7 +70,7 @@ def measure_eval_loss(
             run_with_shared_errors(setup.session, add_local_losses)
     left_out = dict(gather_object(list(faults.items())))
     for sample_id, fault in left_out.items():
-        setup.session.say(f"eval loss leaves out {sample_id}: {fault}")
+        setup.session.say(f"eval loss: skipped {sample_id}: {fault}")
     # Over all ranks; in a collective forward each rank counts every draw, which cancels out.
     total, weight = accelerator.reduce(sums, reduction="sum").tolist()
     return (total / weight if weight else None), not left_out

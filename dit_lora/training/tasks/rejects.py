@@ -34,7 +34,7 @@ class Rejects:
             error.collective = True
             raise error
         self.reasons |= new
-        self.session.say(format_list(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
+        self.session.say(format_list(f"left out {len(new)} samples, because data.rejects is skip", [*new.values()]))
 
     def filter_samples(self, samples: Sequence[SampleT], get_id: Callable[[SampleT], str]) -> list[SampleT]:
         """The samples that are not rejected; raises `DitLoraError` if none is left."""

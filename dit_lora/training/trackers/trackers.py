@@ -334,7 +334,7 @@ def _find_prompt(path: Path, prompts: Sequence[str]) -> str:
 
 
 def _describe_drop(name: str) -> str:
-    return f"{name} is left out from here"
+    return f"{name} is not used any more"
 
 
 def _format_error(error: Exception) -> str:

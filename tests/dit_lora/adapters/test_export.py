@@ -259,7 +259,7 @@ def walked(module: Any, parts: list[str]) -> str:
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: ExportFormat) -> None:
-    reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
+    reasons = {"comfyui": "ComfyUI does not support Sana", "kohya": "kohya's layout is written for"}
     adapter = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as error:
         exported(adapter, form)
@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
 
     name = "transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
     message = refusal({**tensors, name: torch.ones(4, 5)})
-    assert "trained on another model than this CogVideoXTransformer3DModel" in message
+    assert "trained on a different model than this CogVideoXTransformer3DModel" in message
     assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in message
     moved_tensors = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
     assert "transformer_blocks.9.attn1.to_q: not in the model" in refusal(moved_tensors)

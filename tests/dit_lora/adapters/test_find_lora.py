@@ -46,7 +46,7 @@ def test_a_mistyped_folder_is_asked_of_nobody() -> None:
         "runs/kitten/x.safetensors",
         "a/b/c/d.safetensors",
     ):
-        with pytest.raises(DitLoraError, match=f"lora.init: no file or folder {name}"):
+        with pytest.raises(DitLoraError, match=f"lora.init: {name} does not exist"):
             find_lora(name, "lora.init")
 
 
@@ -55,7 +55,7 @@ def test_base_weights_beside_it_are_not_left_out_unseen(tmp_path: Path) -> None:
     assert find_lora(str(tmp_path), "x") == find_lora(str(tmp_path / ADAPTER_FILE), "x")
     save_file({}, tmp_path / BASE_FILE)
     for path in (tmp_path, tmp_path / ADAPTER_FILE):
-        with pytest.raises(DitLoraError, match="has base weights beside its LoRA"):
+        with pytest.raises(DitLoraError, match="also has trained base weights"):
             find_lora(str(path), "x")
 
 

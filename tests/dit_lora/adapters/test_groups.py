@@ -141,7 +141,7 @@ def test_groups_that_match_nothing_are_all_named(model: nn.Module) -> None:
 
 def test_a_trainable_parameter_in_no_group_is_an_error(model: nn.Module) -> None:
     model.get_parameter("out.bias").requires_grad_(True)
-    with pytest.raises(DitLoraError, match=r"in no parameter group\n  - out\.bias"):
+    with pytest.raises(DitLoraError, match=r"not in any parameter group\n  - out\.bias"):
         dit_lora.parameter_groups(model, adapter=1e-4)
 
 

@@ -107,7 +107,7 @@ def zero_rows(model: Net) -> None:
             r"match no adapted.*\n.*rank_pattern: nothing$",
         ),
         ({"alpha_pattern": {"tall": 2}}, ("wide",), r"match no adapted.*\n.*alpha_pattern: tall"),
-        ({"rank_pattern": {"wide(": 2}}, ("wide",), r"'wide\(' is no regular expression"),
+        ({"rank_pattern": {"wide(": 2}}, ("wide",), r"'wide\(' is not a valid regular expression"),
     ],
 )
 def test_what_cannot_be_adapted_so_is_refused_by_name(

@@ -363,7 +363,7 @@ def test_a_file_of_a_hundred_thousand_tensors_is_refused_before_they_are_read(
     header = json.dumps({f"t{number}.lora_A.weight": entry for number in range(100_001)}).encode()
     file = tmp_path / "many.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(DitLoraError, match="has 100,001 tensors; a LoRA may have 100,000"):
+    with pytest.raises(DitLoraError, match="has 100,001 tensors; at most 100,000 are read"):
         read(file)
 
 
@@ -400,7 +400,7 @@ def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> No
     for name in ("lora_te1_text_model_0_mlp", "text_encoders.gemma.model.layers.0.q_proj"):
         extra_layer = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
         message = refusal(adapter, {**tensors, **extra_layer})
-        assert message.endswith(f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}")
+        assert message.endswith(f"1 of its layers belong to a text encoder, which is not trained here\n  - {name}")
     message = refusal(adapter, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
     assert message.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
     message = refusal(adapter, {**tensors, f"{layer}.diff": torch.ones(4, 4)})

@@ -1,14 +1,17 @@
 """The command: instant, plain about mistakes, and its verbs do what they say."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import dit_lora
@@ -46,6 +49,28 @@ def test_help_lists_every_verb() -> None:
     assert "[key.path=value ...]" in " ".join(output.split())
     for verb in ("doctor", "recipes", "tiny", "sample", "report", "convert"):
         assert verb in output
+
+
+def list_commands(group: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        yield (*names, name), command
+        if hasattr(command, "commands"):
+            yield from list_commands(command, (*names, name))
+
+
+def test_help_is_for_users_and_fits_a_terminal() -> None:
+    commands = dict(list_commands(typer.main.get_command(app)))
+    assert len(commands) > 20
+    for names, command in commands.items():
+        result = runner.invoke(app, [*names, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+        assert result.exit_code == 0
+        text = re.sub("\x1b\\[[0-9;]*m", "", result.stdout)
+        assert max(map(len, text.splitlines())) <= 80, names
+        # Types of Python, and the bounds of 64-bit numbers.
+        assert not re.findall(r"<(?:class|str|int|bool|float|path|list)|INTEGER|\d{12}", text), names
+        # Neither options nor verbs go without a sentence, nor does one begin in the middle of it.
+        sentences = [command.help, *(param.help for param in command.params)]
+        assert all(text and text[0] != text[0].lower() for text in sentences), names
 
 
 def test_doctor_speaks_json() -> None:
@@ -100,7 +125,7 @@ def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
 
 def test_pairs_are_images_by_default_and_exclude_other_kinds(tmp_path: Path) -> None:
     output = invoke("tiny", "shapes", tmp_path / "pairs", "--pairs", "--clips", 2)
-    assert output == f"wrote 2 images, each with what it is made from to {tmp_path / 'pairs'}\n"
+    assert output == f"wrote 2 images, each with the picture before the edit to {tmp_path / 'pairs'}\n"
     files = sorted(path.parent.name for path in (tmp_path / "pairs").rglob("*.png"))
     assert files == ["after", "after", "before", "before", "mask", "mask"]
     for option in ("--chat", "--classes"):
@@ -142,16 +167,16 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny", "cogvideox-9b", "out"], "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b"),
+        (["tiny", "cogvideox-9b", "out"], "unknown tiny checkpoint 'cogvideox-9b'; choose one of cogvideox-2b"),
         (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
         (["tiny", "shapes", "."], "exists; choose another folder"),
-        (["tiny", "shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
+        (["tiny", "shapes", "out", "--height", "33"], "height and width must be even for H.264; got 33x96"),
         (["tiny", "shapes", "out", "--seed", "0"], "--seed is an option of a checkpoint; remove"),
         (["tiny", "cogvideox-2b", "out", "--frames", "1"], "--frames is an option of tiny shapes"),
         (["tiny", "cogvideox-2b", "out", "--chat"], "--chat is an option of tiny shapes; remove"),
         (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
-        (["tiny", "cogvideox-2b", "/proc/x"], "cannot make /proc/x"),
-        (["tiny", "shapes", "/proc/x"], "cannot make /proc/x"),
+        (["tiny", "cogvideox-2b", "/proc/x"], "cannot create /proc/x"),
+        (["tiny", "shapes", "/proc/x"], "cannot create /proc/x"),
         (["report", "."], "config.yaml"),
     ],
 )
@@ -168,7 +193,7 @@ def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
     command = [sys.executable, "-c", "from dit_lora.cli.app import main; main()", "tiny", "x", "y"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2
-    assert process.stderr.startswith("error: no tiny checkpoint 'x'")
+    assert process.stderr.startswith("error: unknown tiny checkpoint 'x'")
     assert "Traceback" not in process.stderr
 
 
@@ -202,5 +227,5 @@ def test_sample_writes_videos_that_the_adapter_changes(
         SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, output_folder=tmp_path / "other")
     )
     assert difference(other_paths[0], first_paths[0]) > 5
-    with pytest.raises(DitLoraError, match=r"does not say where its base model .* is; give --model"):
+    with pytest.raises(DitLoraError, match=r"does not name its base model .*; give --model"):
         runner.invoke(app, ["sample", str(copy), *common], catch_exceptions=False)

@@ -52,7 +52,7 @@ def test_a_folder_of_pairs_is_audited_by_itself(pairs: Path) -> None:
 def test_options_of_a_folder_are_checked(pairs: Path) -> None:
     with pytest.raises(DitLoraError, match=r"train\.steps: needs a recipe .* data\.mask_folder"):
         audit(pairs, "train.steps=3")
-    with pytest.raises(DitLoraError, match="give one of mask_column, mask_folder and alpha_mask"):
+    with pytest.raises(DitLoraError, match="got more than one of mask_column, mask_folder and alpha_mask"):
         audit(pairs, "data.mask_column=mask", "data.alpha_mask=true")
 
 

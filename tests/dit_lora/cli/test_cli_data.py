@@ -75,7 +75,7 @@ def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path:
     assert stdout.splitlines() == [
         f"reject  {escaped_name}: empty_file: the file has no bytes",
         "warn    too_short: 1",
-        "note    sound: 0 of 2 clips have some",
+        "note    sound: 0 of 2 clips have sound",
         "3 samples: 1 ok, 1 warn, 1 reject",
     ]
     assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", hostile_name: "reject"}
@@ -143,10 +143,10 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     [
         (["audit", "clips", "data.frames=9"], "data.frames: needs a recipe"),
         (["audit", "clips", "--encode"], "--encode needs a recipe"),
-        (["audit", "nowhere"], "no folder nowhere"),
-        (["cache", "build", "folder"], "give a recipe"),
-        (["cache", "stats", "folder"], "is no cache"),
-        (["cache", "verify", "folder", "data.frames=9"], "changes a recipe"),
+        (["audit", "nowhere"], "the folder nowhere does not exist"),
+        (["cache", "build", "folder"], "needs a recipe"),
+        (["cache", "stats", "folder"], "is not a cache"),
+        (["cache", "verify", "folder", "data.frames=9"], "key.path=value needs a recipe"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], words: str) -> None:

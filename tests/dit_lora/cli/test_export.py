@@ -54,7 +54,7 @@ def test_a_run_is_exported_by_its_folder_its_adapter_or_its_file(run: Path, tmp_
         output_dir = tmp_path / str(number)
         output = invoke("export", target, "--to", "comfyui", "--out", output_dir)
         assert output.splitlines() == [
-            "8 layers, read back and compared: the same update",
+            "checked 8 layers: the written file gives the same update",
             str(output_dir),
         ]
         assert len(load_file(output_dir / f"{number}.safetensors")) == 3 * 8
@@ -97,23 +97,23 @@ def test_what_cannot_be_exported_is_said_in_a_line(
         return str(error.value)
 
     out_option = ("--out", tmp_path / "out")
-    assert "exists already; give another folder" in refused(run, "--out", run)
+    assert "already exists; choose another folder" in refused(run, "--out", run)
     assert "2 adapters and 1 weights; give --weight once" in refused(run, run, "--weight", 1, *out_option)
-    assert "numbers other than 0; got [0.0]" in refused(run, "--weight", 0, *out_option)
-    assert "numbers other than 0; got [nan]" in refused(run, "--weight", "nan", *out_option)
-    assert "no file or folder" in refused(tmp_path / "gone", *out_option)
+    assert "--weight must not be 0; got [0.0]" in refused(run, "--weight", 0, *out_option)
+    assert "--weight must not be 0; got [nan]" in refused(run, "--weight", "nan", *out_option)
+    assert "does not exist" in refused(tmp_path / "gone", *out_option)
     (tmp_path / "bare").mkdir()
     assert "no adapter in" in refused(tmp_path / "bare", *out_option)
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "model" / "model_index.json").write_text("{}")
-    assert "full/model is a whole pipeline, not an adapter" in refused(tmp_path / "full", *out_option)
+    assert "full/model is a whole pipeline, so there is nothing to export" in refused(tmp_path / "full", *out_option)
     assert "is a SanaPipeline checkpoint; family cogvideox" in refused(
         run, "--model", tiny_checkpoints["sana-600m"], *out_option
     )
     adapter_dir = tmp_path / "alone"
     adapter_dir.mkdir()
     (adapter_dir / "kitten.safetensors").write_bytes((run / FILE).read_bytes())
-    assert "where its base model (trained on cogvideox-2b) is; give --model" in refused(
+    assert "does not name its base model (trained on cogvideox-2b); give --model" in refused(
         adapter_dir / "kitten.safetensors", *out_option
     )
     unknown = CliRunner().invoke(app, ["export", str(run), "--to", "gguf", *map(str, out_option)])

@@ -40,7 +40,7 @@ def test_recipes_lists_all_with_task_memory_and_time() -> None:
 def test_recipes_of_one_family() -> None:
     records = json.loads(invoke("recipes", "--family", "sana_video", "--json"))["recipes"]
     assert [record["name"] for record in records] == ["smoke/sana_video", "sana/video_2b"]
-    with pytest.raises(DitLoraError, match="no family 'sora'; it is one of cogvideox"):
+    with pytest.raises(DitLoraError, match="unknown family 'sora'; choose one of cogvideox"):
         runner.invoke(app, ["recipes", "--family", "sora"], catch_exceptions=False)
 
 
@@ -55,7 +55,7 @@ def test_init_says_what_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "dit-lora plan cogvideox_2b_t2v.yaml",
         "accelerate launch --quiet --config_file one_gpu.yaml lora.py cogvideox_2b_t2v.yaml",
     ]
-    assert "data.path in cogvideox_2b_t2v.yaml says, now clips." in "\n".join(lines)
+    assert "Put your data into clips, or change data.path in cogvideox_2b_t2v.yaml." in "\n".join(lines)
     assert "dit-lora recipes --family cogvideox" in "\n".join(lines)
 
 
@@ -65,7 +65,7 @@ def test_init_of_a_smoke_recipe_says_how_to_make_what_it_needs(
     monkeypatch.chdir(tmp_path)
     lines = invoke("init", "smoke/sana", ".").splitlines()
     assert lines[1:] == [
-        "Next, as it stands:",
+        "Next:",
         "  dit-lora tiny sana-600m tiny/sana-600m",
         "  dit-lora tiny shapes images --frames 1",
         "  accelerate launch --quiet --config_file cpu.yaml lora.py smoke_sana.yaml",
@@ -78,7 +78,7 @@ def test_init_takes_another_launch(tmp_path: Path) -> None:
     assert "--config_file one_gpu.yaml lora.py videochat2_mistral_stage3.yaml" in text
     assert (tmp_path / "run" / "one_gpu.yaml").is_file()
     command = ["init", "dit", str(tmp_path / "other"), "--accelerate", "two"]
-    with pytest.raises(DitLoraError, match="no Accelerate config 'two'; it is one of cpu, ddp"):
+    with pytest.raises(DitLoraError, match="unknown Accelerate config 'two'; choose one of cpu, ddp"):
         runner.invoke(app, command, catch_exceptions=False)
     assert not (tmp_path / "other").exists()
 

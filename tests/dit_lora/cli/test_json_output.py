@@ -61,4 +61,4 @@ def test_an_error_leaves_it_empty(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "dit_lora", *arguments]
     process = subprocess.run(command, capture_output=True, text=True)
     assert (process.returncode, process.stdout) == (2, "")
-    assert "no family 'nobody'" in process.stderr
+    assert "unknown family 'nobody'" in process.stderr

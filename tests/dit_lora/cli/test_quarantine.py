@@ -50,7 +50,7 @@ def test_a_name_that_is_not_out_and_a_folder_that_is_none_are_refused(tmp_path: 
     for arguments, message in (
         (
             [fill(tmp_path), "--release", "z.mp4"],
-            "does not leave out z.mp4; it leaves out: a.mp4, b.mp4",
+            "has no entry for z.mp4; its entries are: a.mp4, b.mp4",
         ),
         ([tmp_path / "none"], "is not a folder"),
     ):

@@ -62,9 +62,9 @@ def test_what_has_no_caption_gets_one_and_nothing_else_changes(
     assert all(text.startswith("sks, ") for text in rows_by_name.values() if text != "mine")
     page = (clips / "captions.html").read_text()
     assert all(name in page for name in rows_by_name)
-    assert "4 captions written" in result.output
+    assert "wrote 4 captions" in result.output
     second_result = caption(clips, tiny_checkpoints[variant])
-    assert "0 captions written" in second_result.output
+    assert "wrote 0 captions" in second_result.output
     assert (clips / "metadata.jsonl").read_bytes() == after
 
 
@@ -75,10 +75,10 @@ def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
         (clips / name).write_bytes(b"no media")
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 1
-    messages = [line for line in result.stdout.split("\n") if line.startswith("could not be described")]
-    assert [line.split(": ")[1] for line in messages] == ["broken.mp4", "broken.png"]
+    messages = [line for line in result.stdout.split("\n") if line.startswith("no caption for")]
+    assert [line.split(": ")[0].removeprefix("no caption for ") for line in messages] == ["broken.mp4", "broken.png"]
     assert len(rows(clips)) == 5
-    assert "2 of 7 files have none" in result.output
+    assert "2 of 7 files still have no caption" in result.output
 
 
 def test_a_file_name_that_is_not_utf8_ends_nothing(tiny_checkpoints: dict[str, Path], clips: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_file_name_that_is_not_utf8_ends_nothing(tiny_checkpoints: dict[str, P
     (clips / undecodable_names[2]).write_bytes(b"no media")
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 1, result.output
-    assert "could not be described: broken\\udce9.png: " in result.stdout
-    assert "5 captions written" in result.stdout
+    assert "no caption for broken\\udce9.png: " in result.stdout
+    assert "wrote 5 captions" in result.stdout
     assert {*undecodable_names[:2]} < {*rows(clips)}
     assert "caf\\udce9.mp4" in (clips / "captions.html").read_text()
 
@@ -154,7 +154,7 @@ def test_a_killed_start_goes_on_where_it_was(tiny_checkpoints: dict[str, Path], 
     with part.open("a") as file:
         file.write('{"file": "')
     result = caption(clips, model)
-    assert f"and {len(records)} of an earlier start" in result.output
+    assert f"{len(records)} of them from an earlier start" in result.output
     rows_by_name = rows(clips)
     assert len(rows_by_name) == 5
     assert all(rows_by_name[record["file"]] == record["caption"] for record in records)
@@ -166,7 +166,7 @@ def test_processes_share_a_folder(tiny_checkpoints: dict[str, Path], clips: Path
     arguments = [sys.executable, *launch, *command(clips, tiny_checkpoints["qwen2.5-vl"])]
     process = subprocess.run(arguments, env=os.environ, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.count("4 captions written") == 1
+    assert process.stdout.count("wrote 4 captions") == 1
     assert len(rows(clips)) == 5
 
 
@@ -208,9 +208,9 @@ def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
 ) -> None:
     model, recipe = tiny_checkpoints["qwen2.5-vl"], tmp_path / "recipe.yaml"
     for options, message in (
-        ([str(clips), "--port", "1", "--model", "x"], "--port 1 is for --serve"),
-        ([str(clips / "none"), "--model", str(model)], "no folder"),
-        ([str(clips), "--model", str(clips)], "is neither a run's folder"),
+        ([str(clips), "--port", "1", "--model", "x"], "--port 1 needs --serve"),
+        ([str(clips / "none"), "--model", str(model)], "does not exist"),
+        ([str(clips), "--model", str(clips)], "is not a folder of a run"),
     ):
         result = CliRunner().invoke(app, ["caption", *options])
         assert result.exit_code != 0

@@ -117,8 +117,8 @@ def test_a_launch_file_that_is_not_there_is_bad_input(tmp_path: Path):
         (config("MULTI_CPU", 2, mpirun_config={"mpirun_ccl": "1"}), ON_CPU, None),
         (config("NO", 2), ON_GPU, "the run has 1"),
         (config("FSDP", 2), ON_CPU, None),
-        (config("FSDP", 1), ON_CPU, "FSDP was asked for and the run has one process"),
-        (config("FSDP", 1), ON_GPU, "FSDP was asked for and the run has one process"),
+        (config("FSDP", 1), ON_CPU, "FSDP needs several processes, and this run has one"),
+        (config("FSDP", 1), ON_GPU, "FSDP needs several processes, and this run has one"),
         (config("DEEPSPEED", 1), ON_GPU, None),
         (config("MULTI_GPU", 2), ON_GPU, "set num_processes to 1"),
         (config("MULTI_GPU", 2), replace(ON_GPU, devices=(H100, H100)), None),
@@ -153,7 +153,7 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     assert "[red]80GB[/red]" in output
     assert "[bold].yaml" in output
     assert "set num_processes to 1" in output
-    assert output.rstrip().endswith("not ready: see the lines with refuse")
+    assert output.rstrip().endswith("not ready to train: correct the lines marked refuse")
     unbroken_texts = [text for p in find_problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
     unbroken_texts += [str(path)]
     wrapped = [line for line in output.splitlines() if not any(text in line for text in unbroken_texts)]

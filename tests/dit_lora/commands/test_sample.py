@@ -140,15 +140,15 @@ def test_what_has_no_strength_is_refused_by_name(base: Path, adapters: tuple[Pat
     wide_folder = trained("sana", base, tmp_path / "wider", connector=True).folder
     assert (wide_folder / BASE_FILE).is_file()
     for options in ({"strengths": (0.5,)}, {"other_adapters": ((adapters[0], 1.0),)}):
-        with pytest.raises(DitLoraError, match="base weights trained beside"):
+        with pytest.raises(DitLoraError, match="also has trained base weights"):
             write_samples(request(wide_folder, base, tmp_path / "out", **options))
-    with pytest.raises(DitLoraError, match="base weights trained beside"):
+    with pytest.raises(DitLoraError, match="also has trained base weights"):
         write_samples(request(adapters[0], base, tmp_path / "out", other_adapters=((wide_folder, 1.0),)))
     for arguments, message in (
-        (["--strengths", "0,x"], "takes numbers"),
-        (["--strengths", "1,1"], "each once"),
+        (["--strengths", "0,x"], "must be numbers"),
+        (["--strengths", "1,1"], "without repetition"),
         (["--strengths", "nan"], "finite"),
-        (["--weight", "2"], "is beside --adapter"),
+        (["--weight", "2"], "needs --adapter"),
         (["--adapter", "x=inf"], "not finite"),
         (["--adapter", "none"], "no adapter in none"),
     ):

@@ -132,7 +132,7 @@ def test_a_folder_of_recipes_is_listed() -> None:
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(DitLoraError, match="is not empty; name another folder"):
+    with pytest.raises(DitLoraError, match="is not empty; choose another folder"):
         write_run_folder(PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(DitLoraError, match=r"cannot write .*mine\.txt"):

@@ -59,12 +59,12 @@ def test_an_experts_recipe_is_a_recipe_that_can_be_written_and_read(tmp_path: Pa
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"train": {"steps": 1}}, "needs a step for each expert; got 1"),
-        ({"train": {"resume": "runs/x/checkpoints/step_000001"}}, "a path is one expert's"),
-        ({"validation": {"other_expert": "runs/x"}}, "trains both; remove it"),
+        ({"train": {"steps": 1}}, "must be at least 2 with model.part: both; got 1"),
+        ({"train": {"resume": "runs/x/checkpoints/step_000001"}}, "a path belongs to one expert"),
+        ({"validation": {"other_expert": "runs/x"}}, "trains both experts; remove it"),
         (
             {"model": {"part": "transformer"}, "train": {"high_noise_share": 0.5}},
-            "high_noise_share is for model.part: both",
+            "high_noise_share applies only to model.part: both",
         ),
         (
             {

@@ -58,8 +58,8 @@ def test_keys_of_an_earlier_version_are_read_with_a_note(values: dict[str, Any],
     recipe = load_recipe(path, ["validation.eval_draws=5"])
     assert (recipe.validation.eval_clips, recipe.validation.eval_draws) == (3, 5)
     assert recipe.validation.notes == [
-        "validation.held_out_draws is called validation.eval_draws now; the old key is read until version 0.3",
-        "validation.held_out_clips is called validation.eval_clips now; the old key is read until version 0.3",
+        "validation.held_out_draws is now validation.eval_draws; the old key works until version 0.3",
+        "validation.held_out_clips is now validation.eval_clips; the old key works until version 0.3",
     ]
     # So it does over a file that has both names.
     path.write_text(yaml.safe_dump({**values, "validation": {"eval_draws": 1, "held_out_draws": 2}}, sort_keys=False))
@@ -106,9 +106,9 @@ def test_yaml_cannot_make_python_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no recipe .*r.yaml; dit-lora recipes lists"),
-        ("- a\n", "must hold sections"),
-        ("", "must hold"),
+        (None, "no recipe .*r.yaml; see dit-lora recipes"),
+        ("- a\n", "must contain sections"),
+        ("", "must contain"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str | None, message: str) -> None:
@@ -157,8 +157,8 @@ def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> Non
 @pytest.mark.parametrize(
     ("guard", "words"),
     [
-        ({"on_nonfinite": []}, "name each rung once, and at least one"),
-        ({"on_nonfinite": ["skip", "skip"]}, "name each rung once"),
+        ({"on_nonfinite": []}, "give at least one action and none twice"),
+        ({"on_nonfinite": ["skip", "skip"]}, "give at least one action and none twice"),
         ({"on_nonfinite": ["ignore"]}, "'skip', 'quarantine', 'fallback', 'rollback' or 'stop'"),
         ({"adaptive_clip": True}, "adaptive_clip needs guard.spike_threshold"),
         ({"rollback_lr": 1.0}, "less than 1"),
@@ -189,7 +189,7 @@ FULL = {"optim": {"groups": {"backbone": {"lr": 1e-4}}}}
     ("change", "words"),
     [
         ({"data": {"fps": None}}, "fps is missing"),
-        ({"data": {"flip": True}}, "flip is for images"),
+        ({"data": {"flip": True}}, "flip applies only to images"),
         ({"model": {"from_scratch": {}}}, "model.from_scratch needs train.mode: full"),
         ({"train": {"mode": "full"}}, "optim.groups.backbone is missing"),
         ({**FULL, "train": {"mode": "full"}, "lora": {"rank": 8}}, "lora does not apply"),
@@ -246,4 +246,4 @@ def test_what_a_recipe_contradicts_as_a_whole_is_said_without_the_whole_recipe(
     values["validation"] = {"prompts": ["a", "b"], "media": ["one.mp4"]}
     with pytest.raises(DitLoraError) as error:
         parse_recipe(values, "test")
-    assert str(error.value).endswith("\n  - validation.media: one file a prompt; got 1 files, 2 prompts")
+    assert str(error.value).endswith("\n  - validation.media needs one file for each prompt; got 1 files, 2 prompts")

@@ -114,12 +114,12 @@ def test_damage_and_marks_are_the_entrys_own(cache: TensorCache) -> None:
     cache.mark_bad(key(0))
     path = cache.find_shard_path(key(2))
     path.write_bytes(path.read_bytes()[:-20])  # the last entry is cut
-    for number, message in ((0, "marked bad"), (3, "not all of it")):
+    for number, message in ((0, "marked bad"), (3, "it is incomplete")):
         tensors, fault = cache.read(key(number), OF_ENTRY)
         assert message in str(fault)
         assert tensors["x"].isnan().all()
     path.write_bytes(b"no header")
-    assert "not all of it" in str(cache.read(key(2), OF_ENTRY)[1])
+    assert "it is incomplete" in str(cache.read(key(2), OF_ENTRY)[1])
     require_right(cache, 1)
 
 

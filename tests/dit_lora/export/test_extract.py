@@ -325,13 +325,13 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     message = refused(tuned, base, "--rank", 500, *out_option)
     assert message.startswith("--rank 500 is above the size of these layers; give at most ")
     assert len(message.splitlines()) == 1 + len(LAYERS)
-    assert "--rank takes a number above 0, or auto; got 0" in refused(tuned, base, "--rank", 0, *out_option)
-    assert "--energy is for --rank auto" in refused(tuned, base, *rank_options, "--energy", 0.5)
-    assert "--energy is a share above 0 and up to 1; got 2" in refused(
+    assert "--rank must be a positive whole number or auto; got 0" in refused(tuned, base, "--rank", 0, *out_option)
+    assert "--energy needs --rank auto" in refused(tuned, base, *rank_options, "--energy", 0.5)
+    assert "--energy must be above 0 and at most 1; got 2" in refused(
         tuned, base, "--rank", "auto", "--energy", 2, *out_option
     )
-    assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
-    assert "exists already; give another folder" in refused(tuned, base, "--rank", 4, "--out", tuned)
+    assert "is not a checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
+    assert "already exists; choose another folder" in refused(tuned, base, "--rank", 4, "--out", tuned)
     assert not list(tmp_path.glob(".*"))
     assert not (tmp_path / "out").exists()
     torn_file = tmp_path / "torn.safetensors"

@@ -185,21 +185,21 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(tiny_checkpoints: dict[st
 
     output_folder = ("--out", tmp_path / "out")
     assert "--rank 4 lowers nothing: the ranks of " in refused(trained_adapter.folder, "--rank", 4, *output_folder)
-    assert "no file or folder" in refused(tmp_path / "gone", "--rank", 2, *output_folder)
+    assert "does not exist" in refused(tmp_path / "gone", "--rank", 2, *output_folder)
     (tmp_path / "bare").mkdir()
     assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *output_folder)
-    assert "is a whole pipeline, not an adapter" in refused(base, "--rank", 2, *output_folder)
+    assert "is a whole pipeline, so there is nothing to export" in refused(base, "--rank", 2, *output_folder)
     stray_tensors = {
         **load_file(trained_adapter.folder / ADAPTER_FILE),
         "gone.lora_A.weight": torch.ones(4, 8),
     }
     save_file(stray_tensors, tmp_path / "stray.safetensors")
     assert "layers are not in the model" in refused(tmp_path / "stray.safetensors", "--rank", 2, *output_folder)
-    assert "exists already" in refused(trained_adapter.folder, "--rank", 2, "--out", base)
+    assert "already exists" in refused(trained_adapter.folder, "--rank", 2, "--out", base)
     merged = refused(trained_adapter.folder, "--rank", 2, "--to", "merged", *output_folder)
-    assert "a merged checkpoint has no rank" in merged
-    assert refused(trained_adapter.folder, "--energy", 0.9, *output_folder) == "--energy goes with --rank"
-    assert refused(trained_adapter.folder, "--json", *output_folder) == "--json goes with --rank"
+    assert "does not apply to a merged checkpoint" in merged
+    assert refused(trained_adapter.folder, "--energy", 0.9, *output_folder) == "--energy needs --rank"
+    assert refused(trained_adapter.folder, "--json", *output_folder) == "--json needs --rank"
     dora = trained("cogvideox", base, tmp_path / "dora", kind="dora")
     assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *output_folder)
     assert not (tmp_path / "out").exists()

@@ -132,7 +132,7 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     lora = load_file(adapter / "adapter_model.safetensors")
     lora.popitem()
     save_file(lora, adapter / "adapter_model.safetensors")
-    with pytest.raises(DitLoraError, match="is of another model"):
+    with pytest.raises(DitLoraError, match="belongs to a different model"):
         merge_adapter(adapter, base, output_folder)
     config = json.loads((base / "config.json").read_text())
     for config_change, expected_message in (
@@ -151,7 +151,7 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
         merge_adapter(adapter, base, output_folder)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
     output_folder.mkdir()
-    with pytest.raises(DitLoraError, match="out exists already"):
+    with pytest.raises(DitLoraError, match="out already exists"):
         merge_adapter(adapter, base, output_folder)
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_lora_is_neither_weighted_nor_added(tiny_checkpoints: dict[st
         (0.5,),
         model=str(trained_adapter.base),
     )
-    with pytest.raises(DitLoraError, match=r"LoRAs alone are weighted and added up.*\n.*lokr"):
+    with pytest.raises(DitLoraError, match=r"only LoRAs can be weighted and added up.*\n.*lokr"):
         export(request)
 
 

@@ -305,9 +305,9 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
         ("model", {"from_scratch": {"num_embeds_ada_norm": 5}}, "the data has 6 classes"),
         ("data", {"height": 64}, "data.height must be 32; got 64"),
         ("data", {"frames": 9, "fps": 8}, "data.frames must be 1, for images; got 9"),
-        ("data", {"image_dropout": 0.1}, "data.image_dropout: family dit has nothing"),
-        ("validation", {"prompts": ["red disc", "red dog"]}, "no class 'red dog'; there are"),
-        ("data", {"path": "nowhere"}, "no folder nowhere"),
+        ("data", {"image_dropout": 0.1}, "data.image_dropout: family dit does not use this"),
+        ("validation", {"prompts": ["red disc", "red dog"]}, "unknown classes 'red dog'; choose from"),
+        ("data", {"path": "nowhere"}, "the folder nowhere does not exist"),
     ],
 )
 def test_a_recipe_that_cannot_train_is_refused(values: Values, section: str, change: Values, words: str) -> None:

@@ -160,7 +160,7 @@ def test_references_that_would_not_be_whole_tokens_are_refused(
 @pytest.mark.parametrize(("family", "variant"), [("wan", "wan-2.2-ti2v-5b"), ("ltx_video", "ltx-video")])
 def test_other_families_have_no_reference_clips(tiny_checkpoints: dict[str, Path], family: str, variant: str) -> None:
     path = tiny_checkpoints[variant]
-    with pytest.raises(DitLoraError, match=f"ic_lora: family {family} makes nothing from ref"):
+    with pytest.raises(DitLoraError, match=f"ic_lora: family {family} does not use ref"):
         for_recipe(path, model={"family": family, "path": str(path), **TASK})
 
 

@@ -299,7 +299,7 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
     [
         (None, {"data": {"image_dropout": 0.1}}, "data.image_dropout: family ltx_video"),
         (None, {"data": {"image_column": "first"}}, "data.image_column: family ltx_video"),
-        ("i2v", {"validation": {"prompts": ["a"]}}, "one first image a prompt; got 0 for 1"),
+        ("i2v", {"validation": {"prompts": ["a"]}}, "one first image for each prompt; got 0 for 1"),
         ("i2v", {"data": {"frames": 1, "fps": None}}, "frames must be 9 or more"),
         (None, {"train": {"guidance_scale": 1.0}}, "train.guidance_scale: family ltx_video"),
     ],

@@ -192,7 +192,7 @@ def test_a_video_checkpoint_of_another_kind_is_refused_by_name(
     [
         ({"height": 48}, "height must be a multiple of 32; got 48, nearest 32 and 64"),
         ({"frames": 9, "fps": 8}, "frames must be 1, Sana makes images; got 9"),
-        ({"fps": 8}, "data.fps: family sana has nothing that this applies to"),
+        ({"fps": 8}, "data.fps: family sana does not use this"),
         ({"image_dropout": 0.1}, "data.image_dropout"),
         ({"image_noise": False}, "data.image_noise"),
     ],

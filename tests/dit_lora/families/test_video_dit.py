@@ -229,7 +229,7 @@ def test_a_lora_refuses_classes_that_the_checkpoint_has_not(
     tiny_checkpoints: Tiny, recipe_values: Values, new_classes: Path
 ) -> None:
     recipe = parse_recipe(class_values(recipe_values, tiny_checkpoints, new_classes), "test")
-    with pytest.raises(DitLoraError, match="a LoRA trains no row of the label table") as error:
+    with pytest.raises(DitLoraError, match="a LoRA cannot add them") as error:
         get_family("video_dit").open(recipe.model, recipe)
     assert "Apply Eye Makeup" in str(error.value)
     assert "red disc" not in str(error.value)

@@ -204,16 +204,16 @@ def test_a_task_that_it_cannot_do_is_refused(
         ("wan-2.1-i2v", {"data": {"image_dropout": 0.1}}, "data.image_dropout: family wan"),
         ("wan-2.1-i2v", {"data": {"image_noise": False}}, "data.image_noise: family wan"),
         ("wan-2.1-t2v", {"data": {"image_column": "first"}}, "data.image_column: family wan"),
-        ("wan-2.1-flf2v", {"data": {"image_column": "a"}}, "two pictures are the clip's own first"),
+        ("wan-2.1-flf2v", {"data": {"image_column": "a"}}, "data.image_column does not apply"),
         (
             "wan-2.1-i2v",
             {"validation": {"prompts": ["a"]}},
-            "one first image a prompt; got 0 for 1",
+            "one first image for each prompt; got 0 for 1",
         ),
         (
             "wan-2.1-flf2v",
             {"validation": {"prompts": ["a"], "images": ["b"]}},
-            "last_images: give one last image a prompt; got 0 for 1",
+            "last_images: give one last image for each prompt; got 0 for 1",
         ),
         (
             "wan-2.1-i2v",
@@ -235,7 +235,7 @@ def test_a_recipe_that_wan_cannot_train_is_refused(
 def test_task_is_refused_by_families_that_have_none(tiny_checkpoints: dict[str, Path]) -> None:
     model = {"family": "cogvideox", "path": str(tiny_checkpoints["cogvideox-2b"]), "task": "t2v"}
     recipe = recipe_of(Path(model["path"]), model=model)
-    with pytest.raises(DitLoraError, match=r"model\.task: family cogvideox has nothing"):
+    with pytest.raises(DitLoraError, match=r"model\.task: family cogvideox does not use this"):
         get_family("cogvideox").open(recipe.model, recipe)
 
 

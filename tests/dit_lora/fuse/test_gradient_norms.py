@@ -68,7 +68,7 @@ def test_auto_needs_a_gpu_and_says_so(trained: list[torch.nn.Parameter]) -> None
 
 
 @pytest.mark.parametrize(
-    ("kernel", "words"), [(wrong, "norms are .* and PyTorch's are"), (hides_inf, "Inf .* not seen")]
+    ("kernel", "words"), [(wrong, "its norms are .*, and those of PyTorch"), (hides_inf, "Inf .* not seen")]
 )
 def test_a_kernel_that_differs_is_refused_if_asked_for_and_left_if_not(
     trained: list[torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch, kernel: object, words: str

@@ -156,7 +156,7 @@ def test_flash_attention_is_refused_without_its_package_in_one_line(
 
 @pytest.mark.parametrize("name", ["native", "flex_attention", "sage"])
 def test_other_names_are_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(DitLoraError, match=f"{name} is not for Transformers' models") as error:
+    with pytest.raises(DitLoraError, match=f"{name} does not work with Transformers models") as error:
         fuse(tiny.mistral(), OFF, attention=name)
     assert "flash_attention_3" in str(error.value)
 

@@ -224,7 +224,7 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
 ) -> None:
     args = arguments("cogvideox", hub, tiny_checkpoints, tmp_path)
     hub.accounts = {"hf_canarycanarycanary": Account("me", "read")}
-    with pytest.raises(DitLoraError, match=r"hub.push: the token of me may only read.*hf auth login"):
+    with pytest.raises(DitLoraError, match=r"hub.push: the token of me can only read.*hf auth login"):
         lora_main(args)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(DitLoraError, match=r"hub.push: no Hugging Face token"):
@@ -232,7 +232,7 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
     monkeypatch.setenv("HF_TOKEN", "hf_canarycanarycanary")
     hub.accounts = None
     hub.add(REPO, {})
-    with pytest.raises(DitLoraError, match=r"hub.push: .*/me/mine is there and public"):
+    with pytest.raises(DitLoraError, match=r"hub.push: .*/me/mine already exists and is public"):
         lora_main(args)
     with pytest.raises(DitLoraError, match=r"hub.repo_id: OWNER/NAME on the Hub"):
         lora_main([*args, "hub.repo_id=null"])
@@ -257,8 +257,8 @@ def test_a_push_that_fails_loses_nothing_of_the_run(
         lora_main([*args, "hub.private=false"])
     run = tmp_path / "run"
     assert error.value.exit_code == 2
-    assert str(error.value).startswith(f"the run is whole in {run}, but it was not pushed: ")
-    assert str(error.value).endswith(f"go on with: dit-lora push {run} {REPO} --public")
+    assert str(error.value).startswith(f"the run in {run} is complete, but was not pushed: ")
+    assert str(error.value).endswith(f"To continue: dit-lora push {run} {REPO} --public")
     assert "warning: hub.push: the Hub answered 503" in capfd.readouterr().err
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     before = load_file(adapter)

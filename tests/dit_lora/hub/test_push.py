@@ -93,7 +93,7 @@ def test_a_second_push_has_nothing_to_do_and_a_third_sends_what_changed(hub: Fak
     pushed(run_dir)
     hub.requests.clear()
     line, _ = pushed(run_dir)
-    assert line.startswith("nothing to do: ")
+    assert line.startswith("nothing to send: ")
     assert not uploads(hub)
     assert commits(hub) == 1
     for sample in (run_dir / "samples").glob("step_*/prompt_00.mp4"):
@@ -116,7 +116,7 @@ def test_a_cut_connection_is_gone_on_with_where_it_broke(hub: FakeHub, run_dir: 
     with pytest.raises(DitLoraError) as error:
         pushed(run_dir)
     message = str(error.value)
-    assert message.endswith(f"go on with: dit-lora push {run_dir} {REPO}")
+    assert message.endswith(f"To continue: dit-lora push {run_dir} {REPO}")
     assert "\n" not in message
     assert commits(hub) == 0
     assert uploads(hub).count(f"PUT /lfs/{digest(run_dir)}") == 6  # the library's own tries
@@ -142,14 +142,14 @@ def test_a_commit_that_fails_once_is_tried_again(hub: FakeHub, run_dir: Path, wa
 
 def test_a_hub_that_stays_down_is_given_up_on_after_a_bound(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     hub.faults = [Fault("POST .*/commit/", 500, times=1000)]
-    with pytest.raises(DitLoraError, match=r"answered 500: injected\. Nothing is lost; go on with: "):
+    with pytest.raises(DitLoraError, match=r"answered 500: injected\. Nothing is lost. To continue: "):
         pushed(run_dir)
     assert waits == [2.0, 4.0, 8.0]
 
 
 def test_a_wait_of_an_hour_is_left_to_the_user(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     hub.faults = [Fault("POST .*/commit/", 429, headers={"Retry-After": "3600"})]
-    with pytest.raises(DitLoraError, match="it asks to wait 3600 s"):
+    with pytest.raises(DitLoraError, match="retry after 3600 s"):
         pushed(run_dir)
     assert waits == []
 
@@ -174,7 +174,7 @@ def test_somebody_elses_commit_in_between_is_not_overwritten(
 
     monkeypatch.setattr(HfApi, "create_commit", late)
     _, messages = pushed(run_dir)
-    assert any("changed meanwhile (412)" in line for line in messages)
+    assert any("was changed in the meantime (412)" in line for line in messages)
     assert set(hub.repos[REPO].files) == FILES | {"notes.txt"}
 
 
@@ -191,7 +191,7 @@ def test_who_may_not_push_is_told_so_at_once(
             pushed(run_dir)
         message = str(error.value)
         assert error.value.exit_code == 2
-        assert f"go on with: dit-lora push {run_dir} {REPO}" in message
+        assert f"To continue: dit-lora push {run_dir} {REPO}" in message
         assert "\n" not in message
         assert "canary" not in message
         return message
@@ -199,14 +199,14 @@ def test_who_may_not_push_is_told_so_at_once(
     hub.accounts = {}
     assert "does not know this token (401): log in with `hf auth login`" in refusal()
     hub.accounts = {"hf_canarycanarycanary": Account("me", "read")}
-    assert "the token of me may only read" in refusal()
+    assert "the token of me can only read" in refusal()
     hub.accounts = {"hf_canarycanarycanary": Account("you", "write", ("club",))}
-    assert "you may not write there; OWNER is one of you, club" in refusal()
+    assert "you cannot write there; OWNER must be one of you, club" in refusal()
     hub.accounts = {"hf_canarycanarycanary": Account("you", "fineGrained")}
     assert "(403: You don't have the rights to create a model under me/kitten-lora)" in refusal()
     hub.accounts = None
     monkeypatch.delenv("HF_TOKEN")
-    assert "no Hugging Face token: log in with `hf auth login`" in refusal()
+    assert "there is no Hugging Face token; log in with `hf auth login`" in refusal()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refusal()
     assert REPO not in hub.repos
@@ -217,13 +217,13 @@ def test_private_means_private(hub: FakeHub, run_dir: Path) -> None:
     """Also for the command, which nobody asks whether it is at a terminal; `--public` says otherwise."""
     pushed(run_dir)
     assert hub.repos[REPO].private
-    assert pushed(run_dir, private=False)[0].startswith("nothing to do")
+    assert pushed(run_dir, private=False)[0].startswith("nothing to send")
     assert hub.repos[REPO].private  # and stays so
     hub.repos[REPO].private = False
-    with pytest.raises(DitLoraError, match="is there and public, which `private` does not change"):
+    with pytest.raises(DitLoraError, match="already exists and is public"):
         pushed(run_dir)
     result = CliRunner().invoke(app, ["push", str(run_dir), REPO], input="y\n")
-    assert "say that everybody may see it: --public" in str(result.exception)
+    assert "allow everybody to see it with --public" in str(result.exception)
     for name, options in (("me/a", []), ("me/b", ["--private"]), ("me/c", ["--public"])):
         result = CliRunner().invoke(app, ["push", str(run_dir), name, *options], input="y\n")
         assert result.exit_code == 0
@@ -243,7 +243,7 @@ def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) ->
     assert result.exit_code == 0
     names = {line.split()[-1] for line in result.stdout.splitlines()[:-1]}
     assert names == FILES
-    assert f"the card is in {run_dir / 'README.md'}" in result.stdout
+    assert f"The model card is {run_dir / 'README.md'}" in result.stdout
     assert not hub.requests
     assert card_problems((run_dir / "README.md").read_text()) == []
     result = CliRunner().invoke(app, ["push", str(run_dir), REPO, "--private"])
@@ -345,5 +345,5 @@ def test_stock_diffusers_and_ours_load_it_from_the_hub(
     command = ["sample", REPO, "--model", str(base), "--prompt", "a disc", "--inference-steps", "1"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert re.fullmatch(r"samples/kitten-lora/seed_0_a-disc_\w+\.mp4\n", result.stdout)
-    with pytest.raises(DitLoraError, match=r"me/nothing, and the Hub did not give it"):
+    with pytest.raises(DitLoraError, match=r"me/nothing, and it cannot be downloaded"):
         dit_lora.load_adapter(pipe, "me/nothing")

@@ -154,12 +154,12 @@ def test_an_opendit_checkpoint_becomes_a_pipeline(form: str, parts: dict[str, st
 def test_what_is_no_video_model_of_opendit_is_refused(tmp_path: Path) -> None:
     image = opendit_state() | {"pos_embed": torch.zeros(1, 9, 16)}
     torch.save(image, tmp_path / "ema.pt")
-    with pytest.raises(DitLoraError, match=r"its image model, DiT, has no way here[\s\S]*temporal"):
+    with pytest.raises(DitLoraError, match=r"its image model, DiT, is not supported[\s\S]*temporal"):
         convert_checkpoint(tmp_path / "base", tmp_path / "ema.pt")
     torch.save({"weights": Path("a")}, tmp_path / "code.pt")
-    with pytest.raises(DitLoraError, match="may run any code, so it was not opened"):
+    with pytest.raises(DitLoraError, match="can run any code, so it was not opened"):
         convert_checkpoint(tmp_path / "base", tmp_path / "code.pt")
-    with pytest.raises(DitLoraError, match="neither a file of weights nor a folder"):
+    with pytest.raises(DitLoraError, match="is not a file of weights or a folder"):
         convert_checkpoint(tmp_path / "base", tmp_path / "no.pt")
 
 

@@ -130,12 +130,12 @@ def test_a_folder_with_less_in_it_gives_a_page_of_less(folder: Path) -> None:
     page = Page(write_guard_report(folder))
     assert figures(page)[:2] == ["\u2013", "\u2013"]
     assert "what was watched is not known" in page.text
-    assert "1 torn lines of events.jsonl" in page.text
+    assert "1 incomplete lines of events.jsonl" in page.text
     assert "of a start that guard.json does not know" in page.text
     (folder / "events.jsonl").unlink()
     (folder / "guard.json").write_text(json.dumps({"starts": [{**START, "ended": False}]}))
     page = Page(write_guard_report(folder))
-    assert "running, or ended without a word" in page.text
+    assert "running, or ended without a record" in page.text
     assert "None: no step tripped" in page.text
     assert "as far as known" in page.text
 
@@ -144,7 +144,7 @@ def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.output.strip() == str(folder / "report.html")
     result = CliRunner().invoke(app, ["report", str(folder), "--serve"])
-    assert "--serve is for a run" in str(result.exception)
+    assert "--serve needs a run" in str(result.exception)
     assert not is_guard_folder(folder / "bundles")
     (folder / "config.yaml").write_text("run: {}")
     assert not is_guard_folder(folder)

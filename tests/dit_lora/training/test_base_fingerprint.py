@@ -153,7 +153,7 @@ def test_a_resume_compares_itself_with_the_first_start(
 
     (tmp_path / "old" / BASE_OUTPUT).unlink()  # of a version that wrote none
     messages = start(*resume_args, run="old")
-    assert "what the base was before step 2 is not known" in messages
+    assert "the output at step 2 is used instead" in messages
     assert json.loads((tmp_path / "old" / BASE_OUTPUT).read_text())["since"] == 2
     assert same_adapter(tmp_path / "old", tmp_path / "whole")
 

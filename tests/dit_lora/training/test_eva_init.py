@@ -81,7 +81,7 @@ def test_a_run_starts_from_its_data_once(
     a = next(tensor for name, tensor in first_tensors.items() if "lora_A" in name)
     # A step has hardly moved what were orthonormal rows; a random start's are not.
     torch.testing.assert_close(a @ a.T, torch.eye(4), rtol=0, atol=0.1)
-    with pytest.raises(DitLoraError, match="eva runs the whole model on one device"):
+    with pytest.raises(DitLoraError, match="eva needs the whole model on one device"):
         lora_main(
             [
                 *command,

@@ -191,7 +191,7 @@ def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
     first_journal.write_step(line_of(2))
     messages: list[str] = []
     reopened = Journal(tmp_path, start_step=2, say=messages.append)
-    assert messages == ["warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"]
+    assert messages == ["warning: metrics.jsonl: skipped 1 incomplete line(s) of a killed process"]
     assert [line["step"] for line in reopened.read_history()] == [1, 2]
 
 

@@ -176,9 +176,9 @@ def test_masks_of_its_captions_stay_on_the_host_too() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"trigger": " ", "class_words": "dog"}, "got none, or an empty one"),
-        ({"trigger": "sks", "class_words": "sks dog"}, "has the trigger 'sks' in it"),
-        ({"trigger": "sks", "class_words": []}, "got none"),
+        ({"trigger": " ", "class_words": "dog"}, "must not be empty"),
+        ({"trigger": "sks", "class_words": "sks dog"}, "contains the trigger 'sks'"),
+        ({"trigger": "sks", "class_words": []}, "must not be empty"),
         ({"trigger": "sks", "class_words": "dog", "weight": 0}, "greater than 0"),
     ],
 )

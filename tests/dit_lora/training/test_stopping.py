@@ -37,8 +37,8 @@ def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cau
 @pytest.mark.parametrize(
     ("step", "cause", "words"),
     [
-        (3, "learning_rate", "nothing was saved at this step: start afresh"),
-        (3, "weights", "nothing was saved at this step: train.resume=auto goes on from the newest"),
+        (3, "learning_rate", "nothing was saved at this step: start again"),
+        (3, "weights", "nothing was saved at this step: train.resume=auto continues from the newest"),
         (1, "transient", "the weights are those of step 0"),
     ],
 )

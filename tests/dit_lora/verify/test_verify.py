@@ -95,7 +95,7 @@ def test_the_command_finds_what_the_run_found(run: Path) -> None:
         assert record["modules"] == verification["modules"]
         assert record["checks"].keys() == verification["checks"].keys()
     output = CliRunner().invoke(app, ["verify", str(run)]).stdout
-    assert "takes all 16 tensors of 8 modules, and 16 base weights beside it" in output
+    assert "loads all 16 tensors of 8 modules, and 16 base weights" in output
     assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in output
     assert "as trained: " in output
     assert output.endswith("every check passed\n")
@@ -184,7 +184,7 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
         {"output"},
         "dead, their update is zero or lost in rounding:\n  - transformer_blocks.1.attn1.to_q",
     ),
-    one_strong: ({"output"}, "over-strong, their update is larger than the weight"),
+    one_strong: ({"output"}, "very strong: the update is larger than the weight"),
     one_extreme: ({"effect", "output"}, "extreme, an update of more than 10 times the weight"),
     alpha: ({"scale", "output"}, "alpha 16 in the header, and 8 was trained"),
     alpha_everywhere: ({"output"}, "the adapter does not act as trained: the base's output is as"),
@@ -259,7 +259,7 @@ def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
     assert verification.passed, verification.format_lines()
     assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].message
     assert verification.checks["output"].message.startswith("not recorded")
-    with pytest.raises(DitLoraError, match="does not say where its base model is; give --model"):
+    with pytest.raises(DitLoraError, match="does not name its base model; give --model"):
         verify_adapter(folder)
 
 
@@ -326,7 +326,7 @@ def test_a_chat_run_and_the_command_agree(chat_run: Path) -> None:
     verification = verify_adapter(chat_run)
     assert verification.passed, verification.format_lines()
     assert verification.to_dict()["modules"] == written["modules"]
-    assert "takes all 30 tensors of 15 modules, and" in verification.checks["keys"].message
+    assert "loads all 30 tensors of 15 modules, and" in verification.checks["keys"].message
 
 
 def chat_nan(tensors: Tensors, _header: dict[str, str]) -> None:

@@ -21,10 +21,7 @@ else:
     _installed = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
     _package = next((name for name in _installed if name in sys.modules), _installed[0] if _installed else None)
     if _package is None:
-        raise DitLoraError(
-            "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
-            "installed; pip install lightning"
-        )
+        raise DitLoraError("LightningGuard needs lightning or pytorch_lightning; pip install lightning")
     if _package == "lightning":
         from lightning.pytorch import Callback
     else:

@@ -66,7 +66,7 @@ class Answerer:
         seconds: tuple[float, ...] = (0.0,)
         if kind == "video":
             if header.seconds is None or header.fps is None:
-                raise ClipError(f"{media.name}: does not say how long it is; encode it anew")
+                raise ClipError(f"{media.name}: its header has no length; encode it again")
             try:
                 seconds = sample_frame_times(header.seconds, header.fps, shape.frames)
             except ClipError as error:
@@ -188,7 +188,7 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
 
 def _require_chat(target: Path, family: str) -> None:
     if family not in CHAT_FAMILIES:
-        raise DitLoraError(f"{target} is of the family {family}, which answers no questions; see dit-lora sample")
+        raise DitLoraError(f"{target} is of the family {family}, which is not a chat model; use dit-lora sample")
 
 
 def _read_run_origin(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
@@ -197,7 +197,7 @@ def _read_run_origin(run: Path, adapter: Path | None, model: str | None) -> Mode
     changes: dict[str, Any] = {}
     if adapter is None:
         if not whole_model.is_dir():
-            raise DitLoraError(f"{run} holds no result yet: neither adapter nor model")
+            raise DitLoraError(f"{run} has no result yet: neither adapter nor model")
         if model:
             raise DitLoraError(f"--model does not apply: {whole_model} is a whole model, not an adapter")
         # A fully trained model is in the run's folder, and replaces the checkpoint.
@@ -220,6 +220,4 @@ def _detect_model_config(path: str) -> ModelConfig:
             reasons.append(f"{name}: {error}")
             continue
         return config
-    raise DitLoraError(
-        format_list(f"{path} is neither a run's folder, nor an adapter's, nor a chat model's checkpoint", reasons)
-    )
+    raise DitLoraError(format_list(f"{path} is not a folder of a run, an adapter or a chat model", reasons))

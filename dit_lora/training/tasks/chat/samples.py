@@ -86,7 +86,7 @@ def _build_entry(
         pixels = checkpoint.shape(conversation.kind, header.height, header.width)
         if conversation.kind == "video" and pixels is not None:
             if header.seconds is None or header.fps is None:
-                raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
+                raise ClipError(f"{conversation.id}: its header has no length; encode it again")
             start, end = conversation.start, conversation.end
             seconds = compute_latest_times(header.seconds, header.fps, pixels.frames, start=start, end=end)
     # With the longest time stamps: no random choice of frames gives more tokens.

@@ -138,7 +138,7 @@ def _find_untrainable(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str,
     """Samples that would give no trained parameter a gradient, each with the reason."""
     if recipe.optim.groups.adapter is not None:
         return {}
-    reason = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"
+    reason = "it is text only, and without an adapter (optim.groups.adapter: null) nothing is trained by it"
     return {entry.id: reason for entry in entries if entry.shape.kind == "text"}
 
 

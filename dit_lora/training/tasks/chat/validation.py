@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
@@ -12,6 +10,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_atomically
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
 
@@ -27,7 +26,7 @@ def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None
     answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype)
     answers = []
     description, is_quiet = f"answering at step {step}", not setup.session.is_main
-    bar = tqdm(settings.prompts, desc=description, unit="answer", leave=False, disable=is_quiet)
+    bar = ProgressBar(settings.prompts, desc=description, unit="answer", leave=False, disable=is_quiet)
     with use_eval_mode(setup.model):
         for index, prompt in enumerate(bar):
             file = settings.media[index] if settings.media else None

@@ -137,8 +137,8 @@ def make_plan(
     preserve = recipe.train.preserve
     if preserve is not None and planned and not any(planned_sample.preserve_weight for planned_sample in planned):
         raise DitLoraError(
-            f"train.preserve: none of {len(planned)} captions has the trigger {preserve.trigger!r} in it, as in "
-            f"{planned[0].sample.clip.caption!r}; name the words that captions have"
+            f"train.preserve: none of {len(planned)} captions contains the trigger {preserve.trigger!r}; the "
+            f"first is {planned[0].sample.clip.caption!r}. Set the trigger to words in the captions"
         )
     if not quiet:
         digests.save()

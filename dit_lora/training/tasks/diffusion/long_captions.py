@@ -23,9 +23,9 @@ def report_cut_captions(session: Session, encoders: Encoders, clips: Sequence[Cl
     if cut:
         example = cut[0]
         session.say(
-            f"captions: {len(cut)} of {len(clips)} are longer than the {limit.max_tokens} tokens that the text "
-            f"encoder reads, such as that of {example.id} with {lengths[example.caption]:,}; dit-lora audit quotes "
-            "what is cut off"
+            f"captions: {len(cut)} of {len(clips)} are longer than the {limit.max_tokens} tokens that the "
+            f"text encoder reads, such as {example.id} with {lengths[example.caption]:,}; dit-lora audit "
+            "shows what is cut off"
         )
 
 

@@ -1,7 +1,9 @@
 """Quantises a model's base and patches in kernels, as the recipe says; for both kinds of tasks."""
 
 import importlib.util
+from dataclasses import replace
 
+import torch
 from torch import nn
 
 from dit_lora.adapters.groups import GroupPatterns, find_base_members
@@ -18,8 +20,7 @@ def require_quantization(recipe: Recipe) -> None:
     """Raise `DitLoraError` if this machine lacks a package that `model.quantize` needs."""
     if recipe.model.quantize == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise DitLoraError(
-            "model.quantize=nf4: bitsandbytes is not installed; pip install 'dit-lora[bitsandbytes]', or take "
-            "int8 or fp8, which do without"
+            "model.quantize=nf4 needs bitsandbytes; pip install 'dit-lora[bitsandbytes]', or use int8 or fp8"
         )
 
 
@@ -45,7 +46,10 @@ def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     if attention == "auto" and recipe.train.context_parallel > 1:
         # Only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly.
         attention = "native"
-    report = str(fuse(transformer, ops, attention=attention, check=False))
+    report = fuse(transformer, ops, attention=attention, check=False)
+    # Without a GPU no Triton kernel can run, which is no news.
+    if not torch.cuda.is_available():
+        return str(replace(report, unavailable={}))
     if not recipe.guard.preflight:
-        report += f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"
-    return report
+        return f"{report}\nkernels: {', '.join(unchecked)} are off: guard.preflight, which compares them, is off"
+    return str(report)

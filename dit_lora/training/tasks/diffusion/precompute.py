@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import ValidationConfig
@@ -27,6 +26,7 @@ from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
@@ -148,8 +148,8 @@ def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions have no {trigger!r} in them, "
-        "and are trained without it"
+        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions do not contain "
+        f"{trigger!r}, and are trained without it"
     ]
 
 
@@ -194,7 +194,7 @@ def _fill_caches(
     failed = {
         planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.videos if job.key in bad
     }
-    rejects.add(failed, "these clips cannot be used; the others are cached")
+    rejects.add(failed, "these clips cannot be used; all others are cached")
     entries = tuple(planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id))
     return CachedClips(entries, empty.key, videos, texts)
 
@@ -206,7 +206,7 @@ def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) 
             _, fault = cache.read(job.key, {})
             if fault:
                 cache.mark_bad(job.key)
-                session.say(f"{job.sample} is encoded anew: {fault}")
+                session.say(f"encoding {job.sample} again: {fault}")
     wait_for_all_ranks(session.accelerator)
 
 
@@ -223,12 +223,12 @@ def _fill_cache(
     launch = broadcast_object(uuid.uuid4().hex)
     error: DitLoraError | None = None
     filled = BuildResult()
-    progress: list[tqdm] = []
+    progress: list[ProgressBar] = []
 
     def show_progress(num_done: int, num_total: int) -> None:
         if num_done < num_total and not progress:
             quiet = not session.is_main
-            bar = tqdm(desc=f"encoding {item_name}s", unit=item_name, disable=quiet, dynamic_ncols=True)
+            bar = ProgressBar(desc=f"encoding {item_name}s", unit=item_name, disable=quiet)
             # Entries that existed before count as done, but not into the rate.
             bar.total, bar.initial, bar.n = num_total, num_done, num_done
             progress.append(bar)

@@ -7,8 +7,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from dit_lora.config.data import SourceConfig, VideoShape
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
@@ -18,6 +16,7 @@ from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 
@@ -39,7 +38,7 @@ def generate_prior(session: Session, sampler: Sampler) -> None:
     missing_samples = broadcast_object(_run_on_main(session, partial(_find_missing_samples, session)))
     prior_sampler = _PriorSampler(session, sampler)
     is_quiet = not session.is_main or not missing_samples
-    bar = tqdm(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet, dynamic_ncols=True)
+    bar = ProgressBar(missing_samples, desc="sampling the prior", unit="sample", disable=is_quiet)
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
         _run_on_main(session, partial(prior_sampler.write_prior_sample, number, index))
@@ -69,7 +68,7 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
             continue
         folder = _get_folder(source)
         if folder.exists() and not folder.is_dir():
-            raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
+            raise DitLoraError(f"data.sources[{number}].path: {source.path} is not a folder")
         files = list_media(folder)
         # By name, not by count: a user may have removed one from the middle.
         used_stems = {Path(name).stem for name in files}
@@ -82,7 +81,9 @@ def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
                 "of them"
             )
         if missing:
-            session.say(f"prior: {source.path} holds {len(files)} of {source.generate}; sampling {source.caption!r}")
+            session.say(
+                f"prior: {source.path} has {len(files)} of {source.generate} samples; sampling {source.caption!r}"
+            )
         jobs += [(number, index) for index in missing]
     return jobs
 

@@ -33,9 +33,9 @@ def require_usable_references(info: CheckpointInfo, clips: Sequence[Clip]) -> No
     with_some = [clip for clip in clips if clip.references]
     if supported is None and with_some:
         raise DitLoraError(
-            f"{info.path.name} takes no references, and {len(with_some)} of {len(clips)} samples have some, "
-            f"such as {with_some[0].id}; take a model that edits, or set data.reference_columns to [] to leave them "
-            "out"
+            f"{info.path.name} takes no references, and {len(with_some)} of {len(clips)} samples have "
+            f"some, such as {with_some[0].id}; use a model that edits, or set data.reference_columns to [] to "
+            "ignore them"
         )
     if supported is not None and supported.min_count and clips and not with_some:
         raise DitLoraError(

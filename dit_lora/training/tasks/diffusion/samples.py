@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import collect_findings
@@ -21,6 +19,7 @@ from dit_lora.data.media.video import ClipError, find_shortage
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.scan import Clip, scan_sources
 from dit_lora.families.base import CheckpointInfo
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.tasks.diffusion.sample_references import (
     BucketedSample,
     add_reference_shapes,
@@ -57,7 +56,7 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
     table = ", ".join(data.classes or ())
     # For class-conditional models the caption is the name of the class.
     rejected |= {
-        clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
+        clip.id: f"its class {clip.caption!r} is not in data.classes: {table}"
         for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
@@ -152,4 +151,4 @@ def read_headers(media: Sequence[Media], recipe: Recipe, *, quiet: bool) -> list
 
 def make_progress_bar(description: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """A function that wraps an iterable in a progress bar with rate and time left."""
-    return partial(tqdm, desc=description, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)
+    return partial(ProgressBar, desc=description, unit=unit, disable=quiet, delay=1)

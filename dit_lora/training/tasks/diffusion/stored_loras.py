@@ -150,9 +150,7 @@ def require_changed_adapter(
             (current,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))
             if not torch.equal(current.cpu(), initial):
                 return
-    raise CheckFailedError(
-        f"refused to save: every matrix is that of {recipe.lora.init} still; nothing was learned beside it"
-    )
+    raise CheckFailedError(f"cannot save: every matrix is still that of {recipe.lora.init}, so nothing was learned")
 
 
 def _read_lora_file(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, location: str, option: str) -> LoraFile:

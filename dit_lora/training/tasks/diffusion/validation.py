@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from av.error import FFmpegError
 from torch import nn
-from tqdm import tqdm
 
 from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.data import VideoShape
@@ -18,6 +17,7 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.terminal import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
@@ -118,7 +118,8 @@ def _write_samples(
             component.to(session.accelerator.device)
     VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
-    bar = tqdm(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=not session.is_main)
+    is_quiet = not session.is_main
+    bar = ProgressBar(inputs, desc=f"sampling at step {step}", unit="sample", leave=False, disable=is_quiet)
     adapter = find_other_expert_adapter(setup.recipe, setup.checkpoint.info)
     with use_both_experts(pipeline, checkpoint.info, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
@@ -126,7 +127,7 @@ def _write_samples(
             sound_problem = find_sound_fault(sound)
             # A broken sound costs the sound, not the picture.
             if sound_problem:
-                session.say(f"sample {index} of step {step} is written without sound: {sound_problem}")
+                session.say(f"wrote sample {index} of step {step} without sound: {sound_problem}")
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
             write_on_main(write_sample, path, video, session.recipe.data.fps, sound)
@@ -139,6 +140,6 @@ def _read_embeddings(training_data: DiffusionTrainingData, key: str, device: tor
     texts = training_data.training_set.texts
     tensors, fault = texts.read(key, texts.get_first_spec([key]))
     if fault:
-        raise DitLoraError(f"a validation prompt cannot be used: {fault}; start again: it is encoded anew")
+        raise DitLoraError(f"cannot use a validation prompt: {fault}; start again to encode it again")
     # Moved here, because the pipeline does not move given embeddings.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}

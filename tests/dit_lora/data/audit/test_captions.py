@@ -73,7 +73,7 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
     assert f"reads {limit} tokens" in finding.words
     token_ids = tokenizer(caption, truncation=True, max_length=limit)["input_ids"]
     kept_text = tokenizer.decode(token_ids, skip_special_tokens=True).strip()
-    cut_text = finding.words.rpartition("cut off is ")[2].strip("'")
+    cut_text = finding.words.rpartition("cut off: ")[2].strip("'")
     assert (kept_text + cut_text).replace(" ", "") == caption.replace(" ", "")
 
 
@@ -87,7 +87,7 @@ def test_without_a_tokenizer_only_what_is_surely_too_long_is_named() -> None:
     assert judge("word " * 512) == []
     (finding,) = judge("word " * 512 + "end")
     assert codes([finding]) == [("caption_long", "warn")]
-    assert finding.words.endswith("cut off is 'end'")
+    assert finding.words.endswith("cut off: 'end'")
     assert codes(judge("word " * 80, None, 77)) == [("caption_long", "warn")]
 
 
@@ -146,8 +146,8 @@ def test_class_names_and_captions_of_a_whole_source_may_repeat() -> None:
     [
         ("a cat\x07 sits", "U+0007"),
         ("caf\ufffd at night", "U+FFFD"),
-        ("=== --- ### *** a", "neither letter nor digit"),
-        ("\U0001f431\U0001f431\U0001f431", "neither letter nor digit"),
+        ("=== --- ### *** a", "neither letters nor digits"),
+        ("\U0001f431\U0001f431\U0001f431", "neither letters nor digits"),
     ],
 )
 def test_what_is_no_text_is_a_warning(caption: str, words: str) -> None:

@@ -177,7 +177,7 @@ def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Pat
     messages = {number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults}
     assert messages == {
         1: "the decoder crashed (SIGABRT)",
-        3: "the decoder did not get on for 1.5 s",
+        3: "the decoder made no progress for 1.5 s",
     }
     assert len(probes) == 6
     assert all(probes[number].facts["frames"] == FRAMES for number in (0, 2, 4, 5))
@@ -196,7 +196,7 @@ def test_a_worker_leaves_ctrl_c_to_the_main_process(whole: dict[str, bytes]) -> 
 
 def test_processes_that_cannot_start_reject_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_run_worker", os._exit)  # with a wrong argument
-    with pytest.raises(DitLoraError, match="the audit's processes end as they start"):
+    with pytest.raises(DitLoraError, match="the audit's processes end when they start"):
         list(workers.probe_all(iter([(0, MediaFile(Path("a.mp4")))]), 1))
 
 
@@ -211,6 +211,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's backgroun
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT)!r}]
 if __name__ == "__main__":
     from test_media_audit import *
+    from dit_lora import terminal
+    terminal._LINE_INTERVAL_S = 0.0  # tells each file in a pipe too
     folder = Path({str(tmp_path)!r})
     clips = [Clip("a.mp4", MediaFile(folder / "a.mp4"), ""), Clip("b.mp4", Trap("b.mp4", time.sleep, 3600), "")]
     audit_media(clips, None, workers=1, memo=AuditMemo(folder / "memo.jsonl"), show_progress=True)
@@ -219,7 +221,7 @@ if __name__ == "__main__":
     process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, start_new_session=True)
     assert process.stderr is not None
     stderr = b""
-    while b"1/2" not in stderr:
+    while b"1 of 2" not in stderr:
         stderr += (chunk := os.read(process.stderr.fileno(), 4096))
         assert chunk, stderr
     os.killpg(process.pid, signal.SIGINT)

@@ -222,7 +222,8 @@ def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) ->
     bad_clip = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
     (sample,) = audit_media([bad_clip], None)
     assert (
-        sample.findings[0].words == "its reference 1 is the same picture: from it the model learns to change nothing"
+        sample.findings[0].words
+        == "its reference 1 is the same picture, from which the model learns to change nothing"
     )
     assert sample.findings[1].words.startswith(f"its reference 2 {tmp_path}/gone.png: ")
 
@@ -290,7 +291,7 @@ def test_masks_are_judged_beside_their_pictures(tmp_path: Path) -> None:
         == sample_by_file["part"].facts["learned"]
         == pytest.approx(0.5, abs=0.01)
     )
-    assert sample_by_file["clear"].findings[1].words == "it is wholly transparent: nothing of it is learned"
+    assert sample_by_file["clear"].findings[1].words == "it is completely transparent: nothing of it is learned"
     assert sample_by_file["square"].findings[0].words.startswith("its mask is 256 x 256 and the picture 144 x 96")
     assert sample_by_file["fits"].mask is not None
 

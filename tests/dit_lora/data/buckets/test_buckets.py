@@ -153,13 +153,13 @@ def test_an_image_goes_to_one_frame_or_nowhere() -> None:
     assert placed(image(480, 720), config).shape == VideoShape(1, 480, 720)
     drop = dropped(image(480, 720), data())
     assert drop.code == "too_short"
-    assert "an image is one frame; the smallest bucket asks for 17" in drop.words
+    assert "an image is one frame, and the smallest bucket needs 17" in drop.words
 
 
 def test_a_clip_that_no_bucket_is_short_enough_for_is_dropped() -> None:
     drop = dropped(clip(480, 720, seconds=0.9), data(buckets={"frames": [9, 17]}))
     assert drop.code == "too_short"
-    assert "at most 8 frames at 8 fps, the smallest bucket asks for 9" in drop.words
+    assert "at most 8 frames at 8 fps, and the smallest bucket needs 9" in drop.words
 
 
 def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:

@@ -78,7 +78,7 @@ def test_a_data_set_that_fits_needs_no_advice() -> None:
             [],
             {"buckets": {"aspect_ratios": ["3:2", "2:3", "1:1"]}},
             2,
-            "no clip goes to: 17x592x592",
+            "unused buckets: 17x592x592",
         ),
         ([clip(240, 360, 3.0)] * 6, {}, 2, "6 of 24 clips (25%) are enlarged, up to 2.0 times"),
         (
@@ -94,8 +94,8 @@ def test_a_data_set_that_fits_needs_no_advice() -> None:
             "9 of 18 clips (50%) are landscape and no",
         ),
         ([clip(480, 2000, 3.0)] * 6, {}, 2, "6 of them are about 25:6: add such a ratio"),
-        ([clip(480, 720, 30.0)] * 6, {}, 2, "all makes about 102 samples of them in place of 24"),
-        ([clip(480, 720, 0.5)] * 9, {}, 2, "9 of 27 clips (33%) are left out: fewer data.frames"),
+        ([clip(480, 720, 30.0)] * 6, {}, 2, "all makes about 102 samples of them instead of 24"),
+        ([clip(480, 720, 0.5)] * 9, {}, 2, "9 of 27 clips (33%) are left out: lower data.frames"),
         (
             [clip(240, 360)] * 9,
             {"buckets": {**TWO, "max_upscale": 1.2}},
@@ -106,7 +106,7 @@ def test_a_data_set_that_fits_needs_no_advice() -> None:
             [clip(240, 3600)] * 9,
             {"buckets": {**TWO, "max_crop": 0.2}},
             2,
-            "left out: more buckets.aspect_r",
+            "left out: add buckets.aspect_r",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_what_few_clips_have_is_in_the_table_and_no_advice(more: list[VideoHeade
 
 def test_advice_names_some_of_many_buckets() -> None:
     config = data(buckets={"frames": [1, 17], "resolutions": [256, 400, 588]})
-    (message,) = [line for line in report(GOOD, config).advice if "no clip goes to" in line]
+    (message,) = [line for line in report(GOOD, config).advice if "unused buckets" in line]
     assert message.count("x") == 2 * 6
     assert "and 34 more" in message
 

@@ -173,15 +173,15 @@ def test_lists_and_lines_are_told_apart_by_their_content(root: Path) -> None:
 def test_files_that_cannot_be_read_are_named(root: Path) -> None:
     with pytest.raises(DitLoraError, match=r"gone\.json is not there"):
         read_conversations(config(path=str(root / "gone.json")))
-    with pytest.raises(DitLoraError, match="is a folder; conversations come from"):
+    with pytest.raises(DitLoraError, match="is a folder; give a"):
         read_conversations(config(path=str(root)))
     (root / "train.json").write_bytes(b'[{"QA": "\xff"}]')
     with pytest.raises(DitLoraError, match=r"cannot read .*train\.json as UTF-8"):
         read_conversations(config(path=str(root / "train.json")))
     path = str(write(root, [{"QA": QA}]))
-    with pytest.raises(DitLoraError, match=r"no folder of media .*gone"):
+    with pytest.raises(DitLoraError, match=r"the folder of media .*gone does not exist"):
         read_conversations(config(path=path, media=str(root / "gone")))
-    with pytest.raises(DitLoraError, match="caption_column is of captions"):
+    with pytest.raises(DitLoraError, match="caption_column applies to captions"):
         read_conversations(config(path=path, caption_column="text"))
 
 
@@ -334,8 +334,8 @@ def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
     read_result = read_conversations(config(path=str(path)))
     assert [sample.id for sample in read_result.usable] == ["a.mp4", "a.mp4#2", "train.json#4"]
     assert [(finding.file, finding.code, finding.message) for finding in read_result.problems] == [
-        ("a.mp4#3", "duplicate_record", "it says the same as a.mp4 (record 3)"),
-        ("train.json#5", "duplicate_record", "it says the same as train.json#4 (record 5)"),
+        ("a.mp4#3", "duplicate_record", "it is the same as a.mp4 (record 3)"),
+        ("train.json#5", "duplicate_record", "it is the same as train.json#4 (record 5)"),
     ]
 
 
@@ -384,7 +384,7 @@ def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "train.json holds no record"),
+        ("[]", "train.json has no records"),
         (
             "what\nis it",
             "none of its 2 records can be used; .* not JSON: column 1: Expecting value",

@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClipError, match=r"gone\.gif: cannot be decoded"):
         seen(tmp_path / "gone.gif", [0.0])
     for times in ([1.0, 0.0], []):
-        with pytest.raises(ValueError, match="a video needs times, in order"):
+        with pytest.raises(ValueError, match="the times of a video must be in order"):
             seen(tmp_path / "a.mp4", times)
 
 

@@ -47,7 +47,7 @@ def test_a_fault_is_found_where_the_whole_file_has_it(
     with pytest.raises(ValueError, match="line") as error:
         json.loads(text)
     line, column = error.value.lineno, error.value.colno  # type: ignore[attr-defined]
-    with pytest.raises(DitLoraError, match=rf"a\.json is no JSON: line {line}, column {column}: "):
+    with pytest.raises(DitLoraError, match=rf"a\.json is not valid JSON: line {line}, column {column}: "):
         read(tmp_path, text)
 
 
@@ -57,13 +57,13 @@ def test_a_fault_is_found_where_the_whole_file_has_it(
         ("[1", "line 1, column 3: a comma or the end of the list"),
         ("[", "line 1, column 2: Expecting value"),
         ("[1,\n ]", "line 2, column 2: Expecting value"),
-        ("[1]\n{}", "line 2, column 1: nothing more is expected"),
+        ("[1]\n{}", "line 2, column 1: unexpected text after"),
         ("[1 2]", "line 1, column 4: a comma or the end of the list"),
         ("[" + "9" * 5000 + "]", "line 1, column 2: it holds a whole number of more"),
     ],
 )
 def test_a_list_that_is_no_json_is_one_error(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(DitLoraError, match=rf"a\.json is no JSON: {message}"):
+    with pytest.raises(DitLoraError, match=rf"a\.json is not valid JSON: {message}"):
         read(tmp_path, text)
 
 

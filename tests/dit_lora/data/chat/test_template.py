@@ -281,7 +281,7 @@ def test_white_space_around_questions_and_answers_is_removed() -> None:
     [
         (
             QWEN2_5_VL.replace("{{ content['text'] }}", "{{ content['text'] | upper }}"),
-            "rewrite answers",
+            "change answers",
         ),
         (
             QWEN2_5_VL.replace("<|im_start|>{{ message['role'] }}", "{{ messages | length }} {{ message['role'] }}"),
@@ -309,7 +309,7 @@ def test_a_system_text_that_is_left_out_is_refused() -> None:
     case = CASES["qwen3-vl"]
     case_without_system = case._replace(template=QWEN3_VL.replace("{{- content.text }}", "", 1))
     assert render(case, conversation)
-    with pytest.raises(DitLoraError, match="leaves out the system text"):
+    with pytest.raises(DitLoraError, match="does not use the system text"):
         render(case_without_system, conversation)
     with pytest.raises(DitLoraError, match="Only user and assistant"):
         render(

@@ -86,7 +86,7 @@ def test_the_terminal_shows_the_sample_and_folds_its_media() -> None:
     sample = rendered(LLAMA, less=20)
     assert text.startswith("clips/cat.mp4\nvideo, 2 frames at 0.5 ... 1.25 s; ")
     assert f"{len(sample)} tokens: 64 media, " in text
-    assert f"{sample.num_answer_tokens} learned; 20 of the questions left out" in text
+    assert f"{sample.num_answer_tokens} learned; 20 of the questions are left out" in text
     assert "<64 media tokens>" in text
     assert "[... 20 tokens left out ...]" in text
     assert "Watch it." in text

@@ -154,7 +154,7 @@ def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Pat
     assert len(sequence(run, 7)) == 7
     with pytest.raises(DitLoraError) as error:
         run.get_occurrence(7)
-    assert str(error.value) == f"no sample is left: all 7 are in {path}"
+    assert str(error.value) == f"no sample is left: all 7 are in {path}; release some with dit-lora quarantine"
 
 
 def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
@@ -265,7 +265,7 @@ def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     quarantine = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
-    with pytest.raises(DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"):
+    with pytest.raises(DitLoraError, match=r"has no entry for clips/cow\.mp4; its entries are: clips/dog"):
         quarantine.release([IDS[2], "clips/cow.mp4"])
     assert len(quarantine.records) == 3
     assert quarantine.release([IDS[1], IDS[1]]) == [IDS[1]]

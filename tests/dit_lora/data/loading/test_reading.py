@@ -29,7 +29,7 @@ def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(error: Exc
     last_item, message = reader.read_next()
     assert last_item == 1
     assert re.search(f"has ended: DataLoader worker,? {said}", message)
-    assert "Lower data.workers" in message
+    assert "lower data.workers" in message
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_sound_a_little_short_is_silent_there_and_shorter_is_refused(tmp_path: P
     assert not channels[:, 12_700:].any()
     assert channels[:, 12_000:12_600].any()
     path = write_clip(tmp_path / "b.mov", Tones(seconds=0.5))
-    message = r"b\.mov: sound_too_short: its sound ends at 0\.50 s and the last of its 8 frames is taken at 0\.88 s"
+    message = r"b\.mov: sound_too_short: its sound ends at 0\.50 s and the last of its 8 frames is at 0\.88 s"
     with pytest.raises(ClipError, match=message):
         read(path)
     read(path, frames=4)

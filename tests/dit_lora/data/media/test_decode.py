@@ -182,7 +182,7 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
 
 def test_a_window_that_the_clip_does_not_hold_is_too_short(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24"), EVEN)
-    with pytest.raises(ClipError, match=r"9 frames at 8 fps from 2\.5 s on .* it gives at most 7"):
+    with pytest.raises(ClipError, match=r"9 frames at 8 fps from 2\.5 s on .* it has at most 7"):
         read_frames(path, frames=9, height=HEIGHT, width=WIDTH, fps=8, start=2.5)
     header = read_header(path)
     assert find_shortage(header, frames=7, fps=8, start=2.5) is None

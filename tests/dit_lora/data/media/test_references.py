@@ -203,12 +203,12 @@ def test_a_mask_is_scaled_and_cropped_as_its_sample(tmp_path: Path) -> None:
     [
         (Image.new("L", (8, 4)), False, "its mask is black"),
         (Image.new("RGBA", (8, 4), (255, 255, 255, 0)), False, "its mask is black"),
-        (Image.new("RGBA", (8, 4), (255, 255, 255, 0)), True, "it is wholly transparent"),
+        (Image.new("RGBA", (8, 4), (255, 255, 255, 0)), True, "it is completely transparent"),
         (Image.fromarray(np.eye(4, 32, dtype=np.uint8) * 255), False, "is cropped away"),
     ],
 )
 def test_a_mask_that_leaves_nothing_is_refused(tmp_path: Path, image: Image.Image, alpha: bool, why: str) -> None:
-    with pytest.raises(ClipError, match=rf"a\.png: .*{why}, so that nothing of the sample would"):
+    with pytest.raises(ClipError, match=rf"a\.png: .*{why}, so nothing of the sample would"):
         mask_of(saved(image, tmp_path / "a.png"), alpha=alpha)
 
 
@@ -220,7 +220,7 @@ def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     saved(Image.new("F", (8, 4), 0.5), tmp_path / "float.tif")
     faults = {
         "torn.png": "cannot be read as a mask: .*truncated",
-        "a.mp4": "a mask is a picture",
+        "a.mp4": "a mask must be a picture",
         "float.tif": "floating-point",
         "gone.png": "No such file",
     }
@@ -235,4 +235,4 @@ def test_a_mask_has_its_pictures_shape_but_for_rounding() -> None:
     assert find_mask_mismatch((512, 768), (1024, 1536)) is None
     assert find_mask_mismatch((33, 50), (1000, 1500)) is None
     message = find_mask_mismatch((768, 512), (512, 768))
-    assert message == "its mask is 512 x 768 and the picture 768 x 512: they have to have one shape"
+    assert message == "its mask is 512 x 768 and the picture 768 x 512: both must have the same shape"

@@ -59,7 +59,7 @@ def test_a_clip_that_starts_late_counts_from_its_first_frame(tmp_path: Path) -> 
 def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) -> None:
     path = numbered(tmp_path / "a.mp4", [0, 125, 250, 375])
     read_frames(path, frames=4, height=32, width=48, fps=8)
-    with pytest.raises(ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it gives at most 4"):
+    with pytest.raises(ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it has at most 4"):
         read_frames(path, frames=5, height=32, width=48, fps=8)
     header = read_header(path)
     assert find_shortage(header, frames=4, fps=8) is None

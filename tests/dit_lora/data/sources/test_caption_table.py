@@ -75,7 +75,7 @@ def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path)
     first_writer, second_writer = GeneratedCaptions(tmp_path), GeneratedCaptions(tmp_path, rank=1)
     with first_writer.lock_folder():
         with (
-            pytest.raises(DitLoraError, match="another process writes captions"),
+            pytest.raises(DitLoraError, match="another process is writing captions"),
             second_writer.lock_folder(),
         ):
             pass

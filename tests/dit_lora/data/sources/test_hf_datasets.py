@@ -236,7 +236,7 @@ def test_the_split_called_train_is_taken_and_others_need_a_choice(
     assert [clip.caption for clip in read(splits)] == ["red fox", "a/b"]
     dataset_dict = datasets.DatasetDict({"a": dataset.select([0]), "b": dataset.select([1])})
     dataset_dict.save_to_disk(tmp_path / "odd")
-    with pytest.raises(DitLoraError, match="has the splits a, b, none called train"):
+    with pytest.raises(DitLoraError, match="has the splits a, b, and none is called train"):
         read_clips(DataConfig(path=str(tmp_path / "odd"), height=24, width=16), tmp_path / "cache")
 
 
@@ -263,7 +263,7 @@ def test_an_offset_out_of_the_files_memory_is_damage(tmp_path: Path) -> None:
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path: Path) -> None:
     data = DataConfig(path="nobody/nothing", height=24, width=16)
-    with pytest.raises(DitLoraError, match="no folder nobody/nothing, and as a dataset it cannot"):
+    with pytest.raises(DitLoraError, match="nobody/nothing is not a folder, and it cannot"):
         read_clips(data, tmp_path)
 
 

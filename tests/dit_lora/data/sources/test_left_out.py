@@ -44,17 +44,17 @@ def test_what_a_folder_leaves_out_is_counted_with_its_reason(tmp_path: Path) -> 
     assert notes(tmp_path) == []
     write(tmp_path, "b.heic", "c.HEIC", "c.txt", "d.wmv", "e.strange", "e.txt", "lonely.txt")
     unread, orphans = notes(tmp_path)
-    assert unread.startswith("4 files are left out, of formats that are not read: 2 .heic (Pillow")
+    assert unread.startswith("4 files are left out, because their format is not supported: 2 .heic (Pillow")
     assert "1 .wmv (convert to mp4)" in unread
     assert "1 .strange (beside a caption" in unread
-    assert orphans.endswith("1 file is left out: no picture or video has the name: lonely.txt")
+    assert orphans.endswith("1 file is left out, because no picture or video has their name: lonely.txt")
 
 
 def test_pictures_that_a_table_does_not_list_are_counted(tmp_path: Path) -> None:
     write(tmp_path, "a.png", "mask.png", "new.png", "sub/new.mp4", "b.heic", "masks/a.png")
     write_table(tmp_path, {"file_name": "./a.png", "text": "a", "mask": "mask.png"})
     unlisted, unread = notes(tmp_path)
-    assert "3 files are left out: metadata.jsonl does not list them: masks/a.png, new.png" in unlisted
+    assert "3 files are left out, because metadata.jsonl does not list them: masks/a.png, new.png" in unlisted
     assert "1 .heic" in unread
     # A folder of masks is no folder of samples, and one in data.media may serve many tables.
     unlisted = notes(tmp_path, mask_folder=str(tmp_path / "masks"))[0]

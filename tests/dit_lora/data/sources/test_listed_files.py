@@ -48,7 +48,7 @@ def test_a_list_names_files_below_its_folder_alone(folder: Path, tmp_path_factor
     scan_result = scan_sources(config(table_folder, image_column="first"))
     problems = [(finding.file, finding.code) for finding in scan_result.problems]
     assert problems == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
-    assert f"../../a.mp4 leads out of {table_folder}" in scan_result.problems[-1].message
+    assert f"../../a.mp4 is outside of {table_folder}" in scan_result.problems[-1].message
     media_paths = {clip.id: clip.media.location for clip in scan_result.clips}
     assert media_paths == {name: str(table_folder / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
     assert all(clip.media.exists() for clip in scan_result.clips)
@@ -76,7 +76,7 @@ def test_media_without_a_list_is_refused(folder: Path) -> None:
     with pytest.raises(DitLoraError, match=r"data\.media is the folder of files that a list names"):
         scan_sources(config(folder, media=str(folder)))
     write_jsonl(folder, [{"file_name": "a.mp4", "text": "x"}])
-    with pytest.raises(DitLoraError, match="no folder of media"):
+    with pytest.raises(DitLoraError, match="the folder of media"):
         scan_sources(config(folder, media=str(folder / "gone")))
 
 

@@ -111,7 +111,7 @@ def test_columns_of_references_are_read_in_the_order_of_the_recipe(tmp_path: Pat
     scan_result = scan_sources(config(tmp_path, reference_columns=["scene", "face"]))
     assert references(scan_result) == {"a.png": ["in/1.png", "in/2.jpg"]}
     assert problems(scan_result) == [("b.png", "reference_missing")]
-    assert scan_result.problems[0].message == "its reference 1 is empty, and there are others behind it"
+    assert scan_result.problems[0].message == "its reference 1 is empty, and others follow"
     with pytest.raises(DitLoraError, match=r"no column for a reference \(reference_columns\); .* low"):
         scan_sources(config(tmp_path, reference_columns=["low"]))
     with pytest.raises(DitLoraError, match=r"no column for the mask \(mask_column\); looked for low"):
@@ -137,16 +137,16 @@ def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
         (
             "b.png",
             "unsafe_path",
-        ): f"../secret.png leads out of {data_folder}; set data.media to a folder "
-        f"that it is below; {tmp_path}/s.png leads out of {data_folder}; set data.media to a folder that "
-        "it is below",
+        ): f"../secret.png is outside of {data_folder}; set data.media to a folder "
+        f"that contains it; {tmp_path}/s.png is outside of {data_folder}; set data.media to a folder that "
+        "contains it",
         ("c.png", "reference_missing"): "its reference is of type dict, not a name; "
         "its reference is of type int, not a name",
         ("c.png", "mask_missing"): f"no such mask: {data_folder}/m/gone.png",
         (
             "in/1.png",
             "reference_missing",
-        ): "its reference 2 is empty, and there are others behind it",
+        ): "its reference 2 is empty, and others follow",
     }
 
 
@@ -210,10 +210,10 @@ def test_a_sample_without_its_file_is_a_problem(pairs: Path) -> None:
     assert not scan_result.clips
     source, style, mask = (pairs / name for name in ("source", "style", "mask"))
     assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
-        ("3.webp", "reference_ambiguous"): f"it has several of its name in {style}: 3.jpg, 3.png",
-        ("x/1.png", "reference_missing"): f"it has no reference of its name in {source}; it has no "
-        f"reference of its name in {style}",
-        ("x/2.JPG", "mask_missing"): f"it has no mask of its name in {mask}",
+        ("3.webp", "reference_ambiguous"): f"several files in {style} have its name: 3.jpg, 3.png",
+        ("x/1.png", "reference_missing"): f"it has no reference with its name in {source}; it has no "
+        f"reference with its name in {style}",
+        ("x/2.JPG", "mask_missing"): f"it has no mask with its name in {mask}",
     }
 
 
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_meant_is_one_line(pairs: Path) -> None:
     """It is not there, lies among the samples, or has no file of any sample's name."""
     write_files(pairs, "target/in/1.png", "named/1_source.png", "empty/readme.md")
     cases = {
-        "gone": r"reference_folders: no folder .*gone",
+        "gone": r"reference_folders: the folder .*gone does not exist",
         "target/in": r"reference_folders: .*in lies in .*target, where every picture and video is",
         "named": r"no file in .*named has the name of a sample in .*target, such as 3 with any suffix; "
         r"it has 1_source\.png",
@@ -248,9 +248,9 @@ def test_of_a_list_the_folders_may_lie_beside_it(tmp_path: Path) -> None:
 
 def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Path) -> None:
     folder = str(pairs / "source")
-    with pytest.raises(ValueError, match="give reference_columns or reference_folders, one of"):
+    with pytest.raises(ValueError, match="got both reference_columns and reference_folders"):
         config(pairs, reference_columns=["a"], reference_folders=[folder])
-    with pytest.raises(ValueError, match="give one of mask_column, mask_folder and alpha_mask"):
+    with pytest.raises(ValueError, match="got more than one of mask_column, mask_folder and alpha_mask"):
         config(pairs, mask_folder=folder, alpha_mask=True)
     with pytest.raises(DitLoraError, match="reference_columns and mask_column need metadata"):
         scan_sources(config(pairs / "target", mask_column="mask"))
@@ -260,7 +260,7 @@ def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Pat
         "generate": 2,
         "alpha_mask": True,
     }
-    with pytest.raises(DitLoraError, match=r"made is to be generated, and has no references"):
+    with pytest.raises(DitLoraError, match=r"made is generated, so it has no references"):
         scan_sources(DataConfig(sources=[generated_source], height=32, width=48))  # type: ignore[arg-type]
     write_tar(pairs / "a.tar", "7.jpg", "7.txt")
     with pytest.raises(DitLoraError, match="reference_folders and mask_folder are for folders"):

@@ -109,7 +109,7 @@ def test_zero_clips_say_which_layouts_there_are(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DitLoraError, match=r"no folder .*nowhere"):
+    with pytest.raises(DitLoraError, match=r"the folder .*nowhere does not exist"):
         read_clips(config(tmp_path / "nowhere"))
 
 
@@ -315,7 +315,7 @@ def test_errors_name_the_source(folder: Path, tmp_path: Path) -> None:
     ]
     with pytest.raises(DitLoraError) as error:
         read_clips(several(*sources))
-    assert "data.sources[0]: no folder" in str(error.value)
+    assert "data.sources[0]: the folder" in str(error.value)
     assert "data.sources[2]: caption_column needs" in str(error.value)
     assert "data.sources[1]" not in str(error.value)
     with pytest.raises(DitLoraError, match=rf"{folder.name}-2/a\.mp4: it has no caption"):

@@ -187,7 +187,7 @@ def test_a_cut_tar_gives_what_comes_before_the_cut(tmp_path: Path, where: str) -
     assert [clip.id for clip in scan_result.clips] == before
     last_problem = scan_result.problems[-1]
     assert (last_problem.file, last_problem.code) == ("s.tar", "truncated")
-    assert f"{len(before)} whole samples before it can be used" in last_problem.message
+    assert f"{len(before)} complete samples before it can be used" in last_problem.message
     if where == "in data":
         assert codes(scan_result)[0] == ("2.png", "truncated")
 
@@ -201,7 +201,7 @@ def test_a_damaged_header_is_no_end(tmp_path: Path) -> None:
     scan_result = scan_sources(config(path))
     assert [clip.id for clip in scan_result.clips] == ["0.png"]
     assert codes(scan_result) == [("s.tar", "corrupt")]
-    assert "the header at byte 2048 is damaged; 1 whole samples" in scan_result.problems[0].message
+    assert "the header at byte 2048 is damaged; the 1 complete samples" in scan_result.problems[0].message
 
 
 def test_compressed_tars_and_what_is_no_tar_are_named(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, An
 
 def test_prompts_without_their_first_images_are_refused(image_recipe: dict[str, Any]) -> None:
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png"]}
-    message = r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
+    message = r"validation\.images: give one first image for each prompt; got 1 for 2 in validation\.prompts"
     with pytest.raises(DitLoraError, match=message):
         for_recipe(image_recipe)
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png", "b.png"]}
@@ -310,7 +310,7 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
     sampling = Sampling(VideoShape(9, 64, 96), 1, 1.0, 0)
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
         open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).sampler.generate(None, {}, sampling)
-    with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
+    with pytest.raises(DitLoraError, match=r"starts from no image; remove --image"):
         open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).sampler.generate(None, {}, replace(sampling, image=picture))
 
 

@@ -319,7 +319,7 @@ def test_what_would_get_no_gradient_without_sound_is_refused(tiny_checkpoints: d
 
 def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:
     wan = {"family": "wan", "path": str(tiny_checkpoints["wan-2.1-t2v"])}
-    with pytest.raises(DitLoraError, match=r"data.sound: family wan has nothing"):
+    with pytest.raises(DitLoraError, match=r"data.sound: family wan does not use this"):
         for_recipe(tiny_checkpoints["wan-2.1-t2v"], model=wan, data={"sound": True})
 
 

@@ -97,6 +97,6 @@ def test_its_qformer_tokenizer_reads_every_ascii_text(tiny: Path) -> None:
 
 
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DitLoraError, match="no variant 'videochat2'; one of videochat2-mistral"):
+    with pytest.raises(DitLoraError, match="unknown variant 'videochat2'; choose one of videochat2-mistral"):
         FAMILY.build_tiny_checkpoint("videochat2", tmp_path / "out", 0)
     assert not (tmp_path / "out").exists()

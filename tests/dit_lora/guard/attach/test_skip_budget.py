@@ -58,7 +58,7 @@ def test_the_closing_line_has_every_sample_with_its_steps() -> None:
     # What a rollback or a stop answers counts too.
     budget.count_lost(7, [verdict("data", "dataset index 5")])
     assert budget.format_summary() == (
-        "4 of 7 optimizer steps were not taken; remove or mend the samples that cost them: "
+        "4 of 7 optimizer steps were not taken; remove or repair the samples that caused it: "
         "dataset index 5 (3x), clip 7 (1x)"
     )
     budget.count_skipped(9, [verdict("unknown")])

@@ -219,7 +219,7 @@ def test_inputs_that_the_model_cannot_read_are_refused() -> None:
     batch = tiny_batch(config)
     with pytest.raises(DitLoraError, match=r"use_text: false\); got instruction_ids of shape"):
         model(**batch, instruction_ids=torch.ones(2, 3, dtype=torch.long))
-    with pytest.raises(DitLoraError, match="one of the two; got neither"):
+    with pytest.raises(DitLoraError, match="either input_ids or inputs_embeds; got neither"):
         model(pixel_values=batch["pixel_values"])
     with pytest.raises(DitLoraError, match=f"frames of 3x{TILE}x{TILE}.*got 3 of 1x{TILE}x{TILE}"):
         model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"][:, :, :1])

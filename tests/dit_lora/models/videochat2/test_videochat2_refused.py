@@ -33,12 +33,12 @@ def test_a_folder_without_all_its_weights_is_refused(world: World) -> None:
         world.convert()
     index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     (world.folder / "llm" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(DitLoraError, match=r"(?s)not there:.*1\.safetensors.*2\.safetensors"):
+    with pytest.raises(DitLoraError, match=r"(?s)not exist:.*1\.safetensors.*2\.safetensors"):
         world.convert()
 
 
 def test_a_lora_that_cannot_be_kept_or_scaled_is_refused(world: World) -> None:
-    with pytest.raises(DitLoraError, match="keep_adapter needs a file with LoRA"):
+    with pytest.raises(DitLoraError, match="keep_adapter needs a file of stage 3"):
         world.convert(stages=[world.folder / "stage2.pth"], keep_adapter=True)
     head = "mistral_model.base_model.model.lm_head.lora_{}.default.weight"
     world.stage3[head.format("A")] = torch.zeros(3, TEXT)
@@ -89,10 +89,10 @@ def test_missing_files_are_listed_at_once(world: World) -> None:
     with pytest.raises(DitLoraError) as raised:
         world.convert(stages=[], vision=world.folder / "no.pth", llm=world.folder / "nothing")
     message = str(raised.value)
-    assert "out exists" in message
+    assert "out already exists" in message
     assert "no.pth" in message
-    assert "nothing is no folder of a language model" in message
-    assert "no file of stage 2 or later" in message
+    assert "nothing is not a folder with a language model" in message
+    assert "give a file of stage 2 or later" in message
 
 
 def test_a_language_model_of_another_kind_is_refused(world: World, tmp_path: Path) -> None:

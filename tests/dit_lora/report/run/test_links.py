@@ -115,12 +115,12 @@ def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> N
     written_paths: list[Path] = []
     pages = LiveReportPage(run_dir, lambda file, form, out: written_paths.append(out))
     (run_dir / "exports").symlink_to(outside)
-    with pytest.raises(DitLoraError, match="through which nothing is written"):
+    with pytest.raises(DitLoraError, match="is a link; remove it"):
         pages.export_step(20)
     (run_dir / "exports").unlink()
     assert pages.export_step(20) == "exports/step_000020"
     file.unlink()
     file.symlink_to(outside)
-    with pytest.raises(DitLoraError, match="no checkpoint of step 20"):
+    with pytest.raises(DitLoraError, match="the checkpoint of step 20 no longer exists"):
         pages.export_step(20)
     assert written_paths == [run_dir / "exports" / "step_000020"]

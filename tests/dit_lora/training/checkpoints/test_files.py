@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
         )  # white space may differ without harm
         return
     assert find_newest_checkpoint(tmp_path) == good
-    with pytest.raises(DitLoraError, match=r"is torn or altered; the newest whole one is .*step_000001"):
+    with pytest.raises(DitLoraError, match=r"is incomplete or altered; the newest complete one is .*step_000001"):
         find_checkpoint(str(torn), tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
     message = str(error.value)
     assert "cannot save the checkpoint of step 2" in message
     assert "No space left on device" in message
-    assert f"the newest whole one is {good}" in message
+    assert f"the newest complete one is {good}" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
     assert {path.name: path.read_bytes() for path in good.iterdir()} == before
 
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_not_broadcast(tmp_path: Path) -
     path = save(tmp_path, 1, model, optimizer)
     weights = load_file(path / "trainable.safetensors")
     save_file({**weights, "1.bias": torch.zeros(1)}, path / "trainable.safetensors")
-    with pytest.raises(DitLoraError, match="are not this model's"):
+    with pytest.raises(DitLoraError, match="do not match this model"):
         load(path, model, optimizer)
 
 

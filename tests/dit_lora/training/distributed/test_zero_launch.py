@@ -41,9 +41,9 @@ def test_what_only_deepspeed_would_do_is_refused_all_at_once(installed: None) ->
         pop_zero_stage(environment)
     assert str(error.value).splitlines()[1:] == [
         "  - ZeRO stage 3: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml",
-        "  - deepspeed_config_file zero.json: leave it out; the recipe says everything else",
-        "  - deepspeed_offload_optimizer_device cpu: leave it out; more GPUs share it further",
-        "  - gradient_clipping 0.5: leave it out; optim.clip decides",
+        "  - deepspeed_config_file zero.json: remove it; the recipe says everything else",
+        "  - deepspeed_offload_optimizer_device cpu: remove it; use more GPUs to lower memory",
+        "  - gradient_clipping 0.5: remove it; optim.clip decides",
     ]
 
 

@@ -323,9 +323,9 @@ def test_a_run_takes_what_its_free_memory_allows(
         choose_checkpointing(run, lambda _setup: free)
         assert is_set(step) == expected
         assert step.transformer.training
-    assert len(messages) == 2
-    assert messages[0] == messages[1]
-    assert messages[0].startswith(f"checkpointing: {expected}: activations 0.00")
+    # Nothing is said if nothing is computed twice.
+    assert len(messages) == (0 if expected == "none" else 2)
+    assert all(message.startswith(f"checkpointing: {expected}: activations 0.00") for message in messages)
 
 
 def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
@@ -336,12 +336,13 @@ def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
         run, messages = stand_in(step, mode)
         choose_checkpointing(run)
         assert is_set(step) == mode
-        assert [line.partition(": act")[0] for line in messages] == [f"checkpointing: {mode}"]
+        expected = [] if mode == "none" else [f"checkpointing: {mode}"]
+        assert [line.partition(": act")[0] for line in messages] == expected
     for mode, hint in (("none", True), ("auto", False)):
         run, messages = stand_in(step, mode)
         choose_checkpointing(run, lambda _setup: 100)
         assert is_set(step) == ("none" if mode == "none" else "full")
-        assert messages[1].startswith("warning: these activations will hardly fit")
+        assert messages[1].startswith("warning: activations may not fit")
         assert ("train.checkpointing=auto" in messages[1]) == hint
 
 
@@ -382,7 +383,7 @@ def test_a_model_without_checkpointing_is_refused_before_it_is_counted(
     assert messages == []
     run, messages = stand_in(step, "auto")
     choose_checkpointing(run)
-    assert messages[0].startswith("checkpointing: none: activations")
+    assert messages == []
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_cpu(

@@ -229,7 +229,7 @@ def test_accelerate_leaves_an_offloaded_model_where_it_is(
     [
         ({"checkpointing": "none"}, "needs checkpointing=full .*got checkpointing=none"),
         ({"checkpointing": "selective"}, "needs checkpointing=full .*got checkpointing=selective"),
-        ({"checkpointing": "auto", "mode": "full"}, "mode=full has none"),
+        ({"checkpointing": "auto", "mode": "full"}, "mode=full, which has no frozen weights"),
     ],
 )
 def test_a_recipe_whose_weights_would_not_come_back_is_refused(

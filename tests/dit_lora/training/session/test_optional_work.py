@@ -45,8 +45,8 @@ def test_after_out_of_memory_the_part_is_not_tried_again(
     assert optional.attempt("samples", 2, raising(error)) is None
     optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
     assert optional.attempt("eval losses", 4, lambda: 0.5) == 0.5
-    assert said == ["warning: step 2: samples are left out from here on: out of memory; training goes on"]
-    assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
+    assert said == ["warning: step 2: samples are skipped from here on: out of memory; training continues"]
+    assert optional.format_lines() == ["skipped: samples of steps 2, 4: out of memory"]
 
 
 def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWork, said: list[str]) -> None:
@@ -54,12 +54,12 @@ def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWor
     assert optional.attempt("samples", 4, lambda: 1) == 1
     optional.attempt("samples", 6, raising(KeyError("odd")))
     assert said == [
-        "warning: step 2: samples are left out this time: "
-        "OSError: [Errno 28] No space left on device; training goes on",
-        "warning: step 6: samples are left out this time: KeyError: 'odd'; training goes on",
+        "warning: step 2: samples are skipped this time: "
+        "OSError: [Errno 28] No space left on device; training continues",
+        "warning: step 6: samples are skipped this time: KeyError: 'odd'; training continues",
     ]
     (line,) = optional.format_lines()
-    assert line.startswith("left out: samples of steps 2, 6: OSError")
+    assert line.startswith("skipped: samples of steps 2, 6: OSError")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
     optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
     # No rank goes into the second exchange.
     assert shared == [None]
-    assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
+    assert optional.format_lines() == ["skipped: samples of steps 2, 4: out of memory"]
 
 
 def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

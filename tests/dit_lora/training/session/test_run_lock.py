@@ -120,7 +120,7 @@ def test_a_disk_without_room_for_it_is_said_and_left_as_it_was(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DitLoraError, match=r"cannot be written: .*run\.lock: No space left"):
+    with pytest.raises(DitLoraError, match=r"cannot write run\.dir .*run\.lock: No space left"):
         RunLock(tmp_path / "runs" / "a").acquire()
     assert list(tmp_path.iterdir()) == []
 
@@ -133,7 +133,7 @@ def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_rea
     monkeypatch.setattr(time, "sleep", lambda seconds: age(tmp_path, 1))  # it beats
     with pytest.raises(DitLoraError, match=r"process 1 on node7 .*Slurm job 88.*, remove .*run.lock"):
         RunLock(tmp_path, messages.append).acquire()
-    assert "waiting 85 s to see whether that lives" in messages[0]
+    assert "waiting 85 s to see whether it is running" in messages[0]
 
 
 def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(

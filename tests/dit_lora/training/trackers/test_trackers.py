@@ -267,7 +267,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     for step in range(1, 1000):  # what the socket still takes is no error
         trackers.log_scalars({"loss": 1.0}, step)
     assert len(world.said) == 1
-    assert "warning: run.trackers: wandb is left out from here: " in world.said[0]
+    assert "warning: run.trackers: wandb is not used any more: " in world.said[0]
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -275,7 +275,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(SummaryWriter, "add_scalar", full)
         trackers.log_scalars({"loss": 1.0}, 2)
-    assert "tensorboard is left out from here: OSError: [Errno 28]" in world.said[1]
+    assert "tensorboard is not used any more: OSError: [Errno 28]" in world.said[1]
     trackers.log_scalars({"loss": 1.0}, 3)
     trackers.finish(failed=False)
     assert len(world.said) == 2

@@ -136,7 +136,7 @@ def test_an_adapter_says_how_it_was_trained(trained: Trained) -> None:
     assert loaded.checkpoint.vision_settings == VisionSettings(6, 8, 10, timestamps=False)
     assert loaded.system == "Be brief."
     assert load_answerer(trained.adapter, str(trained.base), frames=3).checkpoint.vision_settings.frames == 3
-    with pytest.raises(DitLoraError, match=r"where its base model \(trained on base\) is; give --model"):
+    with pytest.raises(DitLoraError, match=r"does not name its base model \(trained on base\); give --model"):
         load_answerer(trained.adapter)
 
 
@@ -171,7 +171,7 @@ def test_a_run_of_the_whole_model_is_opened_itself(
     run = tmp_path / "full"
     run.mkdir()
     (run / "config.yaml").write_text(recipe_text(trained.base))
-    with pytest.raises(DitLoraError, match="holds no result yet"):
+    with pytest.raises(DitLoraError, match="has no result yet"):
         load_answerer(run)
     (run / "model").mkdir()
     (run / "model" / "fake").touch()
@@ -195,5 +195,5 @@ def test_an_adapter_of_a_diffusion_model_is_refused(trained: Trained, tmp_path: 
     for parameter in model.parameters():
         parameter.data += 1
     save_chat_adapter(model, tmp_path / "other", {"family": "sana", "base_model": "a/b"})
-    with pytest.raises(DitLoraError, match="of the family sana, which answers no questions"):
+    with pytest.raises(DitLoraError, match="of the family sana, which is not a chat model"):
         load_answerer(tmp_path / "other")

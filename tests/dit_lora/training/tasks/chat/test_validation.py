@@ -91,7 +91,7 @@ def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> 
     clip.write_bytes(data)
     assert actual_loss != expected_loss
     (message,) = run.session.said
-    assert message.startswith(f"eval loss leaves out {run.clips.entries[0].id}: ")
+    assert message.startswith(f"eval loss: skipped {run.clips.entries[0].id}: ")
 
 
 def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> None:

@@ -78,5 +78,5 @@ def test_attention_that_takes_no_mask_is_refused_for_a_family_that_has_one(
     recipe_values["model"] = {"family": "sana", "path": str(tiny_checkpoints["sana-600m"])}
     recipe_values["data"] |= {"frames": 1, "height": 64, "width": 64}
     recipe_values["kernels"] = {"attention": name}
-    with pytest.raises(DitLoraError, match=f"kernels.attention: {name} takes no mask"):
+    with pytest.raises(DitLoraError, match=f"kernels.attention: {name} does not support masks"):
         load(recipe_values, torch.float32)

@@ -142,8 +142,8 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
         assert torch.equal(texts.read(key, {})[0]["prompt_embeds"], embeds)
     assert encoded_again.training_set.empty_text[1] is None
     printed = capsys.readouterr().err
-    assert "caption '' is encoded anew" in printed
-    assert "caption 'a cat' is encoded anew" in printed
+    assert "encoding caption '' again" in printed
+    assert "encoding caption 'a cat' again" in printed
 
 
 def test_a_mirror_image_is_an_entry_of_its_own_beside_the_image(

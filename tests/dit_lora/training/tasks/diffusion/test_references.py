@@ -168,5 +168,5 @@ def test_a_mask_of_another_shape_or_of_nothing_is_named(encode: Encode, pairs: P
         encode(mask_column="mask")
     assert "its mask is 64 x 64 and the picture 80 x 64" in str(refused.value)
     shutil.copy(pairs / "mask" / "001.png", pairs / "mask" / "000.png")
-    with pytest.raises(DitLoraError, match=r"its mask is black, so that nothing of the sample"):
+    with pytest.raises(DitLoraError, match=r"its mask is black, so nothing of the sample"):
         encode(mask_column="mask")

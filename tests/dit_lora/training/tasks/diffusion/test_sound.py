@@ -178,12 +178,12 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(recipe_
         mute, get_family("ltx2").open(mute.model, mute).encoders, progress=False
     ).audited_samples
     assert not [f.code for sample in mute_samples for f in sample.findings if "sound" in f.code]
-    assert "sound: 5 of 6 clips have some" in audit_folder(str(clips), progress=False).notes
+    assert "sound: 5 of 6 clips have sound" in audit_folder(str(clips), progress=False).notes
 
 
 @pytest.mark.parametrize("data", [{"fps": None}, {"frames": 1, "fps": None}, {"buckets": {"frames": [1, 9]}}])
 def test_sound_of_what_has_no_length_is_refused(recipe_of: Values, data: dict[str, Any]) -> None:
-    with pytest.raises(DitLoraError, match=r"give data\.fps, and frames above 1"):
+    with pytest.raises(DitLoraError, match=r"sound needs data\.fps, and more than 1 frame"):
         recipe_of(**data)
 
 

@@ -1,0 +1,38 @@
+"""What a normal run prints outside of a terminal: a short log, written as it happens, that ends with commands."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MAX_LINES, MAX_COLUMNS = 15, 80
+OPTIONS = ["train.steps=8", "train.save_every=4", "validation.every=2", "validation.eval_draws=1"]
+
+
+def test_the_log_of_a_normal_run(
+    lora_main: Callable[[list[str]], None], smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    prompts = ["validation.prompts=[a red circle]", "validation.inference_steps=2"]
+    lora_main([*smoke, *OPTIONS, *prompts, f"run.dir={run}"])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "\r" not in captured.err
+    lines = captured.err.replace(str(run), "runs/demo").splitlines()
+    assert len(lines) <= MAX_LINES, captured.err
+    assert max(map(len, lines)) <= MAX_COLUMNS, captured.err
+    assert "triton" not in captured.err.lower()
+    told = [line.partition(" 0.")[0].partition(" 1.")[0] for line in lines if line.startswith("step ")]
+    # A checkpoint is written in another thread, so its line may come after the next loss.
+    assert sorted(told) == [
+        *(f"step {step}: eval loss" for step in (0, 2, 4)),
+        "step 4: saved runs/demo/checkpoints/step_000004",
+        *(f"step {step}: eval loss" for step in (6, 8)),
+    ]
+    assert "% since step 0)" in next(line for line in lines if line.startswith("step 8: eval loss"))
+    assert [line.partition(":")[0] for line in lines[-5:-3]] == ["adapter", "verified"]
+    assert lines[-3:] == [
+        "next: dit-lora sample runs/demo --prompt '...'",
+        "      dit-lora report runs/demo --serve  # or open runs/demo/report.html",
+        "      dit-lora push runs/demo OWNER/NAME",
+    ]
