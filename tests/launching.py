@@ -151,7 +151,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Command(Script):
-    """`python`, with what follows it, in a folder; to the end, with what it has registered to be done there."""
+    """Python with arguments in a folder, up to the functions that run at its exit."""
 
     folder: Path
 
@@ -178,7 +178,7 @@ def started(
 def run_python(
     folder: Path, *arguments: object, ranks: int = 1, timeout: float = 900
 ) -> subprocess.CompletedProcess[str]:
-    """`python`, or torchrun, with a script or `-m` and a module in a folder, in forked processes."""
+    """Run Python or torchrun with a script or module in a folder, in forked processes."""
     return Ranks(Command(tuple(map(str, arguments)), folder), ranks).wait(timeout)
 
 

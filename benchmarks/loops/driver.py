@@ -157,7 +157,7 @@ def select_third(selections: Sequence[Selection]) -> list[Selection]:
     """A fixed third of the faulty runs, and every healthy one.
 
     Each fault is run in every third loop that declares it. The faults start at different loops, so that about a third
-    of each loop's faults is run; but one alone of a loop in a process of its own, whose runs each import torch anew.
+    of each loop's faults is run. A loop that starts Python processes runs one fault: each of its runs imports torch.
     """
     num_seen: Counter[str] = Counter()
     thirds = []

@@ -166,25 +166,25 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
         assert "Traceback" not in process.stderr
         return process.stdout
 
-    def done(*lines: str, where: Path = tmp_path) -> list[str]:
-        """What each line of dit-lora prints, of one process: each for itself would import for seconds."""
+    def run_lines(*lines: str, where: Path = tmp_path) -> list[str]:
+        """Run lines of dit-lora in one process, which imports once, and return what each prints."""
         return typed(shlex.join(["python", "-c", ONE_AFTER_THE_OTHER, *lines]), where).split("\0")[:-1]
 
     assert "ready to train" in typed("dit-lora doctor")
-    place, said = done("", "dit-lora init smoke/cogvideox my-run")
-    assert str(ROOT) not in place
-    output_lines = said.splitlines()
+    package_path, init_output = run_lines("", "dit-lora init smoke/cogvideox my-run")
+    assert str(ROOT) not in package_path
+    output_lines = init_output.splitlines()
     enter, *prepare, launch = [line.strip() for line in output_lines[output_lines.index("Next, as it stands:") + 1 :]]
     assert enter == "cd my-run"
     folder, run = tmp_path / "my-run", "runs/smoke-cogvideox"
-    done(*prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")), where=folder)
+    run_lines(*prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")), where=folder)
     typed(f"{launch} train.steps=3 validation.prompts=[]", where=folder)
     assert (folder / run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
     (folder / run / "report.html").unlink()  # the run's own
 
     with FakeHub(tmp_path / "hub") as hub:
         environment |= hub_environment(hub, tmp_path / "hf")
-        _, sampled, verified, _, pushed = done(
+        _, sample_output, verify_output, _, push_output = run_lines(
             f"dit-lora report {run}",
             f"dit-lora sample {run} --prompt x --inference-steps 1",
             f"dit-lora verify {run}",
@@ -193,9 +193,9 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
             where=folder,
         )
         assert (folder / run / "report.html").is_file()
-        (video,) = sampled.split()
+        (video,) = sample_output.split()
         assert (folder / video).stat().st_size > 0
-        assert "every check passed" in verified
-        assert f"to {hub.url}/me/first-lora" in pushed.splitlines()[-1]
+        assert "every check passed" in verify_output
+        assert f"to {hub.url}/me/first-lora" in push_output.splitlines()[-1]
         loaded = typed(f"python -c '{LOAD_BACK}' me/first-lora folded", where=folder)
     assert loaded.strip() == "equal, and not the base's"

@@ -77,8 +77,8 @@ def python(folder: Path, *arguments: object, ranks: int = 1, code: int = 0) -> s
     return process
 
 
-def python_itself(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As users start it."""
+def run_real_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as users start it, in a new process."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -138,9 +138,9 @@ def test_a_skipped_step_moves_no_schedule(script: Path) -> None:
 
 def test_healthy_training_is_the_same_bit_for_bit(script: Path) -> None:
     folder = script.parent
-    bare = python_itself(folder, script.name)
+    bare = run_real_python(folder, script.name)
     unguarded_weights = weights(folder)
-    guarded = python_itself(folder, *GUARD, script.name)
+    guarded = run_real_python(folder, *GUARD, script.name)
     assert guarded.stdout == bare.stdout
     assert all(torch.equal(a, b) for a, b in zip(unguarded_weights, weights(folder), strict=True))
     assert not events(folder)
@@ -168,7 +168,7 @@ def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> Non
 )
 def test_what_is_not_guarded_is_said(tmp_path: Path, code: str, said: str) -> None:
     (tmp_path / "other.py").write_text(code)
-    lines = python_itself(tmp_path, *GUARD, "other.py").stderr.splitlines()  # what it holds lives to its end
+    lines = run_real_python(tmp_path, *GUARD, "other.py").stderr.splitlines()  # what it holds lives to its end
     (reason,) = [line for line in lines if "guarded" in line]  # one reason, and no other
     assert said in reason
 
