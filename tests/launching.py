@@ -5,6 +5,7 @@ A process that starts from nothing imports torch, Diffusers, Transformers and PE
 imports happened before, and all ranks share one hash seed. It has a session, an environment and a stdin of its own.
 """
 
+import atexit
 import gc
 import importlib.util
 import multiprocessing
@@ -148,6 +149,21 @@ class Script:
             runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+@dataclass(frozen=True)
+class Command(Script):
+    """Python with arguments in a folder, up to the functions that run at its exit."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        atexit._clear()
+        os.chdir(self.folder)
+        try:
+            super().__call__()
+        finally:
+            atexit._run_exitfuncs()
+
+
 def started(
     args: Sequence[object],
     ranks: int = 1,
@@ -157,6 +173,13 @@ def started(
 ) -> Ranks:
     """recipes/lora.py, or another script, in forked processes: `.wait()`, or `.send_signal()` and `.kill()`."""
     return Ranks(Script((str(script), *map(str, args))), ranks, env)
+
+
+def run_python(
+    folder: Path, *arguments: object, ranks: int = 1, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """Run Python or torchrun with a script or module in a folder, in forked processes."""
+    return Ranks(Command(tuple(map(str, arguments)), folder), ranks).wait(timeout)
 
 
 def forked(command: Sequence[str], **_options: Any) -> subprocess.CompletedProcess[str]:

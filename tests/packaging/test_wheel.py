@@ -1,5 +1,6 @@
 """The wheel holds the two packages whole, with what `dit-lora init` writes; and a first hour needs nothing else."""
 
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,25 @@ for name in ("dit_lora", "dit_lora_kernels"):
     for module in pkgutil.walk_packages(package.__path__, f"{name}."):
         importlib.import_module(module.name)
         print(module.name)
+"""
+# An empty line asks where the package is.
+ONE_AFTER_THE_OTHER = """
+import shlex, sys
+import dit_lora
+from dit_lora.cli import main
+
+for line in sys.argv[1:]:
+    sys.argv = shlex.split(line) or ["dit-lora"]
+    if line:
+        assert sys.argv[0] == "dit-lora", line
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+    else:
+        print(dit_lora.__file__)
+    print(end="\\0")
 """
 # Of the Hub's copy and of the folded file, in plain Diffusers.
 LOAD_BACK = """
@@ -134,38 +154,48 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path: Path) -> None:
     """What `init` says to type is typed as it stands, in an empty folder; then a run is looked at."""
 
-    def typed(*lines: str, where: Path = tmp_path) -> str:
+    def typed(line: str, where: Path = tmp_path) -> str:
         process = subprocess.run(
-            ["bash", "-e", "-c", "\n".join(lines)],
+            ["bash", "-e", "-c", line],
             cwd=where,
             env=environment,
             capture_output=True,
             text=True,
         )
-        assert process.returncode == 0, f"{lines}\n{process.stdout}\n{process.stderr}"
+        assert process.returncode == 0, f"{line}\n{process.stdout}\n{process.stderr}"
         assert "Traceback" not in process.stderr
         return process.stdout
 
-    assert str(ROOT) not in typed("python -c 'import dit_lora; print(dit_lora.__file__)'")
+    def run_lines(*lines: str, where: Path = tmp_path) -> list[str]:
+        """Run lines of dit-lora in one process, which imports once, and return what each prints."""
+        return typed(shlex.join(["python", "-c", ONE_AFTER_THE_OTHER, *lines]), where).split("\0")[:-1]
+
     assert "ready to train" in typed("dit-lora doctor")
-    output_lines = typed("dit-lora init smoke/cogvideox my-run").splitlines()
+    package_path, init_output = run_lines("", "dit-lora init smoke/cogvideox my-run")
+    assert str(ROOT) not in package_path
+    output_lines = init_output.splitlines()
     enter, *prepare, launch = [line.strip() for line in output_lines[output_lines.index("Next:") + 1 :]]
     assert enter == "cd my-run"
-    typed(enter, *prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")))
     folder, run = tmp_path / "my-run", "runs/smoke-cogvideox"
+    run_lines(*prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")), where=folder)
     typed(f"{launch} train.steps=3 validation.prompts=[]", where=folder)
     assert (folder / run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
     (folder / run / "report.html").unlink()  # the run's own
-    typed(f"dit-lora report {run}", where=folder)
-    assert (folder / run / "report.html").is_file()
-    (video,) = typed(f"dit-lora sample {run} --prompt x --inference-steps 1", where=folder).split()
-    assert (folder / video).stat().st_size > 0
-    exported = f"dit-lora export {run} --to folded --out folded"
-    assert "every check passed" in typed(f"dit-lora verify {run}", exported, where=folder)
 
     with FakeHub(tmp_path / "hub") as hub:
         environment |= hub_environment(hub, tmp_path / "hf")
-        pushed = typed(f"dit-lora push {run} me/first-lora --private", where=folder)
-        assert f"to {hub.url}/me/first-lora" in pushed.splitlines()[-1]
+        _, sample_output, verify_output, _, push_output = run_lines(
+            f"dit-lora report {run}",
+            f"dit-lora sample {run} --prompt x --inference-steps 1",
+            f"dit-lora verify {run}",
+            f"dit-lora export {run} --to folded --out folded",
+            f"dit-lora push {run} me/first-lora --private",
+            where=folder,
+        )
+        assert (folder / run / "report.html").is_file()
+        (video,) = sample_output.split()
+        assert (folder / video).stat().st_size > 0
+        assert "every check passed" in verify_output
+        assert f"to {hub.url}/me/first-lora" in push_output.splitlines()[-1]
         loaded = typed(f"python -c '{LOAD_BACK}' me/first-lora folded", where=folder)
     assert loaded.strip() == "equal, and not the base's"

@@ -2,11 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import launch_environment
+from launching import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -48,16 +47,7 @@ dist.destroy_process_group()
 
 def run(folder: Path, kind: str, *guard: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-    return subprocess.run(
-        [*torchrun, *guard, "train.py", kind],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=launch_environment(),
-        check=False,
-        timeout=900,
-    )
+    return run_python(folder, *guard, "train.py", kind, ranks=2)
 
 
 def test_a_process_that_trains_alone_skips_alone_and_speaks_for_itself(tmp_path: Path) -> None:

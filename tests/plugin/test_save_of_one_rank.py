@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import launch_environment
+from launching import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -51,15 +50,7 @@ dist.destroy_process_group()
 
 def run(folder: Path, kind: str, *guard: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-    return subprocess.run(
-        [*torchrun, *guard, "train.py", kind],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=launch_environment(),
-        check=False,
-    )
+    return run_python(folder, *guard, "train.py", kind, ranks=2)
 
 
 GUARD = ("-m", "dit_lora.guard", "--folder", "guarded")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import launch_environment
+from launching import launch_environment, run_python
 from safetensors.torch import load_file
 
 PLAIN = """
@@ -71,18 +71,22 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def python(folder: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    process = subprocess.run(
-        command,
+def python(folder: Path, *arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+    process = run_python(folder, *arguments, ranks=ranks)
+    assert process.returncode == code, process.stderr
+    return process
+
+
+def run_real_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as users start it, in a new process."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         env=launch_environment(),
-        check=False,
+        check=True,
     )
-    assert process.returncode == code, process.stderr
-    return process
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -134,9 +138,9 @@ def test_a_skipped_step_moves_no_schedule(script: Path) -> None:
 
 def test_healthy_training_is_the_same_bit_for_bit(script: Path) -> None:
     folder = script.parent
-    bare = python(folder, script.name)
+    bare = run_real_python(folder, script.name)
     unguarded_weights = weights(folder)
-    guarded = python(folder, *GUARD, script.name)
+    guarded = run_real_python(folder, *GUARD, script.name)
     assert guarded.stdout == bare.stdout
     assert all(torch.equal(a, b) for a, b in zip(unguarded_weights, weights(folder), strict=True))
     assert not events(folder)
@@ -164,7 +168,7 @@ def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> Non
 )
 def test_what_is_not_guarded_is_said(tmp_path: Path, code: str, said: str) -> None:
     (tmp_path / "other.py").write_text(code)
-    lines = python(tmp_path, *GUARD, "other.py").stderr.splitlines()
+    lines = run_real_python(tmp_path, *GUARD, "other.py").stderr.splitlines()  # what it holds lives to its end
     (reason,) = [line for line in lines if "guarded" in line]  # one reason, and no other
     assert said in reason
 
@@ -292,8 +296,7 @@ dist.destroy_process_group()
 def test_ranks_that_share_weights_diagnose_together(tmp_path: Path, fault: str, told: tuple[str, ...]) -> None:
     """A rank alone cannot run a model of `fully_shard`: all run the micro-batch of the one that failed."""
     (tmp_path / "sharded.py").write_text(SHARDED)
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    process = python(tmp_path, *torchrun, *GUARD, "sharded.py", fault)
+    process = python(tmp_path, *GUARD, "sharded.py", fault, ranks=2)
     assert "finite True" in process.stdout
     assert all(message in process.stderr for message in told), process.stderr
     if fault != "overflow":
@@ -304,15 +307,15 @@ def test_ranks_that_share_weights_diagnose_together(tmp_path: Path, fault: str, 
     assert sorted(bundle.parent.iterdir()) == sorted(bundles)
     assert load_file(bundle / "trained.safetensors")["0.weight"].shape == (8, 4)
     replay = ("-m", "dit_lora", "replay", bundle, "--script", "sharded.py", "--", "none")
-    process = python(tmp_path, *torchrun[:-1], "1", *replay, code=1)
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "1")
+    process = python(tmp_path, *torchrun, *replay, code=1)
     assert "replayed: inputs: it fails whatever" in process.stdout, process.stdout
 
 
 @pytest.mark.thorough
 def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(RANKS)
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    process = python(tmp_path, *torchrun, *GUARD, "ddp.py", "5")
+    process = python(tmp_path, *GUARD, "ddp.py", "5", ranks=2)
     assert "finite True equal True" in process.stdout
     (first_event, second) = events(tmp_path)
     for event in (first_event, second):

@@ -276,13 +276,17 @@ def _keys(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from _keys(inner, (*above, key))
 
 
+CHANGES = ("missing", "null", "list")
+
+
 @pytest.mark.parametrize("name", ["facts.json", "verification.json", "environment.json", "config.yaml"])
 def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(run_dir: Path, name: str) -> None:
     file = run_dir / name
     original = yaml.safe_load(file.read_text())
     refusals = []
-    for path in _keys(original):
-        for change in ("missing", "null", "list"):
+    for number, path in enumerate(_keys(original)):
+        # The recipe has a hundred and more keys: each is changed in one way, next to one that is in another.
+        for change in CHANGES[number % 3 : number % 3 + 1] if name == "config.yaml" else CHANGES:
             record = json.loads(json.dumps(original))
             section = record
             for key in path[:-1]:

@@ -291,7 +291,9 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
         table.launch(4, healthy(table, "fsdp2", 4, [1]))
         common_overrides |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
     cases = dict(common_overrides)
-    for engine in engines:
+    # DDP on two ranks recovers above, where the two share each sample's tokens.
+    engines_with_faults = [engine for engine in engines if ranks > 2 or engine != "ddp"]
+    for engine in engines_with_faults:
         cases |= faulty(table, engine, ranks)
     for case in cases.values():
         shutil.rmtree(case.folder, ignore_errors=True)  # of the tests above
@@ -302,6 +304,7 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     for engine in engines:
         name = f"{engine}_{ranks}_1"
         require_same_state(table, f"{engine}_{ranks}_from_{name}", name)
+    for engine in engines_with_faults:
         # The first block's parameters are among the first ranks' parts of ZeRO's flat groups.
         require_faults_named(table, f"{engine}_{ranks}", ranks, block=int(engine == "zero2"))
 

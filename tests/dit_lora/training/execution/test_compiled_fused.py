@@ -70,8 +70,14 @@ def compile_whole(
     compile_blocks(recipe, step.transformer, Accelerator(cpu=True))
 
 
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize(
+    ("variant", "mixed"),
+    [
+        *((variant, "no") for variant in FAMILIES),
+        ("dit-tiny", "bf16"),
+        *(pytest.param(variant, "bf16", marks=pytest.mark.thorough) for variant in FAMILIES[:2]),
+    ],
+)
 def test_a_fused_model_trains_compiled_as_it_does_eager(
     tiny_checkpoints: dict[str, Path],
     recipe_values: dict[str, Any],
