@@ -1,15 +1,22 @@
-"""The model families. `FAMILIES` maps the family names used in recipes to the modules that describe them."""
+"""The model families. `FAMILIES` maps the family names used in recipes to the modules that describe them.
+
+Other packages add diffusion families by the entry point group `dit_lora.families`: the name of the family, and the
+module that has its description as `FAMILY`. Names of this package win.
+"""
 
 import importlib
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.no_hub_kernel import block_hub_kernel
+from dit_lora.terminal import echo
 
 block_hub_kernel()  # must run before a family imports Diffusers and PEFT
 
-DIFFUSION_FAMILIES = {
+_OWN_DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",
     "flux": "dit_lora.families.flux",
@@ -26,9 +33,15 @@ DIFFUSION_FAMILIES = {
     "wan": "dit_lora.families.wan",
     "z_image": "dit_lora.families.z_image",
 }
-"""Families whose checkpoints implement the contract of `families.base`."""
 CHAT_FAMILIES = {"videochat2": "dit_lora.families.videochat2", "chat": "dit_lora.families.chat"}
 """Families whose checkpoints implement the contract of `families.chat_base`."""
+_OWN_FAMILIES = _OWN_DIFFUSION_FAMILIES | CHAT_FAMILIES
+# Only names are read here: a module is imported when its family is used.
+_OTHER_FAMILIES = {
+    point.name: point.value for point in entry_points(group="dit_lora.families") if point.name not in _OWN_FAMILIES
+}
+DIFFUSION_FAMILIES = _OWN_DIFFUSION_FAMILIES | _OTHER_FAMILIES
+"""Families whose checkpoints implement the contract of `families.base`."""
 FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
 
 
@@ -42,17 +55,45 @@ def get_family(name: str) -> Any:
         A `DiffusionFamily` or a `ChatFamily`.
 
     Raises:
-        DitLoraError: No family has this name.
+        DitLoraError: No family has this name, or the package that adds it cannot be imported.
     """
     if name not in FAMILIES:
         raise DitLoraError(f"no family {name!r}; model.family is one of {', '.join(FAMILIES)}")
     # A family's package is plain data. Its checkpoint code is imported later, when a checkpoint is opened.
-    return importlib.import_module(FAMILIES[name]).FAMILY
+    if name in _OWN_FAMILIES:
+        return importlib.import_module(FAMILIES[name]).FAMILY
+    try:
+        return importlib.import_module(FAMILIES[name]).FAMILY
+    except (ImportError, SyntaxError, AttributeError, NameError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DitLoraError(
+            f"cannot load family {name} from {FAMILIES[name]} ({reason}); update its package"
+        ) from error
 
 
 def get_families() -> Mapping[str, Any]:
-    """All families by name. This imports only their descriptions, which takes milliseconds and no torch."""
-    return {name: get_family(name) for name in FAMILIES}
+    """All families by name. A family of another package that cannot be imported is left out with a warning.
+
+    This imports only their descriptions, which takes milliseconds and no torch.
+    """
+    families = {name: get_family(name) for name in _OWN_FAMILIES}
+    # A broken package of somebody else must not end a command that does not need it.
+    for name in _OTHER_FAMILIES:
+        try:
+            families[name] = get_family(name)
+        except DitLoraError as error:
+            _warn_once(str(error))
+    return families
+
+
+def get_diffusion_families() -> Mapping[str, Any]:
+    """The families of `get_families` that are in `DIFFUSION_FAMILIES`."""
+    return {name: family for name, family in get_families().items() if name in DIFFUSION_FAMILIES}
+
+
+@cache
+def _warn_once(message: str) -> None:
+    echo(f"warning: {message}", err=True)
 
 
 def get_default_recipes() -> dict[str, str]:

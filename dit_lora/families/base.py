@@ -449,6 +449,7 @@ class Checkpoint:
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
+        # The facts first: their checks refuse recipes that the family cannot train.
         checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
@@ -462,6 +463,7 @@ class Checkpoint:
 
     def with_info(self, info: CheckpointInfo) -> Self:
         """The checkpoint with these facts in all roles."""
+        # Roles are frozen and hold the facts, so each one is replaced.
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 

@@ -31,6 +31,7 @@ class Conditioning:
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of a training step beyond those of the objective."""
+        # Names are streams: a new name does not change the numbers of the others.
         return {}
 
     def mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor | None:
@@ -38,6 +39,7 @@ class Conditioning:
 
         It broadcasts to the latents. Clean latents get no noise and no loss.
         """
+        # Everything is denoised.
         return None
 
     def replace_given_latents(
@@ -48,6 +50,7 @@ class Conditioning:
 
     def token_timesteps(self, timesteps: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Timesteps for the transformer: one per sample (B,), or one per token (B, S)."""
+        # All tokens of a sample have its noise level.
         return timesteps
 
     def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:

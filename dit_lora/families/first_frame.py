@@ -28,6 +28,7 @@ class FirstFrame(Conditioning):
     supported_options: ClassVar[tuple[str, ...]] = ("data.image_dropout",)
 
     def with_recipe(self, recipe: Recipe) -> Self:
+        # A share of samples without an image keeps the model able to work from text only.
         return replace(self, image_dropout=recipe.data.image_dropout)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:

@@ -25,7 +25,7 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.data.cache.digests import Digests
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families import DIFFUSION_FAMILIES, get_family
+from dit_lora.families import get_diffusion_families
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.families.opening import read_component_config
@@ -135,7 +135,7 @@ class DiffusionReferenceModel(ReferenceModel):
         pipeline_class = self.checkpoint.info.pipeline_class
         if is_in_peft_format(file) or not is_converted_lora(file, read_pipeline_state_dict(pipeline_class, file)):
             return
-        families = (get_family(name) for name in DIFFUSION_FAMILIES)
+        families = get_diffusion_families().values()
         comfyui_names = next((f.comfyui for f in families if self.name in f.pipeline_names), UNKNOWN_NAMES)
         layers = read_lora(file, model, comfyui_names, pipeline_class).layers
         problems = [problem for name, layer in layers.items() if (problem := _describe_difference(model, name, layer))]

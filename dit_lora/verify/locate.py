@@ -14,7 +14,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.config.records import RunMetadata, read_typed_json
 from dit_lora.errors import DitLoraError
-from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
+from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_diffusion_families
 from dit_lora.families.opening import get_checkpoint_folder, read_component_config
 from dit_lora.files import read_json
 
@@ -198,7 +198,7 @@ def detect_family(model: ModelConfig) -> str:
     """
     # `_class_name` of model_index.json.
     pipeline = read_component_config(get_checkpoint_folder(model)).get("_class_name")
-    families = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
+    families = {name: family.pipeline_names for name, family in get_diffusion_families().items()}
     for name, pipelines in families.items():
         if pipeline in pipelines:
             return name

@@ -47,6 +47,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         )
     objective = VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod)
     info = kind(path=path, transformer_config=transformer, vae_config=vae, from_scratch=model.from_scratch)
+    # Both tasks share the denoiser and the sampler.
     if not isinstance(info, CogVideoXImageInfo):
         return Checkpoint(
             info=info,

@@ -48,6 +48,7 @@ class CogVideoXImageInfo(CogVideoXInfo):
         if recipe.data.flip:
             problems.append("data.flip: it would not mirror a first image of the clip's own; remove it")
         require_images(self.path.name, recipe.validation, self.image_arguments, problems)
+        # None in the recipe is the default: noise.
         return replace(info, has_image_noise=recipe.data.image_noise is not False)
 
 

@@ -185,6 +185,7 @@ class CogVideoXDenoiser(Denoiser):
         self, transformer: nn.Module, noisy_BFCHW: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
+        # Without random tensors, the image is the clean one, at its posterior's mean.
         return self.predict_in_training(transformer, noisy_BFCHW, timesteps, batch, {})
 
     def predict_in_training(
@@ -196,8 +197,10 @@ class CogVideoXDenoiser(Denoiser):
         random_tensors: TensorMap,
     ) -> torch.Tensor:
         """Predict the velocity with the random tensors of the conditioning, if any."""
+        # For image-to-video, (B, F, 2 C, H, W).
         hidden_BFCHW = self.conditioning.append_channels(noisy_BFCHW, batch, random_tensors)
         prompt_embeds = batch["prompt_embeds"]
+        # Only 1.5 image-to-video embeds an offset.
         has_offset = self.info.transformer_config["ofs_embed_dim"] is not None
         # (B, F, C, H, W): axis 2 holds the channels.
         frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))

@@ -59,6 +59,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     task = model.task or stored_task
     # The vendor's noise levels.
     objective = build_flow_matching(scheduler, NoiseLevelDistribution(density="stretched_logit_normal"))
+    # Facts that all tasks share.
     facts = {**fields, "scheduler": scheduler, "has_task_override": task != stored_task}
     # All tasks use the same files.
     if task == "ic_lora":

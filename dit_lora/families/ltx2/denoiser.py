@@ -51,6 +51,7 @@ class LTX2Denoiser(FlowDenoiser):
         """
         channels, *grid = batch["latent_mean"].shape[1:]
         video = dict(super().draw_functions(batch))
+        # The latents are packed: a row of noise for each token.
         video["noise"] = partial(normal, (prod(grid), channels))
         # Cached clips may have sound that this run does not train.
         if not self.info.has_sound:
@@ -73,6 +74,7 @@ class LTX2Denoiser(FlowDenoiser):
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Packed latents, (B, S, C), with those that are given in their place. The cached ones are normalised."""
+        # (B, C, F, H, W) -> (B, S, C)
         packed = LTX2Pipeline._pack_latents(batch["latent_mean"].float())
         return self.conditioning.replace_given_latents(packed, batch, random_tensors)
 
@@ -115,6 +117,7 @@ class LTX2Denoiser(FlowDenoiser):
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
+        # Without random tensors, every sample keeps its image.
         conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
         return self.predict_velocities(transformer, conditioned, timesteps, batch, {})[0]
 
@@ -126,6 +129,7 @@ class LTX2Denoiser(FlowDenoiser):
         batch: TensorMap,
         random_tensors: TensorMap,
     ) -> torch.Tensor:
+        # Without sound in the batch, its velocity is that of a placeholder.
         return self.predict_velocities(transformer, noisy, timesteps, batch, random_tensors)[0]
 
     def predict_velocities(

@@ -57,6 +57,7 @@ class LTX2Encoders(Encoders):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         tokens, audio_width = self.info.text_tokens, self.info.text_width("audio")
+        # The cache keeps the connectors' output, whose widths differ by modality.
         return {
             "prompt_embeds": (torch.Size((tokens, self.info.text_width("video"))), dtype),
             "audio_prompt_embeds": (torch.Size((tokens, audio_width)), dtype),

@@ -54,6 +54,7 @@ class LTX2ImageInfo(LTX2Info):
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         info = super().with_recipe(recipe, training_options)
+        # After the checks of all tasks, whose errors come first.
         require_images(self.path.name, recipe.validation, self.image_arguments)
         return info
 

@@ -150,6 +150,7 @@ class ReferenceTokens(Conditioning):
         )
         reference_tokens = [LTX2InContextPipeline._pack_latents(latent.float()) for latent in latents]
         packed_references = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
+        # Positions are in seconds, so the references need the video's frame rate.
         fps = transformer_kwargs["fps"]
         positions = [self._token_positions(batch["latent_mean"], 1, fps)]
         # The latents' widths tell how many times smaller the references are.
@@ -261,6 +262,7 @@ def _to_pil_frames(clip: torch.Tensor) -> list[Any]:
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """The checkpoint for videos from a reference clip."""
     info = LTX2InContextInfo(**facts)
+    # The config has the factors and the offset that positions are computed with.
     conditioning = ReferenceTokens(transformer_config=info.transformer_config)
     return Checkpoint(
         info=info,

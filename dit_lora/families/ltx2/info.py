@@ -102,12 +102,14 @@ class LTX2Info(CheckpointInfo):
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Frames per second are one of the common fields of the header.
         fps = metadata.get("video", {}).get("fps", self.fps)
+        # Adapters from before the option have no entry.
         has_sound = metadata.get("sound", self.has_sound)
         return replace(super().with_training_metadata(metadata), fps=fps, has_sound=has_sound)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.has_sound:
             return ["sound: trained beside the video, at noise levels of its own; samples have it"]
+        # The pipeline generates sound with every video, so say why samples have none.
         return [
             "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
             "whose sound is left out of samples",

@@ -47,6 +47,7 @@ class LTX2Sampler(Sampler):
         return rate | guidance_kwargs(sampling.guidance_scale, has_perturbed_attention=perturbed)
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
+        # Cached prompts are the connectors' output, which must not pass through them again.
         with bypass_connectors(pipeline, prompt_kwargs, self.info.text_width("video")):
             return super().generate(pipeline, prompt_kwargs, sampling)
 

@@ -55,6 +55,7 @@ class LTXVideoImageInfo(LTXVideoInfo):
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         info = super().with_recipe(recipe, training_options)
+        # After the checks of all tasks, whose errors come first.
         require_images(self.path.name, recipe.validation, self.image_arguments)
         return info
 
@@ -96,6 +97,7 @@ class SampledFirstTokens(FirstTokens):
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # (C, 1, H, W)
         picture: DrawFunctions = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
+        # The clip's posterior has a stream of its own, so both latents are independent.
         return {**super().draw_functions(batch), **picture}
 
 

@@ -179,6 +179,7 @@ class LTXVideoDenoiser(FlowDenoiser):
         """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         packed = pack_latents(normalize_latents(latents, batch, self.info.vae_config["scaling_factor"]))
+        # For image-to-video, the image's tokens replace those of the first frame.
         return self.conditioning.replace_given_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:

@@ -150,6 +150,7 @@ class SD3Denoiser(FlowDenoiser):
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
         if not self.info.scheduler["use_dynamic_shifting"]:
             return super().mu(size)
+        # Every patch is one token.
         num_patches = size[-2] * size[-1] // self.info.transformer_config["patch_size"] ** 2
         return compute_mu(self.info.scheduler, num_patches)
 
@@ -197,6 +198,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
+    # One `info` in all roles, so that none of them sees other facts.
     info = SD3Info(
         **fields,
         scheduler=scheduler,

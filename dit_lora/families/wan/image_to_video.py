@@ -182,6 +182,7 @@ class WanImageSampler(WanSampler):
 
     @property
     def fp32_components(self) -> tuple[str, ...]:
+        # As samples are encoded.
         return ("vae", "image_encoder") if self.info.has_clip else super().fp32_components
 
 
@@ -193,6 +194,7 @@ def get_image_latents(batch: TensorMap, random_tensors: TensorMap) -> torch.Tens
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """The checkpoint for image-to-video."""
     info = WanImageInfo(**facts)
+    # TI2V-5B is given the image as a clean frame, the others as channels.
     conditioning = FirstFrame(image_latents=get_image_latents) if info.has_token_mask else ConditionChannels()
     return Checkpoint(
         info=info,

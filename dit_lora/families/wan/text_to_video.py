@@ -52,6 +52,7 @@ class WanInfo(CheckpointInfo):
     has_task_override: bool = False
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = WanPipeline
+    # Only TI2V-5B trains both tasks; `open_checkpoint` refuses another task for the others.
     supported_options: ClassVar[tuple[str, ...]] = ("model.task",)
 
     @property
@@ -160,6 +161,7 @@ class WanDenoiser(FlowDenoiser):
         # (B, C, F, H, W)
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         normalized = normalize_latents(latents, self.info.vae_config)
+        # TI2V-5B with an image: its latent replaces the first frame.
         return self.conditioning.replace_given_latents(normalized, batch, random_tensors)
 
     def predict(
@@ -170,6 +172,7 @@ class WanDenoiser(FlowDenoiser):
         For TI2V-5B without an image, the pipeline repeats the timestep for every token. One timestep per sample gives
         the same result without computing the modulation of every token.
         """
+        # Without random tensors, every sample keeps its image.
         conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
         return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
@@ -181,12 +184,14 @@ class WanDenoiser(FlowDenoiser):
         batch: TensorMap,
         random_tensors: TensorMap,
     ) -> torch.Tensor:
+        # (B,), or (B, F) where the first frame is given clean.
         timesteps = self.conditioning.token_timesteps(timesteps, batch, random_tensors)
         if timesteps.ndim == 2:
             # One timestep per latent frame. The pipeline takes one per token: (B, F) -> (B, S).
             _, patch_height, patch_width = self.info.transformer_config["patch_size"]
             tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
             timesteps = timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
+        # 2.1 and A14B with an image: mask and condition are further channels.
         hidden = self.conditioning.append_channels(noisy, batch, random_tensors)
         prompt_embeds = batch["prompt_embeds"]
         image_embeds = batch.get("image_embeds")
