@@ -23,6 +23,7 @@ def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
 
 def describe_packed_noise(latents: torch.Tensor) -> DrawFunctions:
     """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame, for `Denoiser.draw_functions`."""
+    # Latents of a video VAE have a frame dimension of size 1 between channels and height.
     rows, columns = compute_token_grid(latents)
     return {"noise": partial(normal, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}
 
@@ -33,5 +34,6 @@ def append_references(
     pack_latents: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Tokens (B, S, P), followed by those of each of the batch's references, clean."""
+    # Packed in fp32 and rounded afterwards, like the noisy latents.
     references = [pack_latents(latents.float()).to(hidden_states.dtype) for latents in get_reference_latents(batch)]
     return torch.cat([hidden_states, *references], dim=1)

@@ -60,6 +60,7 @@ class QwenLatentsEncoders(Encoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
+        # `dtype` is ignored: the cache keeps the posterior in fp32.
         vae = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
         return make_pixel_encoder(vae, encode_video)
 
@@ -68,6 +69,7 @@ def sample_normalized_latents(
     batch: TensorMap, random_tensors: TensorMap, vae_config: Mapping[str, Any]
 ) -> torch.Tensor:
     """Latents sampled from the posterior and normalised, (B, C, 1, H, W): the inverse of decoding, before packing."""
+    # Sampled in every step: the cache holds the posterior, not one sample of it.
     latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
     return normalize_latents(latents, vae_config)
 

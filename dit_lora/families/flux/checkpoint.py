@@ -95,6 +95,7 @@ class FluxInfo(CheckpointInfo):
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         info, guidance = super().with_recipe(recipe, training_options), recipe.train.guidance_scale
+        # Without the option, the checkpoint's own value stays.
         if guidance is None:
             return info
         if self.guidance is None:
@@ -114,6 +115,7 @@ class FluxInfo(CheckpointInfo):
         return replace(super().with_training_metadata(metadata), guidance=guidance)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
+        # Of FLUX.1, only distilled checkpoints such as schnell have no guidance embedding.
         if self.guidance is not None:
             return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
         return [
@@ -227,6 +229,7 @@ class FluxDenoiser(FlowDenoiser):
     transformer_class: ClassVar[Any] = FluxTransformer2DModel
 
     def mu(self, size: torch.Size) -> float:
+        # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
@@ -253,6 +256,7 @@ class FluxDenoiser(FlowDenoiser):
             "img_ids": move_to_device(_compute_image_ids(batch["latent_mean"], text.dtype), text.device),
         }
         arguments = self.conditioning.append_tokens(arguments, batch)
+        # Keep the output for the noisy tokens only.
         return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
 
 
@@ -261,6 +265,7 @@ class KontextConditioning(Conditioning):
     """References, whose tokens follow the noisy ones, clean and at the same timestep."""
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+        # (S, 3), the same for every sample of the batch.
         image_ids = transformer_kwargs["img_ids"]
         for latents in get_reference_latents(batch):
             ids = _compute_image_ids(latents, image_ids.dtype)

@@ -76,6 +76,7 @@ class Flux2Info(FluxInfo):
 
     @property
     def is_klein(self) -> bool:
+        # Only model_index.json tells klein from dev, by the pipeline's class.
         return self.pipeline_class is Flux2KleinPipeline
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
@@ -146,7 +147,9 @@ class Flux2Encoders(Encoders):
         return {
             **super().text_cache_key(),
             "tokens": self.info.text_tokens,
+            # The hidden states of these layers, concatenated, are the embeddings.
             "layers": list(self._text_encoder_layers),
+            # dev's pipeline puts a system message before each caption.
             "system_message": None if self.info.is_klein else SYSTEM_MESSAGE,
         }
 
@@ -230,6 +233,7 @@ class Flux2Denoiser(FlowDenoiser):
     transformer_class: ClassVar[Any] = Flux2Transformer2DModel
 
     def mu(self, size: torch.Size) -> float:
+        # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
@@ -256,6 +260,7 @@ class Flux2Denoiser(FlowDenoiser):
             "img_ids": move_to_device(image_ids, text.device),
         }
         arguments = self.conditioning.append_tokens(arguments, batch)
+        # Keep the output for the noisy tokens only.
         return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
 
 

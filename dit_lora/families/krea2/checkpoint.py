@@ -52,6 +52,7 @@ class Krea2Info(QwenLatentsInfo):
     pipeline_class: ClassVar[Any] = Krea2Pipeline
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        # First: a distilled checkpoint is refused whatever else the recipe says.
         if self.is_distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
@@ -74,6 +75,7 @@ class Krea2Encoders(QwenLatentsEncoders):
         return {
             **super().text_cache_key(),
             "tokens": self.info.text_tokens,
+            # Another choice of layers gives other embeddings for the same text encoder.
             "layers": list(self.info.text_encoder_layers),
         }
 
@@ -106,6 +108,7 @@ class Krea2Denoiser(FlowDenoiser):
     def mu(self, size: torch.Size) -> float:
         if self.info.is_distilled:
             return DISTILLED_MU
+        # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:

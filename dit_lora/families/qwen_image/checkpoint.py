@@ -75,6 +75,7 @@ class QwenImageDenoiser(FlowDenoiser):
     transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
 
     def mu(self, size: torch.Size) -> float:
+        # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
@@ -109,6 +110,7 @@ class QwenImageDenoiser(FlowDenoiser):
             "encoder_hidden_states": text,
             # None if nothing is padded, as in the pipeline: attention then has more and faster backends.
             "encoder_hidden_states_mask": None if mask is None else move_to_device(mask, text.device),
+            # One list of (frames, rows, columns) per sample: the noisy image comes first, then references.
             "img_shapes": [[(1, *compute_token_grid(batch["latent_mean"]))]] * len(noisy),
         }
         prediction = transformer(**self.conditioning.append_tokens(arguments, batch), return_dict=False)[0]
@@ -124,6 +126,7 @@ class QwenImageSampler(Sampler):
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
+            # The pipeline uses guidance only if it gets a negative prompt.
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
 

@@ -100,6 +100,7 @@ class ReferenceConditioning(Conditioning):
     """
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+        # (frames, rows, columns) of each reference: the transformer derives positions from them.
         shapes = [(1, *compute_token_grid(latents)) for latents in get_reference_latents(batch)]
         return transformer_kwargs | {
             "hidden_states": append_references(transformer_kwargs["hidden_states"], batch, pack_latents),

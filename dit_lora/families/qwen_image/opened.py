@@ -72,6 +72,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             denoiser=QwenImageDenoiser(info=info, objective=objective),
             sampler=QwenImageSampler(info=info),
         )
+    # 2509 and 2511 have the same pipeline.
     edit_fields: dict[str, Any] = EDIT_PLUS if pipeline_name == QwenImageEditPlusPipeline.__name__ else {}
     edit_info = QwenImageEditInfo(**fields, **edit_fields)
     conditioning = ReferenceConditioning()

@@ -187,6 +187,7 @@ class ZImageDenoiser(FlowDenoiser):
         latents = noisy.to(embeddings.dtype).unsqueeze(2)  # (B, C, 1, H, W)
         outputs = transformer(
             list(latents.unbind(0)),
+            # From 0 at pure noise to 1 at a clean image.
             (1000 - timesteps) / 1000,
             unpad_captions(embeddings, batch["prompt_attention_mask"]),
             return_dict=False,
@@ -205,6 +206,7 @@ class ZImageSampler(Sampler):
         if isinstance(prompt, str):
             return {"prompt": prompt}
         captions = unpad_captions(**_unpad_arguments(prompt))
+        # The pipeline takes a list of embeddings without padding, one per caption.
         arguments: dict[str, Any] = {"prompt_embeds": captions}
         if empty_prompt:
             arguments["negative_prompt_embeds"] = unpad_captions(**_unpad_arguments(empty_prompt)) * len(captions)
@@ -260,6 +262,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             f"{model.path}: captions of {info.text_tokens} tokens and the picture behind them need {required} "
             f"positions; its transformer has {max_positions} (axes_lens)"
         )
+    # Training has its own shift; the scheduler's is for sampling.
     objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
     return Checkpoint(
         info=info,
