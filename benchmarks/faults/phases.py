@@ -50,9 +50,10 @@ def _from_vae(name: str, value: float, message_part: str) -> Fault:
         def load(inner: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return _BadEncoder(inner(*args, **options), world, value)
 
-        opened_checkpoint = world.family.open(world.recipe("", world.clips, world.root, ()).model)
+        # Only diffusion models have a VAE.
+        opened_checkpoint: Any = world.family.open(world.recipe("", world.clips, world.root, ()).model)
         patches = Patches()
-        patches.wrap_method(type(opened_checkpoint), "load_video_encoder", load)
+        patches.wrap_method(type(opened_checkpoint.encoders), "load_video_encoder", load)
         try:
             return world.observe(fault.name, None, fresh_cache=True)
         finally:

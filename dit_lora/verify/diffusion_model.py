@@ -80,7 +80,7 @@ class DiffusionReferenceModel(ReferenceModel):
         # Only the batch's shapes decide about the random values, so any batch of these shapes will do.
         batch = {name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = RandomStreams(SEED, [SEED])
-        values = {name: draw(streams(name)) for name, draw in self.checkpoint.denoiser.draw_functions(batch).items()}
+        values = {name: draw(streams(name)) for name, draw in self.checkpoint.draw_functions(batch).items()}
         scalars = {}
         for name, value in values.items():
             if value.numel() == 1:
@@ -107,7 +107,7 @@ class DiffusionReferenceModel(ReferenceModel):
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             streams = RandomStreams(seed, [seed], RandomInputs(seed, (seed,), ahead))
-            self.checkpoint.denoiser.losses(model, batch, streams)
+            self.checkpoint.losses(model, batch, streams)
         finally:
             handle.remove()
         output: torch.Tensor | list[torch.Tensor] = outputs[-1][0]

@@ -72,7 +72,7 @@ def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     # The trained transformer, rebuilt from the last checkpoint.
     recipe = load_recipe(run / "config.yaml")
     family = get_family("cogvideox")
-    transformer = family.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(torch.float32)
+    transformer = family.open(ModelConfig(family="cogvideox", path=str(path))).denoiser.load_transformer(torch.float32)
     attach_lora(transformer, recipe.lora, family.lora_targets, seed=99)
     weights = load_file(run / "checkpoints" / "step_000006" / "trainable.safetensors")
     assert len(weights) == 16

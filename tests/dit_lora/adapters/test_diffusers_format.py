@@ -58,7 +58,7 @@ def test_rank_alpha_and_provenance_travel_in_the_header(transformer: torch.nn.Mo
 def test_dropout_of_training_is_off_in_a_stock_pipeline(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers loads adapters in training mode: with the trained dropout, samples would be random."""
     path = tiny_checkpoints["cogvideox-2b"]
-    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(torch.float32)
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(path))).denoiser.load_transformer(torch.float32)
     attach_lora(model, LoraConfig(rank=4, dropout=0.5), FAMILY.lora_targets, seed=0)
     train_a_little(model)
     save_adapter(model, CogVideoXPipeline, tmp_path, {})
@@ -161,7 +161,7 @@ def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["cogvideox-5b"]
-    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).load_transformer(torch.float32)
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).denoiser.load_transformer(torch.float32)
     output_dir = tmp_path / "model"
     weight = model.get_parameter("proj_out.weight")
     for value in (1.0, 2.0):

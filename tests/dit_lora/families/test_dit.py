@@ -313,13 +313,13 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
 def test_a_recipe_that_cannot_train_is_refused(values: Values, section: str, change: Values, words: str) -> None:
     values[section] = {**values.get(section, {}), **change}
     with pytest.raises(DitLoraError, match=words):
-        trained_checkpoint(values).load_transformer(torch.float32)
+        trained_checkpoint(values).denoiser.load_transformer(torch.float32)
 
 
 def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> None:
     values["model"]["from_scratch"] = {"out_channels": 4}
     model = Recorder(torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(1)))
-    losses = trained_checkpoint(values).losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
+    losses = trained_checkpoint(values).denoiser.losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
     noise = own_draws((4, 4, 4), "noise")
     squared = (model.answer.double() - noise).square().flatten(1).mean(1)
     torch.testing.assert_close(losses.double(), squared, rtol=1e-5, atol=0)

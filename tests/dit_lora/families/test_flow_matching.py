@@ -50,7 +50,7 @@ def levels_of(checkpoint: SanaCheckpoint, rows: int = 2000) -> torch.Tensor:
 
 
 def test_a_recipe_without_a_schedule_trains_by_the_familys(tiny: Path, stored: SanaCheckpoint) -> None:
-    assert stored.apply_recipe(recipe_with(tiny)).objective == stored.objective
+    assert stored.apply_recipe(recipe_with(tiny)).denoiser.objective == stored.denoiser.objective
 
 
 def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpoint) -> None:
@@ -104,7 +104,7 @@ def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(tiny: Path, e
 
 
 def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Expert) -> None:
-    assert expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min == 0.875
+    assert expert.apply_recipe(recipe_with(tiny, density="uniform")).denoiser.objective.distribution.t_min == 0.875
     narrow_range = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
     levels = levels_of(narrow_range)
     assert levels.min() >= 0.9
