@@ -450,6 +450,7 @@ class Checkpoint:
     def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
         # The facts first: their checks refuse recipes that the family cannot train.
+        # The facts first: the denoiser checks its options against the facts that training uses.
         checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
@@ -464,6 +465,7 @@ class Checkpoint:
     def with_info(self, info: CheckpointInfo) -> Self:
         """The checkpoint with these facts in all roles."""
         # Roles are frozen and hold the facts, so each one is replaced.
+        # Every role holds the facts, so they are replaced in all roles together.
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 

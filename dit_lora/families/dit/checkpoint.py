@@ -169,7 +169,7 @@ class DiTSampler(Sampler):
 
 
 def load_transformer(info: DiTInfo, dtype: torch.dtype) -> Any:
-    """Load the transformer with rows for the classes that are trained, and without label dropout of its own."""
+    """Load the transformer with rows for the classes that are trained, and without label dropout in its blocks."""
     transformer = info.load_transformer(DiTTransformer2DModel, dtype, grow_label_tables)
     # Diffusers' own initialisation is not DiT's: its gates are not zero.
     if info.from_scratch is not None:

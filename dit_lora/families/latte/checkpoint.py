@@ -191,6 +191,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         )
     # Older files lack this option: use the model's default.
     config.setdefault("video_length", 16)
+    # All roles share these facts.
     info = LatteInfo(**fields)
     return Checkpoint(
         info=info,

@@ -37,6 +37,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     # Files of 0.9 lack options that later versions introduced.
     transformer = fill_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
     vae = fill_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
+    # Both pipelines compute positions for patches of 1, so other configs would train on wrong positions.
     _require_matching_components(model, transformer, vae)
     # The recipe's task wins, because both tasks use the same weights.
     stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"

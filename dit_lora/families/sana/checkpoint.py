@@ -206,6 +206,7 @@ def predict_velocity(
 ) -> torch.Tensor:
     """One call of a Sana or SANA-Video transformer, as the stock pipelines make it."""
     prompt_embeds = batch["prompt_embeds"]
+    # The dtype of the text is that of the pipeline's latents.
     return transformer(
         noisy.to(prompt_embeds.dtype),
         encoder_hidden_states=prompt_embeds,

@@ -78,6 +78,7 @@ class SanaVideoDenoiser(FlowDenoiser):
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer = super().load_transformer(dtype)
+        # No SANA-Video checkpoint was trained in fp16.
         keep_linear_attention_fp32(transformer, should_saturate=False)
         return transformer
 

@@ -35,6 +35,7 @@ def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
             sample_size=30,
             rope_max_seq_len=64,
         ),
+        # The published shift for sampling; training uses another one.
         scheduler=build_flow_scheduler(flow_shift=8.0),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
@@ -46,6 +47,7 @@ def _build_wan_vae() -> AutoencoderKLWan:
         z_dim=LATENT_CHANNELS,
         dim_mult=[1, 1, 1, 1],
         num_res_blocks=1,
+        # Spelled so in Diffusers.
         temperal_downsample=[False, True, True],
         latents_mean=[-0.2, 0.3, 0.1, -0.4],
         latents_std=[0.8, 1.3, 0.6, 1.1],

@@ -196,6 +196,7 @@ class ClassVideoDiTSampler(Sampler):
         # The stored transformer has no rows for new classes.
         if transformer is None:
             transformer = load_transformer(self.info, dtype).eval()
+        # Classes need no text encoder. The pipeline maps names to rows with `id2label`.
         return self._load_pipeline(dtype, transformer, False, id2label=self.info.trained_classes.labels())
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
@@ -217,6 +218,7 @@ def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
 
 def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
     """Extend the label table, (classes + 1, width), and the config to these classes."""
+    # Old classes keep their rows; new ones start as copies of the null class.
     weight = classes.grow_weight(transformer.class_embed.weight.data, old_classes)
     transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
     transformer.register_to_config(num_classes=classes.count)
@@ -231,8 +233,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     # The model has either a label table or a text projection.
     is_text = config.get("num_classes") is None
     require_complete_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
-    # Called for its check of the channel counts.
+    # Called for its check of the channel counts; the denoiser asks again whether there is a variance.
     has_variance_channels(model.path, config)
+    # Both kinds have the same objective and latents.
     objective = read_noise_objective(model, path)
     if is_text:
         text_info = TextVideoDiTInfo(**fields)

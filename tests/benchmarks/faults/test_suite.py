@@ -236,7 +236,7 @@ def test_the_suite_reaches_every_place_and_every_action() -> None:
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> Observation:
+def observation(tmp_path: Path) -> Observation:
     """A run that quarantined `b.mp4` and saved an adapter."""
     verdict = {"cause": "data", "words": "1 NaN", "sample_ids": ["b.mp4"], "module": "x.to_q"}
     event = {"verdict": verdict, "action": "quarantine", "sample_ids": ["b.mp4"]}
@@ -250,15 +250,15 @@ TARGETS = targets_for(DEFAULT)
 EXPECTED = Expected("data", "quarantine", ("1 NaN",), True, "to_q", "without")
 
 
-def judge(seen: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
+def judge(observation: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
     fault = Fault("f", "place", "when", expected)
-    result = judge_observation(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", TARGETS)
+    result = judge_observation(fault, observation, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", TARGETS)
     assert result.passed == (not result.why and not result.poisoned_files)
     return result.named, result.recovered, result.poisoned_files
 
 
-def test_the_judge_accepts_what_is_expected(seen: Observation) -> None:
-    assert judge(seen) == (True, True, 0)
+def test_the_judge_accepts_what_is_expected(observation: Observation) -> None:
+    assert judge(observation) == (True, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -269,38 +269,38 @@ def test_the_judge_accepts_what_is_expected(seen: Observation) -> None:
         {"module": "to_k"},
     ],
 )
-def test_the_judge_refuses_another_verdict(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
-    assert judge(seen, replace(EXPECTED, **wrong)) == (False, True, 0)
+def test_the_judge_refuses_another_verdict(observation: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(observation, replace(EXPECTED, **wrong)) == (False, True, 0)
 
 
-def test_the_judge_refuses_another_sample(seen: Observation) -> None:
-    seen.events[0]["verdict"]["sample_ids"] = ["b.mp4", "a.mp4"]
-    assert judge(seen) == (False, True, 0)
+def test_the_judge_refuses_another_sample(observation: Observation) -> None:
+    observation.events[0]["verdict"]["sample_ids"] = ["b.mp4", "a.mp4"]
+    assert judge(observation) == (False, True, 0)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"action": "rollback"}, {"exit_code": 3}],
 )
-def test_the_judge_refuses_another_ending(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
-    assert judge(seen, replace(EXPECTED, **wrong)) == (True, False, 0)
+def test_the_judge_refuses_another_ending(observation: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(observation, replace(EXPECTED, **wrong)) == (True, False, 0)
 
 
-def test_the_judge_refuses_an_adapter_that_differs_in_one_bit(seen: Observation) -> None:
-    assert seen.adapter is not None
-    seen.adapter["w"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
-    assert judge(seen) == (True, False, 0)
-    assert judge(seen, replace(EXPECTED, same_as=None, close_to="clean")) == (True, True, 0)
+def test_the_judge_refuses_an_adapter_that_differs_in_one_bit(observation: Observation) -> None:
+    assert observation.adapter is not None
+    observation.adapter["w"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    assert judge(observation) == (True, False, 0)
+    assert judge(observation, replace(EXPECTED, same_as=None, close_to="clean")) == (True, True, 0)
 
 
-def test_the_judge_counts_poisoned_files_but_not_evidence(seen: Observation) -> None:
+def test_the_judge_counts_poisoned_files_but_not_evidence(observation: Observation) -> None:
     bad = {"w": torch.tensor([torch.nan])}
-    (seen.folder / "bundles" / "one").mkdir(parents=True)
-    save_file(bad, seen.folder / "bundles" / "one" / "samples.safetensors")
-    assert judge(seen) == (True, True, 0)
-    save_file(bad, seen.folder / "adapter" / "pytorch_lora_weights.safetensors")
-    save_file(bad, seen.cache / "entry.safetensors")
-    assert judge(seen) == (True, True, 2)
+    (observation.folder / "bundles" / "one").mkdir(parents=True)
+    save_file(bad, observation.folder / "bundles" / "one" / "samples.safetensors")
+    assert judge(observation) == (True, True, 0)
+    save_file(bad, observation.folder / "adapter" / "pytorch_lora_weights.safetensors")
+    save_file(bad, observation.cache / "entry.safetensors")
+    assert judge(observation) == (True, True, 2)
 
 
 def test_a_fault_that_is_not_injected_is_not_named(tmp_path: Path) -> None:
