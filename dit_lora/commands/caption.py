@@ -22,7 +22,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (

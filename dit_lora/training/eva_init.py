@@ -19,7 +19,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.streams import RandomStreams, derive_seed
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.session import Session
 
 NUM_SAMPLES = 32

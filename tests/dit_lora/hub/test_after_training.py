@@ -289,7 +289,7 @@ def test_both_of_two_ranks_are_refused_before_they_train(
         ranks=2,
     )
     assert result.returncode == 2
-    assert result.stderr.count("error: hub.push: HF_HUB_OFFLINE is set") == 1
+    assert result.stderr.count("error: hub.push: cannot push while HF_HUB_OFFLINE is set") == 1
     assert not (tmp_path / "run").exists()
 
 

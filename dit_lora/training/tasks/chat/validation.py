@@ -10,7 +10,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_atomically
 from dit_lora.numerics.eval_mode import use_eval_mode
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
 

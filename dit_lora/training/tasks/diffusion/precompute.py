@@ -26,7 +26,7 @@ from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips

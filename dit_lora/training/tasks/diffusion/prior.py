@@ -16,7 +16,7 @@ from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 

@@ -17,7 +17,7 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
-from dit_lora.terminal import ProgressBar
+from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
