@@ -3,7 +3,7 @@
 Its script runs up to the first call of the model, which is replaced by the bundle's call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,7 @@ class _ScriptReplay:
         """
         interceptions = Interceptions()
         # The script's own guard must not write into its folder: the bundle may be in there.
-        interceptions.intercept_class_method(
-            Guard, "__init__", lambda original, *args, **kwargs: original(*args, **{**kwargs, "folder": None})
-        )
+        interceptions.intercept_class_method(Guard, "__init__", self._create_guard_without_folder)
         # Called around each call of a module that is not inside another module's call.
         add_listener(self._intercept_call)
         # For every optimizer of the process.
@@ -146,6 +144,9 @@ class _ScriptReplay:
                 differing = _find_differences(self._expected_parameters, parameters) or ["the class, or the order"]
                 self._other_models.setdefault(id(module), (kind, differing))
         return None
+
+    def _create_guard_without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **{**kwargs, "folder": None})
 
     def _stop_at_second_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Leave at an optimizer's second step: by then every model of a step was called."""

@@ -64,7 +64,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         # Before anything else is read: the file may come from a stranger.
         count = len(opened.keys())
         if count > MAX_TENSORS:
-            raise DitLoraError(f"{file} has {count:,} tensors; a LoRA may have {MAX_TENSORS:,}")
+            raise DitLoraError(f"{file} has {count:,} tensors; at most {MAX_TENSORS:,} are read")
         # Only errors of the file: an `OSError` in the caller's code may be about another one.
         try:
             yield opened

@@ -229,4 +229,4 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
 
         write_expert_pair(request.output_dir, write_expert, adapters_by_expert)
     for adapter in adapters.values():
-        say(f"{len(collect_weight_updates(adapter.model))} layers: the written file gives the same update")
+        say(f"checked {len(collect_weight_updates(adapter.model))} layers: the written file gives the same update")

@@ -85,4 +85,5 @@ def advise_on_samples_per_step(key: str, num_samples: Any, launch_topology: Mapp
     # The largest micro-batch up to the requested size, which is known to fit into memory.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
-    return f"; on {processes} process(es), {' '.join(values)} restores it"
+    noun = "process" if processes == 1 else "processes"
+    return f"; on {processes} {noun}, {' '.join(values)} restores it"

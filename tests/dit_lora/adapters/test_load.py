@@ -165,5 +165,5 @@ def test_layers_that_the_model_lacks_are_all_named(tiny_checkpoints: dict[str, P
         tensors[f"transformer.{layer}.lora_A.weight"] = torch.ones(4, 8)
         tensors[f"transformer.{layer}.lora_B.weight"] = torch.ones(8, 4)
     save_file(tensors, tmp_path / "theirs.safetensors")
-    with pytest.raises(DitLoraError, match=r"not in the model\n  - gone\.0\n  - gone\.1$"):
+    with pytest.raises(DitLoraError, match=r"the model does not have these layers\n  - gone\.0\n  - gone\.1$"):
         loaded(adapter, "flux", tmp_path / "theirs.safetensors")

@@ -149,7 +149,7 @@ def test_what_has_no_strength_is_refused_by_name(base: Path, adapters: tuple[Pat
         (["--strengths", "1,1"], "without repetition"),
         (["--strengths", "nan"], "finite"),
         (["--weight", "2"], "needs --adapter"),
-        (["--adapter", "x=inf"], "not finite"),
+        (["--adapter", "x=inf"], "must be finite"),
         (["--adapter", "none"], "no adapter in none"),
     ):
         line = ["sample", str(adapters[0]), "--prompt", "x", "--model", str(base), *arguments]

@@ -71,9 +71,9 @@ def test_what_differs_and_what_it_means(now: dict[str, Any], dropout: bool, word
 @pytest.mark.parametrize(
     ("samples", "processes", "batch", "remedy"),
     [
-        (8, 2, 2, "on 2 process(es), train.accumulate=2 restores it"),
-        (8, 2, 3, "on 2 process(es), train.batch_size=2 train.accumulate=2 restores it"),
-        (7, 1, 4, "on 1 process(es), train.batch_size=1 train.accumulate=7 restores it"),
+        (8, 2, 2, "on 2 processes, train.accumulate=2 restores it"),
+        (8, 2, 3, "on 2 processes, train.batch_size=2 train.accumulate=2 restores it"),
+        (7, 1, 4, "on 1 process, train.batch_size=1 train.accumulate=7 restores it"),
         (8, 3, 1, "3 processes cannot share 8 samples: launch 2"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path
     topology = PLACE | {"data_ranks": 1}
     with pytest.raises(DitLoraError) as error:
         load_checkpoint(path, {SAMPLES_PER_STEP_KEY: 2}, topology)
-    assert "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it" in str(error.value)
+    assert "8 in the checkpoint, 2 in the recipe; on 1 process, train.accumulate=4 restores it" in str(error.value)
 
 
 def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:
