@@ -19,7 +19,7 @@ def find_trained_models(
     called_models: Sequence[nn.Module] = (),
     required: nn.Module | None = None,
 ) -> Models:
-    """Models with parameters in the optimizers, and those in `called_models`, which a loss passes through, in order.
+    """Find the models that a loop trains: those with parameters in its optimizers, and those a loss passes through.
 
     Optimizer parameters outside every model (a textual inversion's vector, say) form an extra model, which is never
     called.
@@ -62,7 +62,7 @@ def find_trained_models(
 
 
 def find_called_parts(models: Models, called: Sequence[nn.Module]) -> Models:
-    """Submodules of the models that the loop calls directly, by the prefix of their parameters' names."""
+    """Submodules that the loop calls directly, by the prefix of their parameters' names."""
     # Whole models have their own entries.
     part_ids = {id(module) for module in called} - {id(model) for model in models.values()}
     return {

@@ -12,7 +12,7 @@ from dit_lora.numerics.objectives import LossOutput
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallBatch(MicroBatch):
-    """A recorded call as a micro-batch. Its noise comes from the loop and cannot be drawn again."""
+    """A micro-batch made from a recorded model call of a loop. Its noise comes from the loop and cannot be redrawn."""
 
     call: CapturedCall
     model: nn.Module
