@@ -43,7 +43,7 @@ def write_bundle(
     limit_mib: float,
     missing_parts: Sequence[str] = (),
 ) -> list[str]:
-    """Write a replay bundle of at most `limit_mib` MiB; returns messages about parts left out, also added to `facts`.
+    """Write a replay bundle of at most `limit_mib` MiB; returns messages about parts left out, recorded there too.
 
     Samples come first; weights that no longer fit are left out completely. `missing_parts` lists the parts that the
     caller has already left out.
