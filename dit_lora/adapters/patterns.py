@@ -31,7 +31,7 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
     """Raise `DitLoraError` in one line if an expression in PEFT's config cannot be matched in bounded time.
 
     Args:
-        config: PEFT's config as a file holds it, or a provenance with the same keys; None is accepted.
+        config: PEFT's config as a file holds it, or metadata with the same keys; None is accepted.
         source: The file, for the message.
     """
     patterns = list(_iterate_patterns(config or {}))

@@ -192,7 +192,8 @@ def _diagnose_random_inputs(
 def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, control: MicroBatch) -> bool:
     """True if a failing sample is healthy with other noise and timesteps: new draws, or those of a healthy sample.
 
-    All new draws may lie in a range of timesteps at which every sample fails; the control's do not.
+    All new draws may lie in a range of timesteps at which every sample fails; those of the healthy
+    sample do not.
     """
     # One healthy run is enough: the sample can be computed.
     if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):

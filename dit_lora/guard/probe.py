@@ -199,7 +199,7 @@ class Probe(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _ValueSummary:
-    """Whether the values of some tensors, taken together, contain NaN or Inf, and their range."""
+    """Summary of the values of some tensors: whether any is NaN or Inf, and their range."""
 
     has_nan: bool
     has_inf: bool

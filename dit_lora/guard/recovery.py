@@ -43,7 +43,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Diagnose a failed step and act on it; returns the action taken. Collective.
 
         Raises:
-            NonFiniteError: On every rank, if no action of the ladder fits.
+            NonFiniteError: On every rank, if the action is `stop`.
         """
         start_s = time.perf_counter()
         results = self.diagnose_step(failure)

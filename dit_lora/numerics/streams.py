@@ -60,7 +60,7 @@ class RandomInputs:
 class RandomStreams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
 
-    `prefetched` holds numbers drawn in advance. They are used if seed and draw numbers match, and drawn again
+    `prefetched` holds numbers drawn in advance. They are used if seed and sample seeds match, and drawn again
     otherwise.
     """
 

@@ -345,7 +345,7 @@ class OpenShard:
 
 
 def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
-    """Whether every value of a tensor in host memory is finite and within +-limit."""
+    """True if every value of a tensor in host memory is finite and within +-limit."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     # Compare in fp64, which holds every value of the narrower dtypes. With a NaN, both ends are NaN.

@@ -199,7 +199,7 @@ class CachedClips(EncodedClips):
     texts: TensorCache
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
-        """Mark the bad cache entries of these samples, so that the next start encodes them again; returns the marks."""
+        """Mark the bad cache entries of these samples, so that the next start encodes them; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
         keys = {

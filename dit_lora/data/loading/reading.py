@@ -118,7 +118,7 @@ class Reading:
 class _CollateWithRandomInputs:
     """Collate function that also draws the random inputs of a step in the worker, so that no step waits for them.
 
-    They depend only on the seed and the samples' draw numbers, so they are bit-identical in every process.
+    They depend only on the seed and the sample seeds, so they are bit-identical in every process.
     """
 
     collate_samples: Callable[[list[Any]], Batch]

@@ -142,7 +142,7 @@ class Guard:
             optimizer: The prepared optimizer, or a list.
             lr_scheduler: A schedule that Accelerate has not prepared, or a list: a skipped step does not advance it.
             ema: An average with a `step` method, as Diffusers' `EMAModel`: a skipped step does not advance it.
-            config: A `LoopConfig`, or a `LadderConfig`, whose default ladder ends in a stop.
+            config: A `LoopConfig`, or a `LadderConfig`, whose default recovery actions end in a stop.
             folder: Receives guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
             checks: The checks to run, by default all of `CHECKS`.
             loader: No longer needed: every DataLoader of the process is followed.

@@ -123,7 +123,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """Recover from a failed step. True if weights were restored.
 
         Raises:
-            NonFiniteError: On every rank, if the ladder has a `stop` and no other action fits.
+            NonFiniteError: On every rank, if the recovery actions include `stop` and no other fits.
         """
         self._is_independent = self.host.is_independent
         with self.host.limit_collectives():
@@ -307,7 +307,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """Report that a gradient scaler has lowered its loss scale until gradients no longer fit fp16.
 
         Raises:
-            NonFiniteError: If the ladder has a `stop`.
+            NonFiniteError: If the recovery actions include `stop`.
         """
         message = f"gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or a lower learning rate"
         if self._can_stop:

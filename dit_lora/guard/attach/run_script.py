@@ -47,7 +47,7 @@ def run_script(
     Returns the guards that are still alive.
 
     Raises:
-        NonFiniteError: If the ladder of `config` has a `stop` and the guard ends the script.
+        NonFiniteError: If the recovery actions of `config` include `stop` and the guard ends the script.
         Exception: Any exception of the script.
     """
     config = LoopConfig.from_ladder(config)

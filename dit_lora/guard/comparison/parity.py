@@ -70,8 +70,8 @@ def find_first_difference(
     None if there is none. `disabled_fallbacks` are off all the time. Pass losses of several different samples:
     OpenDiT's fused modulation used the first sample's scale and shift for all of them, and was correct for a batch of
     one. Blocks are compared one at a time on the reference model's inputs; those in half precision also in fp32, which
-    tells a small error from rounding. Switches that are not part of a block (torch.compile, another attention for a
-    whole model) are compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks
+    tells a small error from rounding. A fallback that concerns no single block (torch.compile, another attention for a
+    whole model) is compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks
     together.
     """
     options = options or ComparisonOptions()
@@ -103,8 +103,9 @@ def iter_differences(
 ) -> Iterator[tuple[Fallback, Difference]]:
     """Yield every fallback whose kernel differs from the reference.
 
-    `compare` receives a switch and the switches to turn off meanwhile, so that one kernel's error is not attributed to
-    another. Turn off each yielded switch before asking for the next: then the whole is compared once more.
+    If a whole component differs, its parts are compared separately, with all others disabled. `compare` receives a
+    fallback and the other fallbacks to use meanwhile, so that one kernel's error is not attributed to another. Disable
+    each yielded component before asking for the next one: then the whole is compared once more.
     """
     wholes = [fallback for fallback in fallbacks if fallback.parent is None]
     # Compilation and kernels that add rounding come last: they run on top of the others, which must be correct first.
