@@ -139,7 +139,8 @@ def _is_stream(path: Path) -> bool:
 def append_line(path: Path, text: str) -> None:
     """Append one line to a file; raises `OSError`.
 
-    If the disk accepts only a part of the line, the file is truncated to its old length.
+    If a killed process has left an incomplete last line, a new line is started. If the disk accepts only a part of the
+    line, the file is truncated to its old length.
     """
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)

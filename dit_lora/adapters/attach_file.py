@@ -119,8 +119,8 @@ def _find_most_common(values: Mapping[str, float]) -> float:
 
 
 def _build_exact_pattern(name: str) -> str:
-    """A key for PEFT's `rank_pattern` or `alpha_pattern` that matches one layer only;
+    """A key for PEFT's `rank_pattern` or `alpha_pattern` that matches one layer only.
 
-    PEFT searches at the ends of names.
+    PEFT searches for these keys at the ends of names.
     """
     return f"^{re.escape(name)}"

@@ -358,7 +358,7 @@ def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) ->
 
 
 def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
-    """Multiply alpha / rank into each B of a LoRA;
+    """Multiply alpha / rank into each B of a LoRA.
 
     None if a tensor is not part of a LoRA or an alpha has no matrices.
     """

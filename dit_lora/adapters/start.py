@@ -42,10 +42,11 @@ def attach_initialized_lora(
 
 
 def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> None:
-    """Initialize an attached LoRA from the weights of its layers, and add a frozen adapter that subtracts its effect.
+    """Initialize an attached LoRA from its layers' weights, and add a frozen adapter that subtracts its effect.
 
-    The start depends only on the weights and `seed`. For weights without values (meta) both adapters keep PEFT's
-    initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their weight allows.
+    Both adapters are active. The start depends only on the weights and `seed`. For weights without values (meta) both
+    adapters keep PEFT's initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their
+    weight allows.
     """
     # By name, in a fixed order: random draws below follow it.
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}

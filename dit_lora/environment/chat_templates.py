@@ -152,7 +152,10 @@ def _limit_memory() -> None:
 
 
 def limit_chat_templates() -> None:
-    """Make Transformers render all chat templates of this process within time and memory limits."""
+    """Make Transformers render all chat templates of this process within time and memory limits.
+
+    A second call does nothing.
+    """
     from transformers import processing_utils, tokenization_utils_base
 
     # Both modules have imported the function by name, so it is replaced in each.

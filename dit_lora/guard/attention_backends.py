@@ -141,7 +141,8 @@ class AttentionCall:
     def shrink(self) -> "AttentionCall":
         """Reduce an attention call to one sample and two heads.
 
-        With grouped queries, two groups of at most two queries are kept.
+        Lengths, D and strides, on which bugs depend, are unchanged. With grouped queries, two groups of at most two
+        queries are kept.
         """
         key, heads = self.key.limit_heads(2), 2
         if self.enable_gqa:
@@ -306,10 +307,9 @@ class _Inputs(NamedTuple):
 def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
     """Random inputs in the layouts of an attention call.
 
-    A mask hides 3 keys in 10, and never all except in one row of `empty_row`.
-
-    `low` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then beyond
-    fp32, and a backward pass that computes it gives NaN (pytorch#196678).
+    A mask hides 3 keys in 10, and never all except in one row of `empty_row`. `low` makes every logit smaller by 120
+    than `usual`, which must not change the softmax: exp(-logit) is then beyond fp32, and a backward pass that computes
+    it gives NaN (pytorch#196678).
     """
     random = make_generator(seed, f"attention/{kind}")
     layouts = (call.query, call.key, call.value, call.output_layout)

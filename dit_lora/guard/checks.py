@@ -194,7 +194,7 @@ def check_attention_backends(
 
 
 def find_wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
-    """Names of the attention backends to disable, from findings of `check_attention_backends`."""
+    """Names of the attention backends to disable, by new or cached findings of `check_attention_backends`."""
     return [
         f.check.removeprefix(_ATTENTION_PREFIX) for f in findings if f.check.startswith(_ATTENTION_PREFIX) and not f.ok
     ]
@@ -236,7 +236,10 @@ def store_findings(path: Path, facts: Mapping[str, Any], findings: list[CheckFin
 
 
 def compute_fingerprint(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of the facts that a check result depends on, independent of their order."""
+    """SHA-256 of the facts that a check result depends on, independent of their order.
+
+    Dtypes, devices and paths are represented by their names.
+    """
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -57,11 +57,9 @@ class DiagnosisContext:
         return 0.0
 
     def find_other_sample(self, micro_batch: MicroBatch, excluded_ids: Collection[str]) -> MicroBatch | None:
-        """Find a micro-batch of one sample that is not excluded, for comparison with `micro_batch`;
+        """Find a micro-batch of one sample that is not excluded, for comparison with `micro_batch`.
 
-        None if there is none.
-
-        It must be equal on all ranks.
+        None if there is none. It must be equal on all ranks.
         """
         return None
 

@@ -60,7 +60,10 @@ class FrozenRecord:
         return iter_frozen_tensors(self._model)
 
     def _compute_digests(self) -> Digests:
-        """Compute the current digests of frozen weights and buffers by name, with shape and dtype."""
+        """Compute the current digests of frozen weights and buffers by name, with shape and dtype.
+
+        The host reads each device once.
+        """
         device_digests: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in self._iter_frozen_tensors():
             # Empty tensors and meta tensors have no bits to compare.

@@ -34,8 +34,9 @@ class _StatisticKey(NamedTuple):
 class Monitor:
     """Collects training statistics of every `interval_steps`-th step; 0 means never.
 
-    In a step that is `is_due`, run the forward passes inside `record_outputs`, call `record_gradient_norms` after
-    backward and before clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
+    Create it after the model is prepared. In a step that is `is_due`, run the forward passes inside `record_outputs`,
+    call `record_gradient_norms` after backward and before clipping, `before_update` and `after_update` around the
+    optimizer's step, then `collect`.
     """
 
     def __init__(self, model: nn.Module, *, interval_steps: int) -> None:
@@ -163,7 +164,10 @@ def _compute_module_statistics(values: dict[_StatisticKey, float]) -> dict[str, 
 
 
 def _select_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Select the modules to measure: leaf modules, and the direct children of module lists, which are the blocks."""
+    """Select the modules to measure: leaf modules, and the direct children of module lists, which are the blocks.
+
+    LoRA layers count as leaves.
+    """
     # PEFT's submodules do not count by themselves: the wrapped layer stands for them.
     outer_modules = {n: m for n, m in model.named_modules() if not _LORA_SUBMODULE.search(n)}
     # A module that is nobody's parent is a leaf.

@@ -144,7 +144,10 @@ def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Result of observing a replay op by op, and the rank it is from."""
+    """Result of observing a replay op by op, and its rank.
+
+    The rank is that of the micro-batch, or for sharded models one with a bad value.
+    """
 
     trace: Trace
     rank: int

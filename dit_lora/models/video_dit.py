@@ -252,7 +252,10 @@ def sincos_positions(width: int, frames: int, height: int, columns: int, device:
 
 
 def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
-    """Sinusoidal position table of one frame, fp64 (height * columns, width)."""
+    """Sinusoidal position table of one frame, fp64 (height * columns, width).
+
+    The first half of the channels encodes the column, as in MAE.
+    """
     row = torch.arange(height, dtype=torch.float64, device="cpu")
     column = torch.arange(columns, dtype=torch.float64, device="cpu")
     # (2, height, columns): columns first, because the function encodes the first grid in the first half.

@@ -98,6 +98,8 @@ def convert_checkpoint(
 ) -> list[str]:
     """Write `folder` as a `VideoDiTPipeline` with the weights of a video model saved by OpenDiT v1.0.0.
 
+    Returns lines of a report.
+
     `weights` is its ema.pt, a safetensors file, or a folder of shards. No code from a file is run.
 
     Raises:

@@ -19,9 +19,9 @@ class AttentionContextProvider(Protocol):
 
 
 class _ThreadState(threading.local):
-    """Attention context provider of the current thread;
+    """Attention context provider of the current thread, or None.
 
-    None by default. Backward passes run in threads of their own.
+    Backward passes run in threads of their own.
     """
 
     provider: AttentionContextProvider | None = None

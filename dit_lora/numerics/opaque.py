@@ -23,10 +23,7 @@ def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> No
 
 
 def get_fused_test(module: nn.Module) -> Callable[[], bool] | None:
-    """The function that tells whether a module runs as one fused kernel now (see `set_fused_test`);
-
-    None if none is set.
-    """
+    """The function set by `set_fused_test`, which tells if a module runs as one fused kernel now; None if unset."""
     return module.__dict__.get(_FUSED_TEST)
 
 

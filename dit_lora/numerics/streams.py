@@ -26,8 +26,6 @@ def derive_seed(seed: int, stream: str, *keys: int | str) -> int:
 def make_generator(seed: int, stream: str, *keys: int | str) -> torch.Generator:
     """A CPU generator for one stream of random numbers.
 
-    It is always on the CPU, so that a GPU run can be replayed there.
-
     It is always on the CPU, so that a GPU run can be replayed on a CPU.
     """
     # PyTorch's CPU generator uses the low 32 bits of its seed.

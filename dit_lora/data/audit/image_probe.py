@@ -110,7 +110,10 @@ def _read_header(media: Media) -> dict[str, Any]:
 
 
 def _read_bit_depth(media: Media, mode: str) -> int:
-    """Bits per level in an image file."""
+    """Bits per level in an image file.
+
+    Pillow reads a PNG's 16-bit colours as 8 (PNG, 11.2.1), so its header is read.
+    """
     if mode.startswith("I") or mode == "F":
         return 16
     with open_bytes(media) as stream:

@@ -31,9 +31,7 @@ def probe_all(
 ) -> Generator[tuple[int, ProbedFile]]:
     """Measure `media` in worker processes; yields number and measurements of each file as soon as it is done.
 
-    Files are taken from `media` as workers become free.
-
-    Closing the iterator ends the processes.
+    Files are taken from `media` as workers become free. Closing the iterator ends the processes.
     """
     pool: list[_Worker] = []
     has_more = True

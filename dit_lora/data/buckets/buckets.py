@@ -127,10 +127,7 @@ def _list_resolutions(data: DataConfig) -> tuple[float, ...]:
 def _choose_sides(
     data: DataConfig, frames: int, resolution: float, ratio: str, side_step: int
 ) -> tuple[int, int] | None:
-    """Choose a bucket's height and width nearest to a resolution and an aspect ratio;
-
-    None if none is within the budget.
-    """
+    """Choose a bucket's height and width nearest to a resolution and a ratio; None if none is within the budget."""
     budget = VideoShape.from_data(data).volume * (1 + TOLERANCE)
     # A ratio is written width to height, such as 16:9.
     aspect = Fraction(ratio.replace(":", "/"))

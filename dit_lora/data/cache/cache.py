@@ -79,8 +79,9 @@ def encode_entry(
 class TensorCache:
     """Cache of encoded tensors of one kind in a folder.
 
-    The first use reads the headers of all shards. Entries that other processes add are found when a missing key
-    is requested, and after `refresh`. Copies in forked workers are safe, and pickled copies include the index.
+    Several processes may write, read and mark entries bad at once. The first use reads the headers of all shards.
+    Entries that other processes add are found when a missing key is requested, and after `refresh`. Copies in forked
+    workers are safe, and pickled copies include the index.
     """
 
     def __init__(self, root: Path) -> None:

@@ -184,9 +184,8 @@ def prune_cache(
 ) -> PruneResult:
     """Remove unneeded entries and leftover files from a cache.
 
-    Entries are removed if they are marked bad, incomplete, duplicate, or not in `keep` (None keeps all keys).
-
-    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
+    Entries are removed if they are marked bad, incomplete, duplicate, or not in `keep` (None keeps all keys). The
+    remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
     duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the cache.
     """
     if not cache.root.is_dir():
@@ -336,7 +335,10 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
 
 
 def _find_leftovers(cache: TensorCache) -> list[Path]:
-    """Find files in a cache folder that nothing needs any more."""
+    """Find files in a cache folder that nothing needs any more.
+
+    Files of units that are in progress are not among them.
+    """
     root = cache.root
     if not root.is_dir():
         return []

@@ -23,10 +23,8 @@ def tokenize_spans(
 ) -> list[Piece]:
     """Tokenize the joined text of the spans; returns tokens by span.
 
-    A token belongs to the span of its last character.
-
-    The tokens are those of the whole text, as at inference: a model never sees a text that was split where an
-    answer happens to begin.
+    A token belongs to the span of its last character. The tokens are those of the whole text, as at inference: a model
+    never sees a text that was split where an answer happens to begin.
 
     Raises:
         DitLoraError: A token contains the end of a prompt and the beginning of its answer, so that no prompt could

@@ -17,11 +17,10 @@ def to_tensors(
 ) -> dict[str, torch.Tensor]:
     """Convert a rendered conversation to int64 tensors, padded on the right.
 
-    They are `input_ids` (length,), and `labels` and `answer_positions` (answers,).
-
-    `labels` are the trained tokens in order, then -100. `answer_positions` are the indices of the tokens before
-    them, whose hidden states predict them, then 0. With `instruction_length`, there are also `instruction_ids` and
-    `instruction_mask` of that length, padded with 0, which is [PAD] in BERT's vocabulary.
+    They are `input_ids` (length,), and `labels` and `answer_positions` (answers,). `labels` are the trained tokens in
+    order, then -100. `answer_positions` are the indices of the tokens before them, whose hidden states predict them,
+    then 0. With `instruction_length`, there are also `instruction_ids` and `instruction_mask` of that length, padded
+    with 0, which is [PAD] in BERT's vocabulary.
 
     Raises:
         ValueError: Something does not fit; cutting it off would lose answers.

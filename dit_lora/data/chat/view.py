@@ -16,7 +16,7 @@ _STYLES: dict[Part, str] = {"media": "cyan", "question": "dim", "fixed": "bright
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Position, id and text of one token in a displayed sample."""
+    """Position, id and text of one token in a displayed sample; the texts of a part's tokens add up to its text."""
 
     position: int
     id: int
@@ -41,7 +41,10 @@ class PieceView:
 
 
 def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> list[PieceView]:
-    """Build the parts of a conversation for display, with the text of each token."""
+    """Build the parts of a conversation for display, with the text of each token.
+
+    Media have no tokens: their ids may be outside the vocabulary.
+    """
     pieces, position = list[PieceView](), 0
     reader = _TokenDecoder(tokenizer)
     for piece in rendered.pieces:

@@ -42,9 +42,9 @@ class Entry:
     """Weight of the loss on that caption; 0 for a sample whose caption has no trigger word."""
 
     def choose_preserve_text_key(self, sample_seed: int) -> str | None:
-        """Choose the cache key of a caption without the trigger word, by `sample_seed`;
+        """Choose the cache key of a caption without the trigger word by `sample_seed`.
 
-        None if the sample has none.
+        None if the sample has no such caption.
         """
         keys = self.preserve_text_keys
         return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None

@@ -53,7 +53,7 @@ class TrainingSet(Protocol):
         """Create the DataLoader of the micro-batches at the sampler's positions, in order."""
 
     def find_token_problems(self, model: nn.Module) -> list[str] | None:
-        """Messages about tokens of the samples that have no embedding in the model;
+        """Messages about tokens of the samples that have no embedding in the model.
 
         None if samples have no token ids.
         """

@@ -48,12 +48,10 @@ def read_sound(
 ) -> torch.Tensor:
     """Read a clip's sound from `start` seconds after the first frame to the end of the last chosen frame.
 
-    The result is float32 (channels, N).
-
-    Values are from -1 to 1, and 0 where the file has no sound before or between. The file is decoded from its
-    beginning to the end of the span, because the output of a decoder depends on earlier packets. If the last
-    call was for the same file and no later span, decoding continues from there, with bit-identical results;
-    `close_sound` closes that file.
+    The result is float32 (channels, N). Values are from -1 to 1, and 0 where the file has no sound before or between.
+    The file is decoded from its beginning to the end of the span, because the output of a decoder depends on earlier
+    packets. If the last call was for the same file and no later span, decoding continues from there, with
+    bit-identical results; `close_sound` closes that file.
 
     Raises:
         ClipError: There is no sound, or it ends before the last frame.

@@ -43,7 +43,7 @@ def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
 
 
 def _count_missing_png_bytes(stream: BinaryIO) -> int:
-    """Number of bytes of pixel rows that are missing in a PNG."""
+    """Number of bytes of filtered pixel rows that are missing from a PNG's IDAT chunks."""
     # Skip the length and the type of IHDR.
     stream.seek(_PNG_SIGNATURE_BYTES + 8)
     header = stream.read(13)

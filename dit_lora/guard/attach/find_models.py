@@ -62,7 +62,7 @@ def find_trained_models(
 
 
 def find_called_parts(models: Models, called: Sequence[nn.Module]) -> Models:
-    """Submodules that the loop calls directly, by the prefix of their parameters' names."""
+    """Submodules of the models that the loop calls directly, by the prefix of their parameters' names."""
     # Whole models have their own entries.
     part_ids = {id(module) for module in called} - {id(model) for model in models.values()}
     return {

@@ -29,9 +29,8 @@ class StepCounter:
     def should_skip(self, owner: Any) -> bool | None:
         """True if a learning rate schedule is about to advance for a skipped step.
 
-        None if its optimizer has not stepped, or if it has none.
-
-        A schedule that advances once after several steps, as at the end of an epoch, is not held.
+        None if its optimizer has not stepped, or if it has none. A schedule that advances once after several steps, as
+        at the end of an epoch, is not held.
         """
         # Schedules do not know Accelerate's wrapper.
         key = id(unwrap_optimizer(vars(owner).get("optimizer")))

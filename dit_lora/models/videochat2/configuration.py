@@ -100,8 +100,6 @@ class VideoChat2Config(PreTrainedConfig):
         """Epsilon of the LayerNorms in the Q-Former and before it.
 
         At 1e-12, the gradient of a constant row has a factor of 1e6.
-
-        At 1e-12, the gradient of a constant row has a factor of 1e6.
         """
         return LEGACY_EPS if self.legacy else EPS
 

@@ -350,7 +350,7 @@ def _shard_name(number: int) -> str:
 
 
 def _iter_shards(sources: Sources, names: Sequence[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors in groups of up to `shard_bytes`, or a single larger one. Each group is read when requested.
+    """Yield tensors in groups of up to `shard_bytes`, or a single larger one.
 
     Each group is read when requested.
     """

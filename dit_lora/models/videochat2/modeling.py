@@ -107,9 +107,8 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
     def _split_views(self, pixels: torch.Tensor) -> torch.Tensor:
         """Cut frames (B, F, 3, H, W) into views (B, V, F, 3, tile, tile).
 
-        Views are the tiles by row, then the full frame, resized in fp32.
-
-        If there is only one tile, it is the full frame; the original's HD model then reads it twice.
+        Views are the tiles by row, then the full frame, resized in fp32. If there is only one tile, it is the full
+        frame; the original's HD model then reads it twice.
         """
         size = self.config.tile_size
         rows, columns = self.config.tile_grid(*pixels.shape[-2:])

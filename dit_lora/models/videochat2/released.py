@@ -102,10 +102,7 @@ def unused_reason(name: str, *, blocks: int, use_text: bool) -> str | None:
 
 
 def find_language_model(names: Mapping[str, Any]) -> str | None:
-    """Kind of the language model, `mistral`, `llama` or `phi`, from tensor names;
-
-    None if the names have no such model.
-    """
+    """Kind of the language model by its tensor names: `mistral`, `llama` or `phi`; None without such a model."""
     for name in names:
         for pattern in (_PROJECTION, _LANGUAGE_MODEL):
             if match := pattern.fullmatch(name):

@@ -49,7 +49,10 @@ class TaggedBatch:
 
 
 class TaggingCollate:
-    """Replacement for a loader's `collate_fn` that also records which row of the batch is which dataset item."""
+    """Replacement for a loader's `collate_fn` that also records which row of the batch is which dataset item.
+
+    It can be pickled for spawned workers.
+    """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn

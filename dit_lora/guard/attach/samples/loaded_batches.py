@@ -289,9 +289,9 @@ class LoadedBatches:
         return match[0].list_bad_files() if match is not None else []
 
     def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
-        """Find the loaded batch, tensor and rows that a tensor is a view of;
+        """Find the loaded batch, tensor and rows that a tensor is a view of.
 
-        None if it is no view, or was written to.
+        None if it is no view, or if the loaded tensor was written to.
         """
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
