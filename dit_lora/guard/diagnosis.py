@@ -39,7 +39,7 @@ class Diagnosis:
     timesteps: tuple[int, ...] = ()
     """Timesteps of the samples at fault, or of the micro-batch."""
     switch: str | None = None
-    """Name of the switch that makes the step finite when it is off; None if there is none."""
+    """Name of the component without which the step is finite; None if there is none."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -35,14 +35,14 @@ class DiagnosisContext:
     """Sample values with a larger magnitude are bad even if they are finite; None for no limit."""
     collective_forward: bool = False
     """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
-    the same verdict, on weights and moments as a whole.
+    the same diagnosis, on weights and moments as a whole.
     """
     frozen_record: FrozenRecord | None = None
     """The frozen weights and buffers as they were at the start."""
     infinite_names: Collection[str] = ()
     """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
     disabled_names: Collection[str] = ()
-    """Names of switches that an earlier diagnosis turned off, which are not tested again."""
+    """Names of components that an earlier diagnosis disabled, which are not tested again."""
 
     def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
         """Optimizer tensors and moving averages by name; this rank's shards unless diagnoses are collective."""

@@ -30,7 +30,7 @@ class Fallback:
 
     name: str
     cause: Literal["kernel", "attention_backend"]
-    """The cause that a verdict reports."""
+    """Cause that a diagnosis reports if this component is faulty."""
     disable_temporarily: Callable[[], AbstractContextManager[None]]
     disable: Callable[[], None]
     replacement: str
@@ -38,7 +38,7 @@ class Fallback:
     required: bool = False
     """True if the user requested it by name: if it is wrong from the start, that is an error, not a fallback."""
     parent: str | None = None
-    """The switch that this is a part of: it is off with it, and correct if the whole is correct."""
+    """Name of the component that this one is a part of: disabled with it, and correct if the whole is correct."""
     rounding_error: float = 0.0
     """A limit on what rounding of its own changes, relative to what it computes. If any, it is compared with the other
     kernels on, and is off while they are compared."""

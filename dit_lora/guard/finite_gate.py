@@ -50,7 +50,7 @@ class BadStateError(DitLoraError):
         self.kind = kind
         """The `kind` of the `RunFailure` that this error leads to."""
         self.diagnosis = diagnosis
-        """The verdict if it is already known, equal on all ranks; else None."""
+        """The diagnosis if it is already known, equal on all ranks; else None."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class RankDiagnosis(Generic[SourceT]):
 
     diagnosis: Diagnosis
     source: SourceT | None = None
-    """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
+    """The object that a bundle is written from; None if the diagnosis is not about a micro-batch."""
 
 
 class RecoveryHandler(ABC, Generic[FailureT, SourceT]):

@@ -76,7 +76,7 @@ def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Imag
 
 
 def describe_odd_mode(mode: str, bits: int) -> str | None:
-    """Message about a Pillow mode and bit depth that training converts; None for plain RGB or grey of 8 bits."""
+    """Unusual property of an image with this Pillow mode and bit depth; None for plain RGB or grey of 8 bits."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
     if mode in ("RGB", "RGBA", "L", "LA"):

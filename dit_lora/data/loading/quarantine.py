@@ -94,7 +94,7 @@ class Quarantine:
             self._by_sample[record.sample_id].append(record)
 
     def release(self, sample_ids: Iterable[str]) -> list[str]:
-        """Return these samples to training: removes their records and returns their names.
+        """Put these samples back into training: removes their records and returns their names.
 
         Raises `DitLoraError` if one has no records.
         """

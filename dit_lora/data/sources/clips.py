@@ -112,7 +112,7 @@ class SampleCollector:
         self._problems.setdefault((file, code), ClipProblem(file, code, message))
 
     def to_scan(self, notes: Sequence[str] = ()) -> Scan:
-        """Return the collected clips and problems in the order in which they were added, with these notes."""
+        """The collected clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
         return Scan(clips, list(self._problems.values()), tuple(notes))
 

@@ -67,7 +67,7 @@ class WatchedModels:
         self.infinities: dict[int, list[str]] = {}
         """Names of the weights and buffers of each model, by its id, that held infinity when it was first watched."""
         self.disabled_names: set[str] = set()
-        """Names of switches that diagnoses have turned off."""
+        """Names of components that diagnoses have disabled."""
         self.on_refresh: Callable[[], None] = lambda: None
         """Called when the set of watched models has changed."""
         self._host = host

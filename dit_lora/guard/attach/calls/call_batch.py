@@ -19,7 +19,7 @@ class CallBatch(MicroBatch):
     failed_call: CapturedCall | None
     """The call that failed in the step, whose random state a healthy call is run with; None if there is none."""
     cutter: RowCutter | None
-    """Cuts single samples; None if samples cannot be told apart."""
+    """Extracts single samples from the call; None if samples cannot be told apart."""
 
     @classmethod
     def from_call(

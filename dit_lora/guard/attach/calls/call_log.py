@@ -28,7 +28,7 @@ class CallLog:
         self.generator: torch.Generator | None = None
         """The loop's random generator, whose state is recorded with each call; None if it uses torch's."""
         self.on_begin: Callable[[], None] = lambda: None
-        """Called when a call begins."""
+        """Function that is called when the recording of a model call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
         self.get_batch_number: Callable[[], int | None] = batches.get_current_number

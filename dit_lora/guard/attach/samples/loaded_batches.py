@@ -291,7 +291,7 @@ class LoadedBatches:
     def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
         """Find the loaded batch, tensor and rows that a tensor is a view of.
 
-        None if it is no view, or if the loaded tensor was written to.
+        None if it is not a view, or if the loaded tensor was written to.
         """
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
