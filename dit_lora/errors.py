@@ -25,7 +25,7 @@ _RANK_0_HEAD_START_S = 3.0
 
 
 class DitLoraError(Exception):
-    """An error that is shown without a traceback: its message says what was wrong, what was received, what to do."""
+    """Base error of the package, shown to users without a traceback: what was wrong, what was received, what to do."""
 
     exit_code = 2
     collective = False
@@ -35,13 +35,13 @@ class DitLoraError(Exception):
 
 
 class CheckFailedError(DitLoraError):
-    """A check that the user asked for has failed."""
+    """Raised if a check that the user asked for has failed."""
 
     exit_code = 1
 
 
 class InterruptedRunError(DitLoraError):
-    """The run was asked to stop, and saved its state first."""
+    """Raised if the run was asked to stop; its state has been saved first."""
 
     collective = True
     label = "stopped"
@@ -52,7 +52,7 @@ class InterruptedRunError(DitLoraError):
 
 
 def format_list(summary: str, items: Sequence[str]) -> str:
-    """The summary line, then one line for each offender."""
+    """Format a summary line, followed by one indented line for each item."""
     return "\n".join([summary, *(f"  - {offender}" for offender in items)])
 
 
@@ -64,7 +64,7 @@ def join_first(items: Collection[object], limit: int) -> str:
 
 
 def format_remaining_count(items: Collection[object]) -> str:
-    """The number of items after the first, as in ` (and 3 more)`; empty for a single item."""
+    """Text such as ` (and 3 more)` for the number of items after the first; empty for a single item."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
@@ -98,7 +98,7 @@ def print_error(error: DitLoraError) -> None:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn a `DitLoraError`, or an error of the disk, into a message on stderr and an exit code."""
+    """Context manager that turns a `DitLoraError`, or an error of the disk, into a message and an exit code."""
     try:
         yield
     except DitLoraError as error:

@@ -130,16 +130,17 @@ def stage_folder(output_folder: Path, *, replace: bool = False) -> Iterator[Path
 
 
 def _is_stream(path: Path) -> bool:
-    """True for devices, pipes, and paths of open file descriptors, whose entries in /proc a rename would replace."""
+    """True if a path to write to is a device, a pipe, or an open file descriptor, which a rename would replace."""
     locations = (os.path.realpath(path.parent), os.readlink(path) if path.is_symlink() else "")
     is_descriptor = any(f"{location}/".startswith("/proc/") for location in locations)
     return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append one line; raises `OSError`. If a killed process has left an incomplete last line, a new line is started.
+    """Append one line to a file; raises `OSError`.
 
-    If the disk accepts only a part of the line, the file is truncated to its old length.
+    If a killed process has left an incomplete last line, a new line is started. If the disk accepts only a part of the
+    line, the file is truncated to its old length.
     """
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
@@ -213,7 +214,7 @@ def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> Buffer
 
 
 def can_open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
-    """True if `open_inside` can open this file."""
+    """True if a path is a regular file in a folder that can be opened without following a link inside the folder."""
     try:
         open_inside(folder, path, max_bytes).close()
     except OSError:
@@ -222,19 +223,19 @@ def can_open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> b
 
 
 def read_inside(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file that `open_inside` opens."""
+    """Read a regular file in a folder without following any link inside the folder. Raises as `open_inside`."""
     with open_inside(folder, path, max_bytes) as file:
         return file.read()
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file that `open_regular` opens."""
+    """Read a regular file; links are followed. Raises `OSError` for other kinds of files, or more than `max_bytes`."""
     with open_regular(path, max_bytes) as file:
         return file.read()
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of a file that `open_regular` opens, in hexadecimal."""
+    """SHA-256 of a regular file in hexadecimal. Raises as `open_regular`."""
     with open_regular(path) as file:
         # Reads in blocks, so that a checkpoint never lies in memory.
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -315,7 +316,7 @@ def iterate_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def parse_json_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None for anything else."""
+    """Parse a line as a JSON object; None if it is anything else."""
     try:
         value = parse_json(line)
     except ValueError:

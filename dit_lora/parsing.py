@@ -101,7 +101,7 @@ def _require_shallow(value: object, text: str, start: int = 0) -> None:
 
 
 def _iterate_nested(value: object) -> Iterator[object]:
-    """Yield the lists and objects directly inside a value."""
+    """Yield the lists and objects that are direct elements of a parsed JSON value."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for item in items:
         if isinstance(item, list | dict):

@@ -10,7 +10,7 @@ _SET_CLASS = vars(object)["__class__"].__set__
 
 
 def is_instance_of(value: object, class_path: str) -> bool:
-    """True if the value is an instance of `module:Class`, from a package that may not be installed.
+    """True if a value is an instance of the class named `module:Class`, whose package may not be installed.
 
     Nothing is imported: a class whose module is not imported has no instances.
     """
@@ -21,7 +21,7 @@ def is_instance_of(value: object, class_path: str) -> bool:
 
 
 class Patches:
-    """Wraps methods of other objects. `undo` restores them, the last one first."""
+    """Replaces methods and attributes of other objects. `undo` restores them, the last one first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -46,7 +46,7 @@ class Patches:
         self._undo.append(restore)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute that the owner does not have itself; `undo` deletes it."""
+        """Set an attribute that the object does not have itself; `undo` deletes it."""
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name))
 
@@ -79,7 +79,7 @@ class Patches:
         return True
 
     def add_handle(self, handle: Any) -> None:
-        """Remove this hook in `undo`."""
+        """Register a PyTorch hook's handle, so that `undo` removes the hook."""
         self._undo.append(handle.remove)
 
     def undo(self) -> None:

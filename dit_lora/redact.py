@@ -174,7 +174,10 @@ _LOCAL_SCHEMES = frozenset({"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", 
 
 
 def _compile_path_pattern(posix: str, parts: str) -> re.Pattern[str]:
-    """A pattern for URLs, which are mostly kept, and absolute paths; `posix` matches the start of a POSIX path."""
+    """Compile a regular expression for URLs, which are mostly kept, and absolute paths.
+
+    `posix` matches the start of a POSIX path, and `parts` the rest.
+    """
     certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_KNOWN_ROOT})(?:{_FOLDER})*{_LAST_PART}"
     full_path = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
     quoted = rf"(?P<quote>[\"'`])(?P<inside>{full_path})(?P=quote)"
@@ -189,7 +192,7 @@ _WHOLE_PATH = re.compile(
 
 
 def redact_value(value: Any) -> Any:
-    """The value with tokens and absolute paths removed from all strings in it, including keys of mappings.
+    """Copy a value with tokens and absolute paths removed from all strings in it, including keys of mappings.
 
     Values whose key names a secret are removed in any case. Values of keys in `TEXT_KEYS` are handled as in
     `redact_model_text`. Sequences become lists.
@@ -198,14 +201,14 @@ def redact_value(value: Any) -> Any:
 
 
 def make_redactor() -> Callable[[Any], Any]:
-    """A function like `redact_value` for many values: the environment is read only once."""
+    """Create a function that redacts like `redact_value`, for many values: the environment is read only once."""
     # Values that are secret because of the variable they are in, whatever their format is.
     secrets = _read_environment_secrets()
     return lambda value: _redact_nested(value, secrets, _TEXT_PATHS)
 
 
 def redact_model_text(text: str) -> str:
-    """Redact text for a model: only text that is certainly a path is removed, and `/imagine` is kept."""
+    """Redact text written for a model: only text that is certainly a path is removed, and `/imagine` is kept."""
     return _clean_text(text, _read_environment_secrets(), _PROSE_PATHS)
 
 
@@ -229,7 +232,7 @@ def _redact_known_secrets(text: str, secrets: Sequence[str]) -> str:
 
 
 def _replace_value(match: re.Match[str]) -> str:
-    """Replace the value of a match and keep its name and quotes."""
+    """Replace the secret value in a match of `name=value` with `[token]`, and keep its name and quotes."""
     # The match without the name at its beginning.
     value = match[0][len(match["name"]) :]
     quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
@@ -299,7 +302,7 @@ def _shorten_match(match: re.Match[str]) -> str:
 
 
 def _get_last_part(path: str) -> str:
-    """The last part of a path. A home folder becomes `[home]`, because its name is the user's."""
+    """Last part of a path. A home folder becomes `[home]`, because its name is the user's."""
     # Both kinds of slashes: a text may come from another system.
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")

@@ -15,17 +15,20 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 def make_printable(text: object) -> str:
-    r"""The text with characters that control a terminal as escapes, such as `\x1b`; line ends and tabs stay."""
+    r"""Escape control characters in a text, such as `\x1b`, so that it cannot control the terminal.
+
+    Keeps line ends and tabs.
+    """
     return _CONTROL_CHARACTERS.sub(_escape, str(text))
 
 
 def make_one_line(text: object) -> str:
-    """`make_printable` text with line ends and tabs escaped too, so that a name cannot look like a message of ours."""
+    """Escape control characters, line ends and tabs in a text, so that a name cannot look like a message of ours."""
     return make_printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def indent_lines(text: object) -> str:
-    """`make_printable` text with later lines indented, so that none looks like another message of ours."""
+    """Escape control characters in a text and indent its later lines, so that they cannot look like our messages."""
     # Lines that are indented by two spaces already stay as they are.
     return re.sub(r"\n(?!  )", "\n  ", make_printable(text))
 

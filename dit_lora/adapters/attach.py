@@ -28,7 +28,7 @@ FROZEN_ADAPTER_PREFIX = "under_"
 
 @dataclass(frozen=True)
 class AttachReport:
-    """Numbers of adapted layers and of trainable parameters."""
+    """Result of attaching an adapter: numbers of adapted layers and of trainable parameters."""
 
     num_adapted: int
     """Number of adapted linear layers."""
@@ -110,19 +110,19 @@ def is_lora_b(name: str) -> bool:
 
 
 def is_frozen_adapter(name: str) -> bool:
-    """True if this is the name of a parameter of a frozen adapter from `lora.under`."""
+    """True if a parameter's name is that of a frozen adapter from `lora.under`."""
     return (is_lora_a(name) or is_lora_b(name)) and f".{FROZEN_ADAPTER_PREFIX}" in name
 
 
 def get_adapter_state(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
-    """The tensors of an attached adapter, by the names that files have."""
+    """Tensors of an attached adapter, by the names that adapter files use."""
     state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     # A `PeftModel` puts its own attributes before the names; a model with injected layers does not.
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in state.items()}
 
 
 def find_tuner_layers(model: nn.Module) -> list[Any]:
-    """The layers with a PEFT adapter."""
+    """A model's layers with a PEFT adapter."""
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
@@ -163,7 +163,7 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
-    """The names that match by PEFT's rule: a string is a regular expression for the whole name, a list holds ends."""
+    """Layer names that match PEFT's targets: a regular expression for the whole name, or a list of name endings."""
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
     # The dot before both: `to_q` must not match `my_to_q`.
@@ -206,7 +206,7 @@ def _require_matches(model: str, targets: list[str], linear: list[str], convolut
 
 
 def _count_suffixes(names: list[str]) -> Counter[str]:
-    """The shortest names that a user would write, with the number of layers that each matches."""
+    """Number of layers for each short target name that a user would write, such as `to_q` or `to_out.0`."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")

@@ -26,7 +26,7 @@ from dit_lora.errors import DitLoraError, format_list
 def attach_lora_file(
     model: nn.Module, lora_file: LoraFile, lora: LoraConfig, default_targets: Sequence[str], *, seed: int
 ) -> AttachReport:
-    """Attach the file's matrices in fp32 to the layers that the file has. `lora` gives the dropout.
+    """Attach the matrices of a LoRA file in fp32 to the layers that it has. Only the dropout comes from `lora`.
 
     Raises `DitLoraError` if `lora` has a rank, alpha or targets that differ from the file's, and for layers that share
     their weight with another module.
@@ -66,7 +66,7 @@ def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) 
 def build_peft_config(
     layers: Mapping[str, StoredLayer], targets: str | list[str], dropout: float = 0.0
 ) -> peft.LoraConfig:
-    """Build PEFT's config for these layers: the most common rank and alpha, and patterns for layers that differ."""
+    """Build PEFT's `LoraConfig` for the layers of a LoRA file, with patterns for layers of another rank or alpha."""
     # Two dictionaries by layer name.
     ranks, alphas = ({name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha"))
     rank, alpha = _find_most_common(ranks), _find_most_common(alphas)
@@ -83,7 +83,7 @@ def build_peft_config(
 
 @torch.no_grad()
 def copy_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) -> None:
-    """Copy a file's matrices into an attached adapter, which must have these layers, ranks and scales."""
+    """Copy a LoRA file's matrices into an attached adapter, which must have the same layers, ranks and scales."""
     for name, stored in layers.items():
         layer = model.get_submodule(name)
         scale = stored.alpha / stored.rank
@@ -97,7 +97,7 @@ def copy_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) -
 def build_exact_targets(
     layers: Sequence[str], all_layers: Sequence[str], hints: Sequence[Any] = ()
 ) -> str | list[str]:
-    """Targets that PEFT matches to exactly these layers among `all_layers`.
+    """Build a `target_modules` value that PEFT matches to exactly these layers among `all_layers`.
 
     The first of `hints` that does so is used, such as the file's own `target_modules`; else the names of all layers.
     """
@@ -119,5 +119,8 @@ def _find_most_common(values: Mapping[str, float]) -> float:
 
 
 def _build_exact_pattern(name: str) -> str:
-    """A pattern that matches this layer only. PEFT searches for its keys at the ends of names."""
+    """A key for PEFT's `rank_pattern` or `alpha_pattern` that matches one layer only.
+
+    PEFT searches for these keys at the ends of names.
+    """
     return f"^{re.escape(name)}"

@@ -15,25 +15,25 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class WeightChange:
-    """The change of one layer's weight by its adapter."""
+    """The change that one adapter makes to the weight of one layer."""
 
     layer: Any
     adapter: str
 
     def apply_to(self, weight: Tensor) -> Tensor:
-        """The weight with this adapter merged in, as `merge_into_weight` computes it."""
+        """Merge the adapter of one layer into `weight`, as `merge_into_weight` does, and return the result."""
         return merge_into_weight(self.layer, self.adapter, weight)
 
     @property
     def is_added(self) -> bool:
-        """True if the adapter adds to the weight; false if it scales or rotates it."""
+        """True if an adapter adds to its layer's weight; False if it scales or rotates the weight (DoRA, OFT)."""
         if isinstance(self.layer, LoraLayer):
             return self.adapter not in self.layer.lora_variant
         return not isinstance(self.layer, OFTLayer)
 
 
 def get_weight_changes(model: nn.Module, adapter: str) -> dict[str, WeightChange]:
-    """The weight changes of all layers that have this adapter, by name."""
+    """The change that this adapter makes to each layer's weight, by layer name."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
     }
@@ -42,7 +42,7 @@ def get_weight_changes(model: nn.Module, adapter: str) -> dict[str, WeightChange
 
 @torch.no_grad()
 def merge_into_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    """The weight (outputs, inputs, ...) with the adapter merged in, computed in the weight's own dtype.
+    """Merge an adapter into a layer's weight (outputs, inputs, ...), computed in the weight's own dtype.
 
     `weight` is used instead of the base layer's weight, which may be on `meta`. The formulas are those of PEFT's
     layers.

@@ -89,14 +89,17 @@ def save_adapter(
 
 
 def build_header_entries(run_metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Entries for a safetensors header: the whole provenance as JSON, and keys that other programs look for."""
+    """Entries for a safetensors header: the run's metadata as JSON, and keys that other programs look for."""
     lines = {RUN_METADATA_KEY: json.dumps(dict(run_metadata), sort_keys=True)}
     # Values in a safetensors header are strings.
     return lines | {key: str(run_metadata[key]) for key in (DOWNSCALE_KEY,) if key in run_metadata}
 
 
 def move_staged_files(staging_folder: Path, output_folder: Path, names: Sequence[str]) -> None:
-    """Move these files to `output_folder`, and remove there the files of these names that were not staged."""
+    """Move files from a temporary folder to `output_folder`.
+
+    Of `names`, files that were not written this time are removed there.
+    """
     set_shared_permissions(staging_folder)
     for name in names:
         if (staging_folder / name).exists():
@@ -166,6 +169,6 @@ def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, t
 
 
 def read_run_metadata(file: Path) -> dict[str, Any]:
-    """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
+    """Read the metadata that a run wrote into the adapter's header; empty for files of other programs."""
     text = read_metadata(file).get(RUN_METADATA_KEY, "{}")
     return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))

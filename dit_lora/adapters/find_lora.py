@@ -13,7 +13,7 @@ _SUFFIX = ".safetensors"
 
 
 def find_lora(location: str, option: str) -> Path:
-    """The path of the LoRA file; `option` is the recipe's key, for messages.
+    """Path of the LoRA file that a path or Hub name refers to. `option` is the recipe's key, for messages.
 
     In a folder (of a run or an adapter) it is Diffusers' or PEFT's file, or the only safetensors file. A repository is
     OWNER/NAME, or OWNER/NAME/FILE.safetensors if it has several files. Raises `DitLoraError` if there is no LoRA or
@@ -40,7 +40,7 @@ def find_lora(location: str, option: str) -> Path:
 
 
 def get_public_name(location: str) -> str:
-    """A name for headers that others read: the Hub id, or the last part of a local path."""
+    """Name of a model or data set for headers that others read: the Hub id, or the last part of a local path."""
     path = Path(location).expanduser()
     return path.resolve().name if path.exists() else location.removeprefix(HUB_PREFIX)
 

@@ -31,7 +31,7 @@ _UNSUPPORTED_QUANTIZATIONS: Mapping[AdapterKind, tuple[str, ...]] = {
 
 
 def create_peft_config(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig:
-    """PEFT's config for a new adapter, with these targets."""
+    """PEFT's config object for a new adapter of the kind in `lora`, with these target layers."""
     target_modules = targets if isinstance(targets, str) else list(targets)
     if lora.kind == "oft":
         size = lora.block_size or _DEFAULT_BLOCK_SIZE
@@ -62,7 +62,7 @@ def create_peft_config(lora: LoraConfig, targets: str | Sequence[str]) -> peft.P
 
 
 def get_adapter_kind(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
-    """The kind of an adapter from PEFT's config object or dictionary; `lora` if that does not say."""
+    """Kind of an adapter (such as `lora` or `dora`), from PEFT's config; `lora` if the config does not say."""
     values = config.to_dict() if isinstance(config, peft.PeftConfig) else dict(config or {})
     # Diffusers' headers hold the enumeration's value, PEFT's objects the member.
     named = values.get("peft_type") or "LORA"
@@ -72,7 +72,7 @@ def get_adapter_kind(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
 
 
 def describe_adapter(metadata: Mapping[str, Any]) -> str:
-    """Describe the adapter of a result's header, or of a recipe's section: `DoRA (rank 8, alpha 16)`."""
+    """Short description of an adapter from a file's header or a recipe's section: `DoRA (rank 8, alpha 16)`."""
     name = ADAPTER_KIND_NAMES.get(metadata.get("kind", "lora"), str(metadata.get("kind")))
     if metadata.get("block_size"):
         return f"{name} (blocks of {metadata['block_size']})"
@@ -81,7 +81,7 @@ def describe_adapter(metadata: Mapping[str, Any]) -> str:
 
 
 def get_alpha(config: Mapping[str, Any]) -> float | None:
-    """Alpha from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
+    """Alpha of an adapter, from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
     return config.get("lora_alpha", config.get("alpha"))
 
 
@@ -91,7 +91,7 @@ def compute_scaling(alpha: float, rank: float, *, rslora: bool) -> float:
 
 
 def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig) -> None:
-    """Raise `DitLoraError` that lists all layers this kind cannot adapt, and all patterns that match no layer."""
+    """Raise `DitLoraError` that lists all layers an adapter kind cannot adapt, and patterns that match no layer."""
     unfit = [
         f"{name}: {reason}"
         for name in layers

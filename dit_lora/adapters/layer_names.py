@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class LayerNames:
-    """A program's names for the layers of a model in LoRA files, or the reason why it loads none."""
+    """How a program such as ComfyUI names a model's layers in LoRA files, or why it cannot load LoRAs of the model."""
 
     prefix: str = "diffusion_model."
     """Prefix of every name."""
@@ -22,7 +22,7 @@ class LayerNames:
     """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
     def translate(self, name: str) -> str | None:
-        """The program's name for one of Diffusers' layers; None if it has no such layer."""
+        """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer."""
         if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
             return None
         if not self.renames or name in self.renames:
@@ -35,7 +35,7 @@ class LayerNames:
 
 
 def make_unsupported_names(reason: str) -> LayerNames:
-    """The `LayerNames` of a program that cannot load LoRAs of a model, with the reason."""
+    """Create the `LayerNames` of a program that cannot load LoRAs of a model, with the reason."""
     return LayerNames(unsupported_reason=reason)
 
 
@@ -43,7 +43,7 @@ UNKNOWN_NAMES = make_unsupported_names("no names of ComfyUI are known here for t
 
 
 def get_kohya_name(name: str) -> str:
-    """A layer's name in kohya's layout, as VideoX-Fun reads and writes it."""
+    """Name of a layer in kohya's LoRA format, as VideoX-Fun reads and writes it."""
     # Two underscores: the layout joins its parts with underscores, and one part is empty.
     return f"lora_unet__{name.replace('.', '_')}"
 
@@ -69,13 +69,16 @@ _JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_"
 
 
 def iterate_file_spellings(name: str) -> Iterator[str]:
-    """Yield a layer's name with each prefix that files use, with dots and with underscores."""
+    """Yield a layer's name with each prefix that LoRA files use, with dots and with underscores."""
     yield from (f"{prefix}{name}" for prefix in _DOTTED_PREFIXES)
     yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
 
 
 def map_spellings_to_layers(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
-    """Map each spelling to its layer. Spellings that could mean several layers are left out."""
+    """Map each name that LoRA files may use to the model's layer.
+
+    Names that could mean several layers are left out.
+    """
     layers: dict[str, str] = {}
     ambiguous = set()
     for name in names:

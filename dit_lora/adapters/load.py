@@ -41,7 +41,7 @@ class _LoadTarget:
 
     @property
     def loader_kwargs(self) -> Mapping[str, bool]:
-        """Arguments that tell Diffusers' loader which model to load into."""
+        """Arguments that tell the pipeline's `load_lora_weights` which of its models to load into."""
         return {} if self.part == "transformer" else {f"load_into_{self.part}": True}
 
 
@@ -94,7 +94,7 @@ def load_with_pipeline_loader(pipeline: Any, adapter: Path) -> None:
 
 
 def is_in_peft_format(file: Path) -> bool:
-    """True if this file is part of a folder in PEFT's format, with an adapter of a kind that Diffusers cannot read."""
+    """True if a file belongs to an adapter folder in PEFT's format, of an adapter kind that Diffusers cannot read."""
     config = file.with_name(CONFIG_NAME)
     if file.name != SAFETENSORS_WEIGHTS_NAME or not config.is_file():
         return False
@@ -102,7 +102,7 @@ def is_in_peft_format(file: Path) -> bool:
 
 
 def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
+    """Tensors of a LoRA file, by the names that the pipeline's own loader gives them. Raises that loader's errors."""
     if is_in_peft_format(file):
         tensors = read_tensors(file)
         return {f"transformer.{name.removeprefix('base_model.model.')}": tensor for name, tensor in tensors.items()}
@@ -143,7 +143,10 @@ def find_missing_names(pipeline_class: Any, file: Path) -> list[str]:
 
 
 def _restore_prefix(requested_name: str, names: list[str]) -> str:
-    """A name that a converter asked for, with the prefix that it had removed from the file's names."""
+    """Complete a tensor name that Diffusers' converter did not find.
+
+    The converter had removed a prefix from the file's names, which is added again.
+    """
     # The common prefix of all names is that of the smallest and the largest.
     shared = min(names)[: _count_common_characters(min(names), max(names))]
     # If several are equally good, take the longest: then the converter removed the whole common prefix.

@@ -47,7 +47,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The LoRA of one layer in a file, in fp32."""
+    """The LoRA matrices and alpha of one layer in a file, in fp32."""
 
     a: torch.Tensor
     """(rank, inputs); for a convolution (rank, inputs, height, width)."""
@@ -62,7 +62,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA file, read for one model."""
+    """A LoRA file as read for one model: matrices by layer, PEFT's config and digests."""
 
     file: Path
     config: Mapping[str, Any] | None
@@ -116,12 +116,12 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
 
 
 def is_lora_tensor(name: str) -> bool:
-    """True if a name in a file is that of A, B or alpha of some layer, of any model."""
+    """True if a tensor's name in a file is that of a LoRA's A, B or alpha, for a layer of any model."""
     return _MATRIX_NAME.fullmatch(name) is not None or _ALPHA_NAME.fullmatch(name) is not None
 
 
 def read_trained_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors. For a run's checkpoint, moving averages replace the weights if the run keeps them."""
+    """Read a file's tensors. For a run's checkpoint, moving averages replace the weights if the run keeps them."""
     tensors, averages = read_tensors(file), file.with_name(AVERAGES_FILE)
     if file.name == WEIGHTS_FILE and averages.is_file():
         # The run samples, evaluates and exports the averages, too.
@@ -179,7 +179,7 @@ FactorsByLayer = dict[str, Factors]
 
 @dataclass
 class _SortedTensors:
-    """A file's tensors by layer, and those that belong to no layer of the model."""
+    """Tensors of a LoRA file, sorted by the model's layers, and problems with the others."""
 
     factors_by_layer: FactorsByLayer = field(default_factory=dict)
     """Factors by Diffusers' layer name."""
@@ -224,7 +224,7 @@ _TEXT_ENCODER_NAME = re.compile(
 def _sort_by_layer(
     file: Path, tensors: Tensors, model: nn.Module, comfyui: LayerNames, pipeline_class: Any
 ) -> _SortedTensors:
-    """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all other tensors, and those of no layer."""
+    """Sort A, B and alpha of a LoRA file by layer. Raises `DitLoraError` that lists all other tensors."""
     # First without conversion: names of Diffusers, PEFT, ComfyUI, kohya and the published model.
     spelled = _ModelNames.of_model(model, comfyui)
     sorted_out = _sort_tensors(tensors, spelled)
@@ -247,7 +247,7 @@ def _sort_by_layer(
 
 @dataclass(frozen=True)
 class _ModelNames:
-    """The names that a file may use for this model's layers."""
+    """Layer names that LoRA files may use for one model, mapped to the model's own layers."""
 
     model: nn.Module
     layers: Mapping[str, str]
@@ -286,7 +286,10 @@ def _sort_tensors(tensors: Tensors, model_names: _ModelNames) -> _SortedTensors:
 def _add_published(
     sorted_tensors: _SortedTensors, model: nn.Module, name: str, layers: list[str], factors: Factors
 ) -> None:
-    """Add the parts of a published model's joined layer. They share A and alpha, and each has its own rows of B."""
+    """Add the LoRA of a layer that the published model fuses and Diffusers splits.
+
+    Parts share A and alpha; B is split by row.
+    """
     sizes = [_get_weight_shape(model, layer) for layer in layers]
     # Output rows of each layer, in the order in which the joined layer has them.
     rows = [size[0] if size else 0 for size in sizes]
@@ -301,7 +304,7 @@ def _add_published(
 
 
 def _group_by_layer_name(tensors: Tensors, sorted_tensors: _SortedTensors) -> FactorsByLayer:
-    """Group a file's tensors by the file's own layer names, and refuse those that are not part of a LoRA."""
+    """Group a LoRA file's tensors by its own layer names, and record those that are not part of a LoRA as problems."""
     groups: FactorsByLayer = defaultdict(dict)
     for key, tensor in tensors.items():
         # Group 1 is the layer's name, group 2 of a matrix its kind.
@@ -355,7 +358,10 @@ def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) ->
 
 
 def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
-    """Multiply alpha / rank into B; None if a tensor is not part of a LoRA or an alpha has no factors."""
+    """Multiply alpha / rank into each B of a LoRA.
+
+    None if a tensor is not part of a LoRA or an alpha has no matrices.
+    """
     unsorted = _SortedTensors()
     groups = _group_by_layer_name(tensors, unsorted)
     if unsorted.problems or any(not {"A", "B"} <= factors.keys() for factors in groups.values()):

@@ -33,14 +33,14 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 
 
 def add_adapter_methods(model: nn.Module) -> nn.Module:
-    """Give the model `add_adapter`, in place, and return it. Models of Transformers have it already."""
+    """Give a model the method `add_adapter`, in place, and return it. Models of Transformers have it already."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
         model.__class__ = _compose_class(type(model), PeftAdapterMixin)
     return model
 
 
 def get_lora_pipeline_class(pipeline_class: type) -> Any:
-    """The class itself if it can load LoRA weights, else a subclass that can."""
+    """The pipeline class itself if it can load LoRA weights, else a subclass that can."""
     if hasattr(pipeline_class, "save_lora_weights"):
         return pipeline_class
     # Of Diffusers' LoRA mixins, this one loads into `transformer` only.
@@ -48,7 +48,7 @@ def get_lora_pipeline_class(pipeline_class: type) -> Any:
 
 
 def allow_quantized_layers(pipeline: Pipeline) -> Pipeline:
-    """Let the pipeline load LoRA into `QuantizedLinear` layers too, in place, and return it.
+    """Let a pipeline load LoRA into `QuantizedLinear` layers too, in place, and return it.
 
     FLUX.1's loader compares the shape of each weight with the file's, and would replace a layer whose codes have
     another shape with a wider one. It handles bitsandbytes' layers, but not these.

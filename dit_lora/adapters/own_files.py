@@ -46,7 +46,7 @@ def list_checkpoint_files(folder: Path) -> list[str]:
 
 
 def copy_checkpoint_files(base: Path, output_folder: Path, should_copy: Callable[[str], bool]) -> None:
-    """Copy the checkpoint's files for whose relative path `should_copy` returns True."""
+    """Copy the files of a checkpoint for whose relative path `should_copy` returns True."""
     for name in list_checkpoint_files(base):
         if should_copy(name):
             (output_folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _list_components(folder: Path) -> list[str]:
 
 
 def _is_component_folder(path: Path) -> bool:
-    """True if a subfolder belongs to the model, such as a second tokenizer."""
+    """True if a subfolder of a checkpoint belongs to the model, such as a second tokenizer."""
     return (
         _PLAIN_NAME.fullmatch(path.name) is not None
         and path.is_dir()

@@ -31,7 +31,7 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
     """Raise `DitLoraError` in one line if an expression in PEFT's config cannot be matched in bounded time.
 
     Args:
-        config: PEFT's config as a file holds it, or a provenance with the same keys; None is accepted.
+        config: PEFT's config as a file holds it, or metadata with the same keys; None is accepted.
         source: The file, for the message.
     """
     patterns = list(_iterate_patterns(config or {}))
@@ -45,14 +45,14 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
 
 
 def read_peft_config(file: Path) -> dict[str, Any]:
-    """Read PEFT's config from its own file, and refuse expressions in it that cannot be matched in bounded time."""
+    """Read PEFT's config file; raises `DitLoraError` if an expression in it cannot be matched in bounded time."""
     config = dict(read_typed_json(file, AdapterConfig))
     require_bounded_patterns(config, file)
     return config
 
 
 def find_unbounded_reason(pattern: str) -> str | None:
-    """Say why a regular expression is refused; None if it can be matched in bounded time."""
+    """Why a regular expression cannot be matched in bounded time; None if it can."""
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         return f"has {len(pattern):,} characters, more than {MAX_PATTERN_CHARACTERS:,}"
     try:
@@ -68,11 +68,14 @@ def find_unbounded_reason(pattern: str) -> str | None:
 
 
 class _UnboundedError(Exception):
-    """An expression whose ways to match are not counted."""
+    """Raised for a regular expression whose number of ways to match cannot be bounded."""
 
 
 def _iterate_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the expressions of a config: lists of targets hold the ends of names, which are compared as text."""
+    """Yield option and regular expression for each expression in PEFT's config.
+
+    Lists of targets hold the ends of names, which are compared as text, so they are not included.
+    """
     for option in ("target_modules", "exclude_modules"):
         if isinstance(config.get(option), str):
             yield option, config[option]
@@ -89,7 +92,7 @@ def _iterate_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
-    """Upper bound of the ways in which a sequence of parsed items matches: the product over its items."""
+    """Upper bound on the number of ways in which a regular expression can match: the product over its parsed items."""
     ways, looked_ahead = 1, 0
     for operation, argument in items:
         if str(operation) in ("ASSERT", "ASSERT_NOT"):

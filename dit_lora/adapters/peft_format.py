@@ -152,7 +152,7 @@ def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _require_fit(file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise `DitLoraError` unless both have the same names and shapes."""
+    """Raise `DitLoraError` unless a file's tensors and those of the model have the same names and shapes."""
     # In both directions, then shapes.
     faults = [f"{name}: not in the model" for name in stored if name not in expected]
     faults += [f"{name}: not in the file" for name in expected if name not in stored]

@@ -148,7 +148,7 @@ PUBLISHED_NAMES: Mapping[str, PublishedNames] = {
 
 
 def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Map every spelling of a published layer to Diffusers' layers of this model, in the order of output rows."""
+    """Map each file name of a published model's layer to the Diffusers layers that it is split into, by rows."""
     model_layers = set(names)
     numbers: dict[str, list[str]] = defaultdict(list)
     for name in model_layers:
@@ -166,7 +166,7 @@ def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str,
 
 
 def split_rows(model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Split B of a published layer into B of each of Diffusers' layers, in their row order."""
+    """Split B of a published model's layer by rows into one B for each of Diffusers' layers."""
     parts = []
     for layer, part in zip(layers, b.split(sizes), strict=True):
         if isinstance(model.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):

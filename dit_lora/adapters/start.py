@@ -34,7 +34,7 @@ _MORE, _ITERATIONS = 8, 16
 def attach_initialized_lora(
     model: Any, lora: LoraConfig, default_targets: Sequence[str], *, seed: int, submodules: Sequence[str] = ()
 ) -> AttachReport:
-    """Attach a new adapter with `attach_lora`, with the start that `lora.init` asks for."""
+    """Attach a new adapter to a model, with the initialization that `lora.init` asks for."""
     report = attach_lora(model, lora, default_targets, seed=seed, submodules=submodules)
     if lora.init in WEIGHT_INITS:
         initialize_from_weights(model, ADAPTER_NAME, lora.init, seed=seed)
@@ -42,11 +42,11 @@ def attach_initialized_lora(
 
 
 def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> None:
-    """Initialize an attached LoRA from its weights, and add the frozen adapter that subtracts the start. Both are
-    active.
+    """Initialize an attached LoRA from its layers' weights, and add a frozen adapter that subtracts its effect.
 
-    The start depends only on the weights and `seed`. For weights without values (meta) both adapters keep PEFT's
-    initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their weight allows.
+    Both adapters are active. The start depends only on the weights and `seed`. For weights without values (meta) both
+    adapters keep PEFT's initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their
+    weight allows.
     """
     # By name, in a fixed order: random draws below follow it.
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
@@ -82,12 +82,15 @@ def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -
 
 
 def has_start(model: nn.Module) -> bool:
-    """True if a model's adapter was initialized from its weights."""
+    """True if a model's adapter was initialized from the model's weights."""
     return hasattr(model, _STARTS_ATTRIBUTE)
 
 
 def build_saved_config(model: Any, adapter: str) -> Any:
-    """PEFT's config for saving an adapter: with a start it has twice the rank at the same scale."""
+    """PEFT's config for saving an adapter.
+
+    If initialized from the weights, it has twice the rank at the same scale.
+    """
     config, starts = model.peft_config[adapter], getattr(model, _STARTS_ATTRIBUTE, None)
     if starts is None:
         return config
@@ -101,7 +104,10 @@ def build_saved_config(model: Any, adapter: str) -> Any:
 
 
 def build_saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An adapter's tensors for saving, by PEFT's names. The additional ranks subtract its start."""
+    """An adapter's tensors for saving, by PEFT's names.
+
+    If the adapter was initialized from the weights, additional ranks subtract its initial effect.
+    """
     tensors = dict(state)
     for name, start in getattr(model, _STARTS_ATTRIBUTE, {}).items():
         # [A; A_start] and [B, -B_start]: one LoRA with the product B A - B_start A_start.
@@ -119,7 +125,10 @@ def _get_weight_shape(layer: Any) -> tuple[int, int]:
 
 
 def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
-    """The initial A and B, in fp32 on the host; the current ones if the weight has no values (meta)."""
+    """Compute a LoRA's initial A and B from its layer's weight, in fp32 on the CPU.
+
+    Returns the current ones if the weight has no values (meta).
+    """
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     base: Any = layer.get_base_layer()
     rank, scaling = len(a), layer.scaling[adapter]

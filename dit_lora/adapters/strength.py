@@ -47,7 +47,10 @@ def scale_adapters(pipeline: Any, strength: float) -> Iterator[None]:
 
 
 def set_adapter_weights(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
-    """Activate several adapters together, each with its weight. Raises `DitLoraError` if that is impossible."""
+    """Activate several adapters of a pipeline together, each with its weight.
+
+    Raises `DitLoraError` if that is impossible.
+    """
     try:
         # Also multiplies the weights into the scales of the layers.
         pipeline.set_adapters(list(names), list(weights))

@@ -23,12 +23,15 @@ StoredLayers = Mapping[str, StoredLayer]
 
 
 def get_frozen_adapter_name(number: int) -> str:
-    """The name of the frozen adapter with this number, in the recipe's order."""
+    """Name under which a frozen adapter is attached; `number` is its position in the recipe."""
     return f"{FROZEN_ADAPTER_PREFIX}{number}"
 
 
 def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLayers]) -> list[peft.LoraConfig]:
-    """PEFT's config for each adapter's layers. The model must have no adapter, since attaching it renames layers."""
+    """Build PEFT's config for each of several LoRA files that are attached frozen.
+
+    The model must have no adapter yet, since attaching one renames layers.
+    """
     all_layers = find_adaptable_layers(model)
     return [build_peft_config(layers, build_exact_targets(list(layers), all_layers)) for layers in layers_per_adapter]
 
@@ -36,7 +39,10 @@ def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLa
 def attach_frozen_adapters(
     model: Any, frozen_adapters: Mapping[str, tuple[peft.LoraConfig, StoredLayers, float]]
 ) -> None:
-    """Add frozen adapters by name: config, layers and factor. All are active; trainable parameters stay the same."""
+    """Attach frozen adapters, given by name: PEFT's config, matrices by layer, and scale factor.
+
+    All are active; trainable parameters stay the same.
+    """
     # PEFT makes new adapters trainable and may freeze others.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in frozen_adapters.items():
@@ -62,7 +68,10 @@ def attach_frozen_adapters(
 
 @contextmanager
 def disable_frozen_adapters(model: nn.Module, keep_active: Iterable[str] = ()) -> Iterator[None]:
-    """Disable the frozen adapters inside the context, except those in `keep_active`. Nothing else changes."""
+    """Disable the frozen adapters of a model inside the context, except those in `keep_active`.
+
+    Nothing else changes.
+    """
     layers = [
         layer for layer in find_tuner_layers(model) if any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
     ]

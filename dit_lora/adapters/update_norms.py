@@ -28,7 +28,7 @@ LOST_UPDATE_RATIO = 2.0**-24
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """One adapted layer of a model with an adapter."""
+    """Rank, alpha and scaling of one adapted layer in a loaded model."""
 
     rank: int
     alpha: float
@@ -38,7 +38,7 @@ class LoadedLayer:
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """The size of the update of one layer."""
+    """Size of the change that an adapter makes to the weight of one layer."""
 
     name: str
     norm: float
@@ -53,7 +53,7 @@ class ModuleUpdate:
 
     @property
     def is_lost(self) -> bool:
-        """True if the update is zero, or so small compared with its weight that adding it in fp32 changes nothing."""
+        """True if an adapter's change of a weight is zero, or so small that adding it in fp32 has no effect."""
         return self.norm == 0 or (self.relative_norm is not None and self.relative_norm < LOST_UPDATE_RATIO)
 
     def record(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def compute_weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, f
 def compute_module_updates(
     tensors: Mapping[str, torch.Tensor], layers: Mapping[str, LoadedLayer], norms: Mapping[str, float]
 ) -> list[ModuleUpdate]:
-    """The update of each LoRA layer whose two matrices are in `tensors`, sorted by name."""
+    """Size of the weight change of each LoRA layer whose A and B are both in `tensors`, sorted by layer name."""
     # A (rank, inputs, ...) and B (outputs, rank, ...) by layer.
     pairs = {
         name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
@@ -125,7 +125,7 @@ def compute_module_updates(
 
 @torch.no_grad()
 def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
-    """The update of each adapted layer of a loaded model, from its weight with the adapter merged in.
+    """Size of each adapted layer's weight change in a loaded model, from its weight with the adapter merged in.
 
     Works for every kind of adapter, and needs an fp64 copy of one weight at a time.
     """
@@ -140,7 +140,7 @@ def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[Module
 
 
 def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
-    """Changes of trained base weights from the tensors of the same name and shape in the checkpoint's `files`."""
+    """Sizes of the changes of trained base weights, relative to the tensors of the same name and shape in `files`."""
     changes, norms, roots = {}, {}, {}
     for file in files:
         with open_safetensors(file) as opened:
@@ -157,7 +157,7 @@ def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Pa
 def _build_updates(
     changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
 ) -> list[ModuleUpdate]:
-    """Build updates from the norms of changes and weights; `roots` are square roots of the weights' sizes."""
+    """Build the sizes of weight changes from norms; `roots` are square roots of the weights' numbers of elements."""
     # For weights near zero, use the typical root mean square of this model's weights.
     typical_rms = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
     updates = []

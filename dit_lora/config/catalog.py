@@ -69,23 +69,23 @@ class PackagedRecipe:
 
     @property
     def is_smoke(self) -> bool:
-        """True for a tiny recipe that trains on a CPU."""
+        """True for a tiny packaged recipe that trains on a CPU."""
         return self.name.startswith("smoke/")
 
     @property
     def file_name(self) -> str:
-        """Its file name in a folder for one run: `cogvideox_5b_t2v.yaml`."""
+        """File name of a packaged recipe in a folder for one run: `cogvideox_5b_t2v.yaml`."""
         return f"{self.name.replace('/', '_')}.yaml"
 
     @cached_property
     def header(self) -> str:
-        """The comment at the top of the file."""
+        """Comment at the top of a packaged recipe's YAML file."""
         # Every recipe begins with a comment, followed by the section `model`.
         return self.text[: self.text.index("\nmodel:") + 1]
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The facts in the header by their labels: `Title`, `Task`, `Memory`, `Time` and others."""
+        """Facts in a packaged recipe's header comment, by label: `Title`, `Task`, `Memory`, `Time` and others."""
         # Lines that are indented after the `#` are commands.
         prose = [line[1:].strip() for line in self.header.splitlines() if line[:4] != "#   "]
         flat = " ".join(line.lstrip("# ").strip() for line in self.header.splitlines())
@@ -97,7 +97,7 @@ class PackagedRecipe:
 
     @cached_property
     def commands(self) -> list[str]:
-        """The commands in the header, one line each; the last one launches training."""
+        """Shell commands in a packaged recipe's header comment, one line each; the last one launches training."""
         # The commands are the second block. Join lines that end with a backslash, and drop trailing comments.
         block = self.header.split("\n#\n")[1].replace("\\\n#", "\\\n ")
         joined = re.sub(r" *\\\n *", " ", block)
@@ -106,11 +106,11 @@ class PackagedRecipe:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The contents of the YAML file, not validated."""
+        """Contents of a packaged recipe's YAML file as plain values, not validated."""
         return parse_yaml(self.text)
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
-        """The recipe's entry in `dit-lora recipes --json`."""
+        """A packaged recipe's entry in the output of `dit-lora recipes --json`."""
         return {
             "name": self.name,
             "family": self.values["model"]["family"],
@@ -127,12 +127,15 @@ class PackagedRecipe:
 
     @property
     def accelerate_config(self) -> str:
-        """The Accelerate config in its launch command; `cpu` for smoke recipes."""
+        """Name of the Accelerate config in a recipe's launch command; `cpu` for smoke recipes, which use none."""
         match = re.search(r"accelerate_configs/(\w+)\.yaml", self.header)
         return match[1] if match else "cpu"
 
     def build_launch_command(self, config: str) -> str:
-        """The command that launches it in a folder for one run, without data.path and run.dir, which the file has."""
+        """Command that launches a packaged recipe in a folder for one run.
+
+        It has no data.path and run.dir, since the recipe file in that folder sets them.
+        """
         # accelerate launch [options] --config_file accelerate_configs/NAME.yaml recipes/lora.py RECIPE [overrides]
         arguments = shlex.split(self.commands[-1])
         script = arguments.index("recipes/lora.py")

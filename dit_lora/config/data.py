@@ -11,7 +11,7 @@ from dit_lora.config.section import Count, Positive, Probability, Section
 
 @dataclass(frozen=True, order=True)
 class VideoShape:
-    """Height and width in pixels and number of frames of one video; an image is one frame."""
+    """Shape of one video: height and width in pixels, and number of frames. An image is one frame."""
 
     frames: int
     height: int
@@ -21,12 +21,12 @@ class VideoShape:
 
     @classmethod
     def from_data(cls, data: "DataConfig") -> "VideoShape":
-        """The shape of a recipe without buckets. With buckets, it sets their budget."""
+        """Shape from the data section's `frames`, `height` and `width`. With buckets, it sets their budget instead."""
         return cls(data.frames, data.height, data.width)
 
     @property
     def volume(self) -> int:
-        """Number of pixels in all frames, including those of the references."""
+        """Number of pixels in all frames of a sample, including those of its references."""
         pixels = self.frames * self.height * self.width
         # References are encoded and passed to the network too, so they count.
         return pixels + sum(reference.volume for reference in self.references)
@@ -37,7 +37,7 @@ class VideoShape:
 
 
 class Layout(Section):
-    """The places of what belongs to a source's samples."""
+    """Options that say where a source's captions, references and masks are."""
 
     media: str | None = None
     """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by
@@ -64,7 +64,7 @@ class Layout(Section):
 
     @property
     def has_masks(self) -> bool:
-        """True if samples may have a mask."""
+        """True if a source's options give its samples masks."""
         return bool(self.mask_column or self.mask_folder or self.alpha_mask)
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ class Layout(Section):
 
 
 class SourceConfig(Layout):
-    """One of several places that samples come from."""
+    """Options of one of several sources that the training samples come from."""
 
     path: str
     """Place of the samples, as in `data.path`."""
@@ -111,7 +111,7 @@ class SourceConfig(Layout):
 
 
 class BucketsConfig(Section):
-    """Shapes that samples are grouped by.
+    """Options for bucketing: samples are grouped by shape.
 
     There is one for each aspect ratio, resolution and number of frames that fits the budget of data.height
     x data.width x data.frames.
@@ -199,13 +199,13 @@ class DataConfig(Layout):
 
     @property
     def max_frames(self) -> int:
-        """Number of frames of the longest shape."""
+        """Number of frames of the longest training sample that the data section allows; at least 1."""
         # At least 1, for recipes whose buckets have no frame counts of their own.
         return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The `sources`, or the one that `path` and its columns are."""
+        """Sources of the training samples: `sources`, or a single one made of `path` and its column options."""
         if self.sources:
             return self.sources
         # A recipe with `path` has the layout options in the data section itself.

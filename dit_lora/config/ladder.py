@@ -87,7 +87,10 @@ class LoopConfig(LadderConfig):
 
     @classmethod
     def from_ladder(cls, config: LadderConfig) -> "LoopConfig":
-        """These settings for a loop; monitoring that the base class does not have is off."""
+        """Convert recovery settings to those of a guard in a training loop.
+
+        Settings that `config` does not have keep their defaults.
+        """
         if isinstance(config, cls):
             return config
         # A config of the base class has fewer fields; the others keep their defaults.
@@ -113,7 +116,7 @@ def _find_invalid_counts(config: LadderConfig, names: Sequence[str]) -> list[str
 
 
 def find_actions_problem(actions: Sequence[str]) -> str | None:
-    """The problem with a list of recovery actions; None if it is valid."""
+    """Message about an invalid list of recovery actions; None if it is valid."""
     if any(rung not in RECOVERY_ACTIONS for rung in actions):
         return f"choose from {', '.join(RECOVERY_ACTIONS)}"
     if not actions or len(set(actions)) != len(actions):

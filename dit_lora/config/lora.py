@@ -30,7 +30,7 @@ LayerPatterns = dict[str, Count]
 
 
 class UnderConfig(Section):
-    """A frozen adapter under the one that trains."""
+    """Options of a frozen adapter that stays active under the adapter being trained."""
 
     path: str
     """A LoRA as `lora.init` takes it."""
@@ -143,16 +143,16 @@ class LoraConfig(Section):
 
     @property
     def supported_options(self) -> set[str]:
-        """Names of the options that the kind has, besides kind, targets and init."""
+        """Names of the options that this kind of adapter has, in addition to kind, targets and init."""
         return _KIND_OPTIONS[self.kind]
 
     @property
     def has_file_init(self) -> bool:
-        """True if training continues from a LoRA file."""
+        """True if training continues from a LoRA file, because `init` is a path and not a known initialization."""
         return self.init not in INITS
 
     @property
     def new_adapter_rank(self) -> int:
-        """The rank of an adapter that does not continue from a file."""
+        """Rank of a new adapter; not for one that continues from a file."""
         assert self.rank is not None, "the rank comes from the file in init"
         return self.rank

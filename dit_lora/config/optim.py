@@ -128,7 +128,10 @@ class OptimConfig(Section):
 
 
 class PreserveConfig(Section):
-    """Keeps what the base makes of captions without the trigger (differential output preservation)."""
+    """Options of differential output preservation.
+
+    For captions without the trigger, the model learns to predict what it did before training.
+    """
 
     trigger: str
     """The words in captions that stand for what is learned, such as `sks dog`."""
@@ -157,7 +160,7 @@ class PreserveConfig(Section):
         return self
 
     def replace_trigger(self, caption: str) -> list[str]:
-        """The caption with the trigger replaced by each of the class words."""
+        """Copies of a caption, one per class word, with the trigger replaced by that word."""
         return [caption.replace(self.trigger, word) for word in self.class_words]
 
 
@@ -216,12 +219,12 @@ class TrainConfig(Section):
 
     @property
     def effective_high_noise_share(self) -> float:
-        """`high_noise_share`, or a half."""
+        """Share of steps that train the high-noise expert: `high_noise_share`, or 0.5 if it is not set."""
         return 0.5 if self.high_noise_share is None else self.high_noise_share
 
     @property
     def effective_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:
-        """`checkpointing`, whose `auto` is `full` under `offload`."""
+        """Gradient checkpointing mode in use: always `full` with `offload: group`, else the `checkpointing` option."""
         return "full" if self.offload == "group" else self.checkpointing
 
     @model_validator(mode="after")

@@ -58,17 +58,17 @@ class OptimizerRecord:
 
     @property
     def class_name(self) -> str:
-        """The name of its class."""
+        """Name of the optimizer's class, without its module."""
         return self.class_path.partition(":")[2]
 
 
 def collect_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ...]:
-    """The names that `get_names` gives for any record, without duplicates."""
+    """Names that `get_names` returns for any of the known optimizers, without duplicates."""
     return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record)))
 
 
 def _count_fp32_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
-    """Bytes of two moments in each parameter's dtype, and of its step count in fp32."""
+    """Bytes of optimizer state with two moments in each parameter's dtype, and its step count in fp32."""
     # Two moments, and 4 bytes for the step count.
     return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
 
@@ -80,7 +80,10 @@ _TABLE_BYTES = 2 * 256 * 4
 
 
 def _count_8bit_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
-    """Bytes of two moments with one byte per element and fp32 scales; small parameters have fp32 moments."""
+    """Bytes of 8-bit optimizer state: two moments of one byte per element, with fp32 scales.
+
+    Small parameters have fp32 moments.
+    """
     counts = [parameter.numel() for parameter in parameters]
     # Two fp32 moments of 4 bytes per element.
     small = sum(2 * 4 * count for count in counts if count < MIN_8BIT_SIZE)
@@ -92,9 +95,10 @@ def _count_8bit_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
 
 
 def _count_prodigy_bytes(parameters: Sequence["torch.Tensor"]) -> int:
-    """Bytes of three tensors per parameter and a copy of its initial value; if that is zero, the copy is one element.
+    """Bytes of Prodigy's optimizer state: three tensors per parameter and a copy of its initial value.
 
-    Call it before training. For meta tensors, whose values are unknown, the copy is counted in full.
+    The copy is one element if the initial value is zero. Call it before training. For meta tensors, whose values are
+    unknown, the copy is counted in full.
     """
     total = 0
     for parameter in parameters:

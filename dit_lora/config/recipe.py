@@ -54,8 +54,11 @@ KernelMode = Literal["auto", "on", "off"]
 
 
 class KernelsConfig(Section):
-    """Fused kernels: `auto` uses one where the model and the machine can and it equals the stock model on the
-    run's own shapes; `on` insists, also without a GPU, and refuses the run where it cannot be; `off` never."""
+    """Options of the fused kernels.
+
+    `auto` uses a kernel if the model and the machine support it and it equals the stock model on the run's own shapes.
+    `on` requires it, also without a GPU, and refuses the run if it cannot be used. `off` never uses it.
+    """
 
     lora_linear: KernelMode = "auto"
     """Adapters as one autograd function: the input is saved once, in its own dtype."""
@@ -85,7 +88,7 @@ class KernelsConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def get_op_modes(self) -> dict[str, KernelMode]:
-        """The modes of kernels that replace parts of a model, by name."""
+        """Modes (`auto`, `on`, `off`) of the fused kernels that replace parts of a model, by kernel name."""
         # These two are no replacement of a module: a choice of backend, and the norm of gradients.
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
         return {name: getattr(self, name) for name in sorted(names)}
@@ -162,7 +165,7 @@ _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
 
 
 def find_repo_id_problem(repo_id: str) -> str | None:
-    """Why this cannot be the name of a repository on the Hub; None if it can."""
+    """Why a text cannot be the name of a repository on the Hub; None if it can."""
     parts = repo_id.split("/")
     # The Hub refuses owners and names with these endings.
     ends = any(part.endswith((".", "-", ".git")) for part in parts)
@@ -172,7 +175,10 @@ def find_repo_id_problem(repo_id: str) -> str | None:
 
 
 class HubConfig(Section):
-    """The result on the Hugging Face Hub: adapter, model card and samples, as `dit-lora push` uploads them."""
+    """Options for pushing a run's result to the Hugging Face Hub: adapter, model card and samples.
+
+    `dit-lora push` uploads the same files.
+    """
 
     push: bool = False
     """Push when training has ended. Token and rights are checked before it starts."""
@@ -197,7 +203,7 @@ class HubConfig(Section):
 
 
 class Recipe(Section):
-    """One training run, whole."""
+    """All settings of one training run, as read from a recipe's YAML file."""
 
     model: ModelConfig
     data: DataConfig

@@ -66,7 +66,7 @@ class VerifiedFiles(_Record):
 
 
 class Answer(_Record):
-    """A chat model's answer to a validation prompt, in answers.json."""
+    """A chat model's answer to one validation prompt, as stored in answers.json."""
 
     prompt: NotRequired[str]
     media: NotRequired[str | None]
@@ -90,7 +90,7 @@ class ViewingRecord(_Record):
 
 
 class Video(_Record):
-    """Shape of the training samples: numbers of frames and pixels, frames per second."""
+    """Shape of the training samples: number of frames, height and width in pixels, and frames per second."""
 
     frames: NotRequired[Count | None]
     height: NotRequired[Count | None]
@@ -147,7 +147,7 @@ class AdapterConfig(_Record):
 
 
 class Replay(_Record):
-    """Position of a micro-batch in a run."""
+    """Position of a failed micro-batch in a run, as stored in a replay bundle."""
 
     step: Count
     micro_step: Count

@@ -13,7 +13,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 def _iterate_types(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and all types inside it, as in `Annotated` and unions."""
+    """Yield a type annotation and all types nested in it, as in `Annotated` and unions."""
     yield annotation
     # Arguments of `Annotated` that are no types, such as Field(...), are yielded too and match nothing.
     for part in get_args(annotation):

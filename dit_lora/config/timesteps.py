@@ -14,9 +14,10 @@ _PARAMETER_DENSITIES["std"] = _PARAMETER_DENSITIES["mean"]
 
 
 class TimestepsConfig(Section):
-    """Noise levels from 0, clean, to 1, noise: drawn from a density, shifted towards noise, then cut to a range.
+    """Options for sampling noise levels from 0 (clean) to 1 (noise).
 
-    What is left out is the family's, which each of its recipes says with the source.
+    They are drawn from a density, shifted towards noise, then cut to a range. Options that are not set take the model
+    family's defaults, which its recipes state with their source.
     """
 
     density: Density | None = None

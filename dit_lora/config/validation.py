@@ -51,7 +51,7 @@ class ValidationConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _read_old_keys(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Accept keys of earlier versions, and remember which were given."""
+        """Validate the `validation` section, accept keys of earlier versions, and remember which of them were used."""
         if not isinstance(values, dict):
             return handler(values)
         section = handler(rename_old_keys(values))
@@ -60,7 +60,7 @@ class ValidationConfig(Section):
 
     @property
     def notes(self) -> list[str]:
-        """One line for each old key that was given."""
+        """Deprecation messages, one for each outdated key that the `validation` section uses."""
         return [
             f"validation.{key} is now validation.{RENAMED_KEYS[key]}; the old key works until version 0.3"
             for key in self._old_keys
@@ -69,26 +69,28 @@ class ValidationConfig(Section):
     @field_validator("references", mode="before")
     @classmethod
     def _wrap_single_files(cls, value: Any) -> Any:
-        """Accept a single file in place of a list with one file."""
+        """Wrap each single file name in a list, for options whose entries are lists of files."""
         if not isinstance(value, list | tuple):
             return value
         return [[files] if isinstance(files, str) else files for files in value]
 
     @property
     def sample_titles(self) -> list[str]:
-        """The prompt or class of each sample in a validation, in the order of the files."""
+        """The prompt or class of each sample in a validation, in the order of the sample files."""
         return build_sample_titles(self.prompts, self.count, self.seed)
 
 
 def rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section `validation` with today's keys. Of an old and a new key, the later one counts, as a
-    command line's override comes after the recipe.
+    """Rename outdated keys of a `validation` section.
+
+    If both the old and the new key are present, the later one counts, because a command line's override comes after
+    the recipe.
     """
     return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
 
 
 def build_sample_titles(prompts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Titles of the samples, one per prompt and seed; with several samples per prompt, they include the seed."""
+    """Titles of validation samples, one per prompt and seed. With several samples per prompt they include the seed."""
     if count == 1:
         return list(prompts)
     # The same order as that of the sampled files: by prompt, then by seed.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UnreadableError(DitLoraError):
-    """The machine cannot read existing data, or has lost a reading process; no sample is at fault."""
+    """Raised if the machine cannot read existing data, or has lost a reading process; no sample is the cause."""
 
     def __init__(self, message: str) -> None:
         # A DataLoader raises the error again with the worker's traceback, which ends with the original message.
@@ -36,7 +36,7 @@ _WAIT_FLAG = mmap.mmap(-1, 1)
 
 @contextmanager
 def wait_for_storage() -> Iterator[None]:
-    """Wait for unreadable files inside the context, so that a run loses no samples to a short network failure."""
+    """Make reads wait for unreachable files inside the context, so that a network failure loses no samples."""
     global _max_wait_s
     # Restore the earlier value afterwards, so that the context can be nested.
     before, _max_wait_s = _max_wait_s, MAX_WAIT_S
@@ -47,18 +47,18 @@ def wait_for_storage() -> Iterator[None]:
 
 
 def enable_waiting_in_worker(_worker: int) -> None:
-    """Wait for unreadable files in this data worker, as in the run that started it."""
+    """Make this data worker wait for unreachable files, as the run that started it does."""
     global _max_wait_s
     _max_wait_s = MAX_WAIT_S
 
 
 def is_waiting() -> bool:
-    """Whether this process waits for unreadable files."""
+    """True if this process waits for unreachable files."""
     return _max_wait_s > 0
 
 
 def read_with_retry(read: Callable[[], T], folder: Path) -> T:
-    """Call `read` until it raises no `OSError`; inside `wait_for_storage`, for up to `MAX_WAIT_S` after the first one.
+    """Call `read` until it raises no `OSError`; inside `wait_for_storage`, for up to `MAX_WAIT_S` after the first.
 
     The start and the end of the wait are each printed to stderr once.
 
@@ -100,7 +100,7 @@ def read_with_retry(read: Callable[[], T], folder: Path) -> T:
 
 
 def make_missing_file_error(path: Path) -> OSError:
-    """The error of opening `path`; if it can be opened by now, the error for a file that does not exist."""
+    """Error of opening `path`; if it can be opened by now, the error for a file that does not exist."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -111,7 +111,7 @@ def make_missing_file_error(path: Path) -> OSError:
 
 
 def _describe_location(error: OSError, folder: Path) -> tuple[str, str]:
-    """Two parts of a message: the folder that may come back, and the file that could not be read with the reason."""
+    """Folder that may become reachable again, and the file that could not be read with the reason, as texts."""
     reason = error.strerror or str(error) or type(error).__name__
     # Errors of an open file have no name, so name the folder that the caller gave.
     if not isinstance(error.filename, str):

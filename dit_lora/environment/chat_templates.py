@@ -40,11 +40,11 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplateError(DitLoraError, TemplateError):
-    """A chat template that cannot be rendered, or exceeds the limits."""
+    """Raised if a chat template cannot be rendered, or exceeds the limits."""
 
 
 class _Renderer:
-    """Calls a function of Transformers in a forked process."""
+    """Runs Transformers' function for rendering chat templates in a forked process, to limit its time and memory."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -152,7 +152,10 @@ def _limit_memory() -> None:
 
 
 def limit_chat_templates() -> None:
-    """Make Transformers render all chat templates of this process within the limits. A second call does nothing."""
+    """Make Transformers render all chat templates of this process within time and memory limits.
+
+    A second call does nothing.
+    """
     from transformers import processing_utils, tokenization_utils_base
 
     # Both modules have imported the function by name, so it is replaced in each.

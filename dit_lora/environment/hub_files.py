@@ -69,7 +69,7 @@ def _download_files(name: str, patterns: Sequence[str], missing_message: str, re
 
 
 def _describe_remedy(name: str, error: Exception) -> str:
-    """What the Hub's error means, and the next command to type; the text of the error if it is not a common one."""
+    """Message for an error of the Hub: what it means and the next command to type, or the error's own text."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

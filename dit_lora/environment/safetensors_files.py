@@ -20,12 +20,12 @@ FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 
 
 class UnreadableFileError(DitLoraError):
-    """A safetensors file cannot be opened, or is damaged or incomplete."""
+    """Raised if a safetensors file cannot be opened, or is damaged or incomplete."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The description of one tensor in a file's header."""
+    """Dtype and shape of one tensor, from the header of a safetensors file."""
 
     dtype: str
     """safetensors' name, such as `BF16`."""
@@ -34,7 +34,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The header of a file."""
+    """Header of a safetensors file: its metadata, and dtype and shape of each tensor."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, TensorHeader]
@@ -73,7 +73,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read a file's header, and none of its tensors. Raises as `open_safetensors`."""
+    """Read a safetensors file's header, and none of its tensors. Raises as `open_safetensors`."""
     with open_safetensors(file) as opened:
         # A slice knows its dtype and shape without reading the tensor.
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -82,16 +82,16 @@ def read_header(file: Path) -> SafetensorsHeader:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata in a file's header. Raises as `open_safetensors`."""
+    """Read the metadata in a safetensors file's header. Raises as `open_safetensors`."""
     with open_safetensors(file) as opened:
         # None in files that have no metadata.
         return dict(opened.metadata() or {})
 
 
 def read_tensors(file: Path, *, missing_ok: bool = False) -> dict[str, torch.Tensor]:
-    """Read all tensors of a file to the CPU; none if it does not exist and `missing_ok`. Raises as `open_safetensors`.
+    """Read all tensors of a safetensors file to the CPU; none if it does not exist and `missing_ok`.
 
-    Values are read even inside a context that builds tensors on `meta`.
+    Raises as `open_safetensors`. Values are read even inside a context that builds tensors on `meta`.
     """
     # Results without an adapter, or without trained base weights, lack one of their files.
     if missing_ok and not file.is_file():

@@ -26,7 +26,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class TestedVersions:
-    """The version range of a package: floor <= tested release <= newest tested < first untested major."""
+    """Supported versions of a package: the minimum, the tested ones, and the first untested major version."""
 
     min_version: str
     tested_version: str | None  # the one in constraints.txt; None if no build could be tested
@@ -36,11 +36,11 @@ class TestedVersions:
 
     @property
     def newest_tested_version(self) -> str | None:
-        """The newest release that the tests passed with; None if no build could be tested."""
+        """The newest release of a package that the tests passed with; None if no build could be tested."""
         return self.newer_tested_version or self.tested_version
 
     def format_requirement(self, name: str) -> str:
-        """The range in pip's syntax."""
+        """Supported version range of a package in pip's syntax, such as `torch>=2.4,<3`."""
         return f"{name}>={self.min_version},<{self.first_untested_major}"
 
 
@@ -65,7 +65,7 @@ TESTED: Mapping[str, TestedVersions] = {
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. `bf16` is true if it computes in bf16 natively, not by emulation."""
+    """Description of one GPU. `bf16` is true if it computes in bf16 natively, not by emulation."""
 
     name: str
     memory_gib: float
@@ -83,14 +83,17 @@ class Environment:
     devices: tuple[Device, ...] = ()  # GPUs that torch can use; empty for a CPU run
 
     def get_release(self, name: str) -> Release | None:
-        """The first three numbers of a version, or of the release that a nightly precedes. None if not a version."""
+        """Release number of an installed package as three integers; for a nightly, that of the release it precedes.
+
+        None if the package is not installed, or its version cannot be parsed.
+        """
         try:
             return _parse_release(self.versions[name])
         except (KeyError, InvalidVersion):
             return None
 
     def get_build_label(self, name: str) -> str:
-        """The build label after the plus sign: `cpu` for 2.13.0+cpu."""
+        """Build label of an installed package, after the plus sign: `cpu` for 2.13.0+cpu."""
         return self.versions.get(name, "").partition("+")[2]
 
 
@@ -125,7 +128,7 @@ def probe_environment() -> Environment:
 
 @dataclass(frozen=True)
 class VersionProblem:
-    """A version that is wrong or untested, and the command that changes it."""
+    """A package version that is wrong or untested, and the command that changes it."""
 
     id: str
     severity: Severity
@@ -139,7 +142,7 @@ class VersionProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBad(VersionProblem):
-    """A combination of versions with a known defect, and the way out."""
+    """A combination of package versions with a known defect, and the workaround."""
 
     matches: Callable[[Environment], bool]
 
@@ -151,7 +154,7 @@ def _parse_release(version: str) -> Release:
 
 
 def _is_within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
-    """True if low <= installed < high; False if the package is not installed."""
+    """True if low <= installed < high for a package's version; False if it is not installed."""
     release = env.get_release(name)
     # Without an upper bound, any later version.
     return release is not None and low <= release < (high or (10**6, 0, 0))
@@ -215,7 +218,11 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def get_package_status(name: str, env: Environment) -> Status:
-    """The status of a package: `in range` is from the floor to the newest tested minor, `untested` is newer."""
+    """Support status of an installed package: `tested`, `in range`, `untested`, `refused`, or `missing` and `absent`.
+
+    `in range` goes from the minimum to the newest tested minor version, and `untested` is newer. Without the package,
+    a required one is `missing` and an optional one `absent`.
+    """
     tested = TESTED[name]
     if name not in env.versions:
         return "missing" if tested.required else "absent"
@@ -231,14 +238,14 @@ def get_package_status(name: str, env: Environment) -> Status:
 
 
 def find_problems(env: Environment) -> list[VersionProblem]:
-    """All versions outside their range, all untested ones, and all known-bad combinations."""
+    """Problems of the installed packages: versions outside their range, untested ones, and known-bad combinations."""
     # None for packages without a problem.
     versions = (_find_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
 def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
-    """The warnings to show. If a version is refused, raises one `DitLoraError` that lists all refusals instead.
+    """Check the installed versions; returns warnings, or raises one `DitLoraError` that lists all refused versions.
 
     With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """

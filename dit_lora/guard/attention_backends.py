@@ -46,7 +46,7 @@ _QUERIES_PER_CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads
 
 
 class TensorLayout(NamedTuple):
-    """Shape and strides of a tensor, since kernel bugs depend on strides as well as on shapes."""
+    """Shape and strides of a tensor argument of attention, since kernel bugs depend on both."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorLayout(NamedTuple):
         return "x".join(map(str, self.shape))
 
     def limit_heads(self, max_heads: int) -> "TensorLayout":
-        """The layout of one sample and of at most `max_heads` of its heads, with the same strides."""
+        """Layout of one sample and of at most `max_heads` of its heads, with the same strides."""
         # The leading dimensions are batch and heads, or heads only; the last two are length and head width.
         leading_shape = self.shape[:-2]
         # One sample along each batch dimension, and at most the given number of heads along the last.
@@ -69,11 +69,11 @@ class TensorLayout(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the stored values: size 1 along expanded dimensions."""
+        """Shape of the stored values of a tensor that may be expanded: size 1 along expanded dimensions."""
         return tuple(size if stride else 1 for size, stride in zip(*self, strict=True))
 
     def build_tensor(self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a tensor of this layout that holds `values`, which have the shape `stored_shape`."""
+        """Create a tensor with this layout that holds `values`, which have the shape `stored_shape`."""
         # An expanded dimension has stride 0 and is stored once: allocate size 1, and expand afterwards.
         stored = torch.empty_strided(self.stored_shape, self.strides, dtype=dtype, device=device)
         return stored.copy_(values).expand(self.shape)
@@ -81,7 +81,7 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """An `attn_mask` without its values."""
+    """Description of an `attn_mask` without its values."""
 
     layout: TensorLayout
     dtype: torch.dtype
@@ -93,7 +93,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """All that the choice and correctness of a backend depend on, except the values."""
+    """Description of a `scaled_dot_product_attention` call: all that a backend's choice and correctness depend on.
+
+    Only the values are left out.
+    """
 
     query: TensorLayout
     key: TensorLayout
@@ -108,7 +111,7 @@ class AttentionCall:
 
     @property
     def output_layout(self) -> TensorLayout:
-        """Layout of the output and of its gradient, which has the query's layout if the shapes are equal."""
+        """Layout of an attention call's output and of its gradient: the query's layout if their shapes are equal."""
         # (B, H, L, head width of the values)
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
@@ -136,9 +139,10 @@ class AttentionCall:
         return ", ".join(facts)
 
     def shrink(self) -> "AttentionCall":
-        """The same call with one sample and two heads. Lengths, D and strides, on which bugs depend, are unchanged.
+        """Reduce an attention call to one sample and two heads.
 
-        With grouped queries, two groups of at most two queries are kept.
+        Lengths, D and strides, on which bugs depend, are unchanged. With grouped queries, two groups of at most two
+        queries are kept.
         """
         key, heads = self.key.limit_heads(2), 2
         if self.enable_gqa:
@@ -155,7 +159,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class BackendParity:
-    """The errors of one backend at one call, or why it did not run."""
+    """Errors of one attention backend at one call, or the reason why it did not run."""
 
     call: AttentionCall
     name: str
@@ -172,7 +176,7 @@ class BackendParity:
 
     @property
     def is_accurate(self) -> bool:
-        """True if the backend is accurate enough to train with."""
+        """True if the backend's errors at this call are within the tolerance, so that it can be used for training."""
         return self.is_finite and max(self.errors.values()) <= self.call.tolerance
 
     def __str__(self) -> str:
@@ -183,13 +187,16 @@ class BackendParity:
 
 
 def use_only_backend(name: str) -> AbstractContextManager[Any]:
-    """Allow only this backend inside the context. A call that it does not support raises RuntimeError."""
+    """Allow only this attention backend inside the context. A call that it does not support raises RuntimeError."""
     return sdpa_kernel([BACKENDS[name]])
 
 
 @contextmanager
 def record_attention_calls() -> Iterator[Counter[AttentionCall]]:
-    """Count each distinct call that this thread makes inside the context. Reads masks, so it waits for the device."""
+    """Count each distinct attention call that this thread makes inside the context.
+
+    Reads masks, so it waits for the device.
+    """
     with _AttentionRecorder() as recorder:
         yield recorder.calls
 
@@ -222,7 +229,7 @@ def _describe_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """The parameters are those of `scaled_dot_product_attention`."""
+    """Describe an attention call; the parameters are those of `scaled_dot_product_attention`."""
     mask = None
     if attn_mask is not None:
         values, mask_dtype = attn_mask.detach(), _get_compute_dtype(attn_mask)
@@ -249,7 +256,7 @@ def _describe_call(
 
 
 def _get_compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The tensor's dtype inside the call, which autocast changes and a function mode does not see."""
+    """Dtype that an attention call computes in, which autocast changes and a function mode does not see."""
     kind = tensor.device.type
     if tensor.is_floating_point() and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -259,7 +266,7 @@ def _get_compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 def measure_backend_parity(
     call: AttentionCall, name: str, *, attention: Attention = F.scaled_dot_product_attention, seed: int = 0
 ) -> BackendParity:
-    """Compare one backend's values and gradients at this call, on random inputs, with fp64 math.
+    """Compare one attention backend's values and gradients at this call, on random inputs, with fp64 math.
 
     Runs `call.shrink()` once for each kind of inputs of `_make_random_inputs`, without dropout, which cannot be
     compared; the largest errors count.
@@ -298,10 +305,11 @@ class _Inputs(NamedTuple):
 
 
 def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
-    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of `empty_row`.
+    """Random inputs in the layouts of an attention call.
 
-    `low` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then beyond
-    fp32, and a backward pass that computes it gives NaN (pytorch#196678).
+    A mask hides 3 keys in 10, and never all except in one row of `empty_row`. `low` makes every logit smaller by 120
+    than `usual`, which must not change the softmax: exp(-logit) is then beyond fp32, and a backward pass that computes
+    it gives NaN (pytorch#196678).
     """
     random = make_generator(seed, f"attention/{kind}")
     layouts = (call.query, call.key, call.value, call.output_layout)
@@ -334,7 +342,7 @@ def _make_random_mask(call: AttentionCall, mask: Mask, kind: str, rng: torch.Gen
 
 
 def _compute_results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
-    """Compute out, dq, dk and dv, each detached."""
+    """Compute attention and its gradients: out, dq, dk and dv, each detached."""
     # Fresh leaves, so that their gradients are exactly dq, dk and dv.
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
@@ -345,7 +353,10 @@ def _compute_results(call: AttentionCall, inputs: _Inputs, attention: Attention)
 
 
 def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
-    """The expected `_compute_results`: fp64 math, computed for a slice of the queries at a time to limit memory."""
+    """Compute attention and its gradients in fp64, as the reference for `_compute_results`.
+
+    It is computed for a slice of the queries at a time to limit memory.
+    """
     length, keys = call.query.shape[-2], call.key.shape[-2]
     query, key, value, grad = (tensor.double() for tensor in inputs[:4])
     mask = inputs.mask
@@ -370,7 +381,7 @@ def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tenso
 
 
 def _compute_errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest error of each result over its largest reference value, (4,).
+    """The largest error of each attention result, divided by its largest reference value, (4,).
 
     The divisor is at least the size that a result has with evenly spread attention: with one key, or with every key
     masked, the reference is zero and only rounding is left.

@@ -28,7 +28,7 @@ _UNUSED_STEP_OFFSET = 1_000_003  # steps ahead: a position in the run that no sa
 
 
 class InconsistentReplayError(Exception):
-    """The same run was healthy once and failed once, so changes between runs prove nothing."""
+    """Raised if the same replay was healthy once and failed once, so that changes between replays prove nothing."""
 
 
 def is_cause_of_failure(
@@ -54,7 +54,10 @@ def is_cause_of_failure(
 
 
 def find_faulty_component(pending: PendingDiagnosis) -> Fallback | None:
-    """The first switch without which the micro-batch is healthy, or None. Out-of-memory errors are recorded."""
+    """Find the first component without which the failed micro-batch is healthy, or None.
+
+    A component that cannot be tested for lack of memory is recorded.
+    """
     for fallback in pending.context.list_enabled_fallbacks():
         experiment = partial(is_cause_of_failure, pending, fallback.disable_temporarily)
         try:
@@ -81,7 +84,10 @@ def is_healthy_in_fp32(pending: PendingDiagnosis) -> bool:
 
 
 def isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
-    """The verdict if no switch helps: on samples, noise, the position in the run, or unknown."""
+    """Diagnose a micro-batch that fails without any of the optional components too.
+
+    The cause is a sample, its noise, the position in the run, or unknown.
+    """
     diagnosis = pending.context.run_experiment(partial(_isolate_sample, pending))
     if diagnosis is not None:
         return diagnosis
@@ -131,7 +137,10 @@ def _is_consistently_healthy(pending: PendingDiagnosis, batch: MicroBatch, round
 def _find_control(
     pending: PendingDiagnosis, failing: Sequence[MicroBatch], healthy_samples: Sequence[MicroBatch]
 ) -> MicroBatch | None:
-    """Another sample, from the same micro-batch, the last healthy step, or the dataset; None if there is none."""
+    """Find another sample to compare a failing one with: from the micro-batch, the last healthy step, or the dataset.
+
+    None if there is none.
+    """
     # The earlier micro-batch may contain a failing sample again.
     bad = {candidate.ids[0] for candidate in failing}
     # Samples of the last healthy step, tried after those of this micro-batch.
@@ -168,7 +177,7 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
 def _diagnose_random_inputs(
     pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch
 ) -> Diagnosis:
-    """The verdict on samples that fail only with their own noise and timesteps."""
+    """Diagnosis of samples that fail only with their own noise and timesteps."""
     # Give a healthy sample each failing one's noise and timesteps.
     controls = (control.move_to(sample, copies_draws=True) for sample in failing)
     if all(_is_consistently_healthy(pending, moved) for moved in controls):
@@ -181,9 +190,10 @@ def _diagnose_random_inputs(
 
 
 def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, control: MicroBatch) -> bool:
-    """True if the sample is healthy with other noise and timesteps: new draws, or those of the healthy control.
+    """True if a failing sample is healthy with other noise and timesteps: new draws, or those of a healthy sample.
 
-    All new draws may lie in a range of timesteps at which every sample fails; the control's do not.
+    All new draws may lie in a range of timesteps at which every sample fails; those of the healthy
+    sample do not.
     """
     # One healthy run is enough: the sample can be computed.
     if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):
@@ -198,7 +208,7 @@ def _iter_redraws(sample: MicroBatch) -> Iterator[MicroBatch]:
 
 
 def _move_to_unused_step(sample: MicroBatch) -> MicroBatch:
-    """The micro-batch at an unused position in the run, or unchanged if it cannot be moved."""
+    """Move the sample to an unused position in the run, which changes its dropout masks; unchanged if impossible."""
     return sample.move_to(replace(sample, step=sample.step + _UNUSED_STEP_OFFSET))
 
 

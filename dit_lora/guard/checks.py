@@ -31,7 +31,7 @@ FINITE_GRADIENTS = "gradients are finite"
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """The result of one check."""
+    """Result of one preflight check."""
 
     check: str
     ok: bool
@@ -194,19 +194,19 @@ def check_attention_backends(
 
 
 def find_wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
-    """Names of the attention backends to disable, from findings of `check_attention_backends`, cached or not."""
+    """Names of the attention backends to disable, by new or cached findings of `check_attention_backends`."""
     return [
         f.check.removeprefix(_ATTENTION_PREFIX) for f in findings if f.check.startswith(_ATTENTION_PREFIX) and not f.ok
     ]
 
 
 def read_cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
-    """The findings stored for these facts; empty if there are none."""
+    """Read the findings stored for these facts; an empty list if there are none."""
     return _read_cache(path).get(compute_fingerprint(facts), [])
 
 
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
-    """True if findings are stored for these facts."""
+    """True if check results are stored for these facts, such as versions, device and shapes."""
     return compute_fingerprint(facts) in _read_cache(path)
 
 
@@ -229,14 +229,17 @@ def check_with_cache(
 
 
 def store_findings(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
-    """Store the findings in the file, under their facts."""
+    """Store check results in a file, under the facts that they depend on."""
     results_by_key = {**_read_cache(path), compute_fingerprint(facts): findings}
     entries = {key: [asdict(finding) for finding in results] for key, results in results_by_key.items()}
     write_atomically(path, json.dumps({"version": _CACHE_VERSION, "found": entries}, indent=1))
 
 
 def compute_fingerprint(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of the facts, independent of their order; dtypes, devices and paths are represented by their names."""
+    """SHA-256 of the facts that a check result depends on, independent of their order.
+
+    Dtypes, devices and paths are represented by their names.
+    """
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

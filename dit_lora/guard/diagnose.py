@@ -74,7 +74,10 @@ def diagnose(
 
 
 def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
-    """Raises `InconsistentReplayError` if the micro-batch fails only in some runs."""
+    """Diagnose a failed micro-batch with replays.
+
+    Raises `InconsistentReplayError` if it fails only in some of them.
+    """
     context, outcome = pending.context, pending.rerun()
     # The same inputs must fail each time: a random failure proves no cause.
     for _ in range(NUM_REPLAYS - 1):
@@ -114,7 +117,7 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
 def _diagnose_failing_ranks(
     pending: PendingDiagnosis, failing_ranks: tuple[int, ...], find_failing_ranks: Callable[[], tuple[int, ...]]
 ) -> Diagnosis:
-    """The verdict on ranks that fail each time in a computation that succeeds on others with the same inputs."""
+    """Diagnosis of ranks that fail each time in a computation that succeeds on other ranks with the same inputs."""
     if any(find_failing_ranks() != failing_ranks for _ in range(NUM_ROUNDS)):
         raise InconsistentReplayError
     pending.rank = failing_ranks[0]
@@ -125,7 +128,7 @@ def _diagnose_failing_ranks(
 
 
 def _probe_failure(pending: PendingDiagnosis) -> RankTrace:
-    """Probe the micro-batch; an empty trace if a probed run does not fit into memory."""
+    """Probe the failing micro-batch; an empty trace if a probed run does not fit into memory."""
     try:
         return trace_micro_batch(pending.micro_batch, pending.context.model)
     except torch.OutOfMemoryError:
@@ -136,7 +139,7 @@ def _probe_failure(pending: PendingDiagnosis) -> RankTrace:
 
 
 def _find_bad_data(pending: PendingDiagnosis) -> Diagnosis | None:
-    """The verdict on samples that are not finite, out of range or without labels; None if there are none."""
+    """Diagnosis of samples that are not finite, out of range or without labels; None if there are none."""
     batch = pending.micro_batch
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
@@ -165,7 +168,7 @@ def _find_label_faults(batch: MicroBatch) -> dict[str, str]:
 
 
 def _find_unlabelled_samples(pending: PendingDiagnosis, outcome: Outcome) -> Diagnosis | None:
-    """Name the samples without a label if losses are per sample and only theirs are NaN; else None."""
+    """Diagnosis naming the samples without a label, if losses are per sample and only theirs are NaN; else None."""
     batch = pending.micro_batch
     labels = _find_label_faults(batch)
     # Only NaN differs from itself.
@@ -195,7 +198,7 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 
 
 def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
-    """Change one thing at a time until the replay is healthy every time."""
+    """Replay the micro-batch with one thing changed at a time until it is healthy every time, and diagnose it."""
     if (growth := find_grown_weights(pending)) is not None:  # then an overflow is not caused by a kernel
         return growth
     # Components that can be switched off come next, each tested by itself.
@@ -209,7 +212,7 @@ def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
 
 
 def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Diagnosis:
-    """Add to a verdict the first bad module and op, the timesteps, and the samples with bad inputs."""
+    """Add to a diagnosis the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if diagnosis.sample_ids:
         # Report the timesteps of the failing samples only.
@@ -234,7 +237,7 @@ def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_ba
 
 
 def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
-    """Report that the model received bad values although the samples are good, so that no op is the cause."""
+    """Add to a diagnosis that the model received bad values although the samples are good, so no op is the cause."""
     if not trace.bad_inputs or diagnosis.cause not in ("unknown", "data", "inputs"):
         return diagnosis
     # The samples were checked before, so these values were made between data and model.

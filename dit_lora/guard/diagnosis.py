@@ -39,16 +39,16 @@ class Diagnosis:
     timesteps: tuple[int, ...] = ()
     """Timesteps of the samples at fault, or of the micro-batch."""
     switch: str | None = None
-    """Name of the switch that makes the step finite when it is off; None if there is none."""
+    """Name of the component without which the step is finite; None if there is none."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_sample_names(self) -> bool:
-        """True if the message describes several samples, each as "name: problem"."""
+        """True if the diagnosis's message describes several samples, each as "name: problem"."""
         return len(self.sample_ids) > 1 and all(f"{sample}: " in self.words for sample in self.sample_ids)
 
     def with_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
-        """The diagnosis with other sample names, also in its message."""
+        """Copy a diagnosis with other sample names, also in its message."""
         message = self.words
         if len(sample_ids) == len(self.sample_ids):
             # A message about several samples starts each part with the sample's name and a colon.
@@ -57,7 +57,7 @@ class Diagnosis:
         return replace(self, words=message, sample_ids=tuple(sample_ids))
 
     def to_record(self) -> dict[str, Any]:
-        """The diagnosis as a dict of plain values, for events.jsonl."""
+        """Convert a diagnosis to a dict of plain values, for events.jsonl."""
         fields = asdict(self)
         # JSON has no tuples; None means not known and is left out.
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """The model, its state and its switches: everything that a diagnosis may inspect and switch off.
+    """The model, its state and its optional components: everything that a diagnosis may inspect and disable.
 
     This class knows only a model, as when a bundle is replayed. `RunDiagnosisContext` (training/recovery/context.py)
     also knows a run's optimizer, snapshots and data; `LoopDiagnosisContext` (guard/attach/watched_models.py) those of
@@ -35,21 +35,21 @@ class DiagnosisContext:
     """Sample values with a larger magnitude are bad even if they are finite; None for no limit."""
     collective_forward: bool = False
     """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
-    the same verdict, on weights and moments as a whole.
+    the same diagnosis, on weights and moments as a whole.
     """
     frozen_record: FrozenRecord | None = None
     """The frozen weights and buffers as they were at the start."""
     infinite_names: Collection[str] = ()
     """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
     disabled_names: Collection[str] = ()
-    """Names of switches that an earlier diagnosis turned off, which are not tested again."""
+    """Names of components that an earlier diagnosis disabled, which are not tested again."""
 
     def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
-        """The optimizer's tensors and the moving averages, by name; without lockstep, this rank's shards."""
+        """Optimizer tensors and moving averages by name; this rank's shards unless diagnoses are collective."""
         return {}
 
     def compute_snapshot_peaks(self) -> Mapping[str, float]:
-        """Largest magnitudes of the newest snapshot's tensors, by names of trained weights and optimizer state."""
+        """Largest magnitude of each tensor in the newest snapshot, by names of trained weights and optimizer state."""
         return {}
 
     def compute_decay_share(self) -> float:
@@ -57,26 +57,29 @@ class DiagnosisContext:
         return 0.0
 
     def find_other_sample(self, micro_batch: MicroBatch, excluded_ids: Collection[str]) -> MicroBatch | None:
-        """A micro-batch of one sample that is not excluded, for comparison with `micro_batch`; None if there is none.
+        """Find a micro-batch of one sample that is not excluded, for comparison with `micro_batch`.
 
-        It must be equal on all ranks.
+        None if there is none. It must be equal on all ranks.
         """
         return None
 
     def share_micro_batch(self, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
-        """Give every rank the micro-batch of rank `owner`; other ranks pass None. Collective."""
+        """Send the micro-batch of rank `owner` to every rank; other ranks pass None. Collective."""
         return local_batch
 
     def run_experiment(self, experiment: Callable[[], T]) -> T | None:
-        """Run one experiment. In another loop it may raise, and then has no result: None."""
+        """Run one experiment of a diagnosis. In another loop it may raise, and then has no result: None."""
         return experiment()
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the parameters by name; without lockstep, this rank's shards."""
+        """Yield the model's parameters by name; this rank's shards unless diagnoses are collective."""
         return self.model.named_parameters() if self.collective_forward else iterate_weight_values(self.model)
 
     def list_enabled_fallbacks(self) -> list[Fallback]:
-        """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
+        """Optional components that are enabled now, each with its fallback.
+
+        A part of a disabled component, and a set of disabled components, are excluded.
+        """
         disabled_names = set(self.disabled_names)
         enabled = []
         for fallback in self.fallbacks:
@@ -90,7 +93,7 @@ class DiagnosisContext:
 
 @dataclass
 class PendingDiagnosis:
-    """One micro-batch under diagnosis; `conclude` makes its verdict."""
+    """One micro-batch under diagnosis, with the evidence found so far; `conclude` creates the `Diagnosis`."""
 
     micro_batch: MicroBatch
     context: DiagnosisContext
@@ -104,14 +107,14 @@ class PendingDiagnosis:
     num_runs: int = 0
 
     def describe_bad_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]], describe: DescribeTensor) -> list[str]:
-        """Describe bad tensors with `describe`, and record the first rank that has any."""
+        """Describe bad tensors with `describe`, and record the first rank that has any as the one at fault."""
         # Maps each description to the rank whose values it is about, or to -1 without other ranks.
         descriptions = describe_tensors(tensors, describe, is_collective=self.context.collective_forward)
         self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
         return list(descriptions)
 
     def conclude(self, cause: Cause, message: str, **facts: Any) -> Diagnosis:
-        """Make the verdict on this micro-batch."""
+        """Create the `Diagnosis` of this micro-batch from a cause, a message and the evidence found so far."""
         batch = self.micro_batch
         return Diagnosis(
             cause,
@@ -127,11 +130,11 @@ class PendingDiagnosis:
         return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
 
     def run_is_healthy(self, batch: MicroBatch | None = None) -> bool:
-        """Run a micro-batch once, by default the one under diagnosis; True if it is healthy."""
+        """Run a micro-batch once, by default the one under diagnosis. True if it is healthy."""
         return self.is_healthy(replay_micro_batch(batch or self.micro_batch, self.context.model))
 
     def rerun(self) -> Outcome:
-        """Run the unchanged micro-batch, and count whether it is healthy."""
+        """Replay the unchanged micro-batch, and count whether it is healthy."""
         outcome = replay_micro_batch(self.micro_batch, self.context.model)
         self.num_runs += 1
         self.num_failed += not self.is_healthy(outcome)

@@ -10,7 +10,7 @@ from dit_lora.guard.diagnosis import Cause, Diagnosis
 
 @dataclass(frozen=True)
 class Event:
-    """One line of events.jsonl: the observation at a step, and the action taken."""
+    """One line of events.jsonl: what was observed at a step, and the action taken."""
 
     step: int
     kind: str
@@ -30,7 +30,7 @@ class Event:
         return str(self.verdict["words"])
 
     def to_record(self) -> dict[str, Any]:
-        """The line as a dict of plain values."""
+        """Convert an event to a dict of plain values, for a line of events.jsonl."""
         return {
             "step": self.step,
             "micro_step": self.micro_step,
@@ -47,7 +47,7 @@ class Event:
 def make_event(
     step: int, kind: str, diagnosis: Diagnosis, action: str, seconds: float, facts: Mapping[str, Any] | None = None
 ) -> Event:
-    """Make the event for a verdict on a failed step."""
+    """Create the event for the diagnosis of a failed step."""
     return Event(
         step,
         kind,
@@ -73,7 +73,7 @@ def make_kernel_event(
     rank: int = 0,
     seconds: float = 0.0,
 ) -> Event:
-    """Make the event for a kernel or backend that a comparison found wrong, or did not reach."""
+    """Create the event for a kernel or backend that a comparison found wrong, or did not reach."""
     diagnosis = {"cause": cause, "words": message, "switch": fallback, "module": module}
     return Event(step, kind, diagnosis, action, rank=rank, seconds=seconds)
 
@@ -81,11 +81,11 @@ def make_kernel_event(
 def make_observation_event(
     step: int, kind: str, message: str, *, cause: Cause = "unknown", module: str | None = None
 ) -> Event:
-    """Make the event for something unusual in a healthy step, on which no action is taken."""
+    """Create the event for something unusual in a healthy step, on which no action is taken."""
     return Event(step, kind, {"cause": cause, "words": message, **({"module": module} if module is not None else {})})
 
 
 def make_hidden_infinity_event(step: int, modules: Sequence[str]) -> Event:
-    """Make the event for modules whose output overflowed although the loss is finite: a clamp or a mask hides it."""
+    """Create the event for modules whose output overflowed although the loss is finite: a clamp or a mask hides it."""
     message = f"the loss is finite, but the output of {join_first(modules, 5)} is not: something hides it"
     return make_observation_event(step, "hidden_infinity", message, cause="precision", module=modules[0])

@@ -23,11 +23,14 @@ COMPILE = "compile"
 
 @dataclass(frozen=True)
 class Fallback:
-    """A component with a slower, safer fallback: `disable_temporarily()`, or `disable()` for the rest of the run."""
+    """An optional component, such as a fused kernel, that can be replaced by slower, safer code.
+
+    `disable_temporarily()` is a context manager; `disable()` lasts for the rest of the run.
+    """
 
     name: str
     cause: Literal["kernel", "attention_backend"]
-    """The cause that a verdict reports."""
+    """Cause that a diagnosis reports if this component is faulty."""
     disable_temporarily: Callable[[], AbstractContextManager[None]]
     disable: Callable[[], None]
     replacement: str
@@ -35,7 +38,7 @@ class Fallback:
     required: bool = False
     """True if the user requested it by name: if it is wrong from the start, that is an error, not a fallback."""
     parent: str | None = None
-    """The switch that this is a part of: it is off with it, and correct if the whole is correct."""
+    """Name of the component that this one is a part of: disabled with it, and correct if the whole is correct."""
     rounding_error: float = 0.0
     """A limit on what rounding of its own changes, relative to what it computes. If any, it is compared with the other
     kernels on, and is off while they are compared."""
@@ -50,7 +53,7 @@ _ATTENTION_BACKENDS: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]
 
 
 def list_attention_fallbacks() -> list[Fallback]:
-    """Switches for the enabled backends of `scaled_dot_product_attention`: each, then all together."""
+    """Fallbacks for the enabled backends of `scaled_dot_product_attention`: one for each, then one for all."""
     # In PyTorch's order of preference.
     enabled = [name for name in _ATTENTION_BACKENDS if name in _list_enabled_backends()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
@@ -83,7 +86,7 @@ def _list_enabled_backends() -> set[str]:
 
 
 def _enable_only(backends: set[str], tag: str) -> None:
-    """Enable only these backends, for compiled code too; `tag` distinguishes the setting in compile caches.
+    """Enable only these attention backends, for compiled code too; `tag` distinguishes the setting in compile caches.
 
     The first call of compiled code fixes its attention backend, which is part of neither Dynamo's guards nor the key
     of autograd's cache on disk.
@@ -97,7 +100,7 @@ def _enable_only(backends: set[str], tag: str) -> None:
 
 
 def list_compile_fallbacks(model: nn.Module) -> list[Fallback]:
-    """A switch for torch.compile if any part of the model is compiled, else an empty list."""
+    """Fallback for torch.compile if any part of the model is compiled, else an empty list."""
     wrapper = torch._dynamo.eval_frame.OptimizedModule
     if not any(m._compiled_call_impl is not None or isinstance(m, wrapper) for m in model.modules()):
         return []
@@ -125,24 +128,24 @@ _FALLBACKS_ATTRIBUTE = "_dit_lora_switches"
 
 
 def set_model_fallbacks(model: nn.Module, fallbacks: Sequence[Fallback]) -> None:
-    """Attach switches to a model. They are stored on the object, outside its state dict."""
+    """Attach fallbacks to a model. They are stored on the object, outside its state dict."""
     model.__dict__.pop(_FALLBACKS_ATTRIBUTE, None)
     if fallbacks:
         model.__dict__[_FALLBACKS_ATTRIBUTE] = list(fallbacks)
 
 
 def list_model_fallbacks(model: nn.Module) -> list[Fallback]:
-    """The switches set with `set_model_fallbacks`, and torch.compile's if any part is compiled."""
+    """Fallbacks set with `set_model_fallbacks`, and that of torch.compile if any part of the model is compiled."""
     return [*list_compile_fallbacks(model), *model.__dict__.get(_FALLBACKS_ATTRIBUTE, [])]
 
 
 def list_fallbacks(model: nn.Module) -> list[Fallback]:
-    """Every component that can be switched off when this model runs."""
+    """Fallbacks for every component that can be disabled when this model runs."""
     return [*list_attention_fallbacks(), *list_model_fallbacks(model)]
 
 
 def find_fallback(fallbacks: list[Fallback], name: str) -> Fallback:
-    """The switch with this name.
+    """Find the fallback with this name.
 
     Raises:
         DitLoraError: If there is none; the message lists the known names.

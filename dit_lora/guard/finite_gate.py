@@ -28,7 +28,7 @@ ACCELERATED = "accelerate.optimizer:AcceleratedOptimizer"
 
 
 class NonFiniteError(DitLoraError):
-    """The guard stopped the run; weights and optimizer state are those of the last good step."""
+    """Raised when the guard stops a run; weights and optimizer state are those of the last good step."""
 
     exit_code = 3
     collective = True
@@ -40,7 +40,7 @@ class NonFiniteError(DitLoraError):
 
 
 class BadStateError(DitLoraError):
-    """Raised on every rank if state about to be stored is not finite, or lost; the loop recovers from it."""
+    """Raised on every rank if state that is about to be stored is not finite, or lost; the loop recovers from it."""
 
     exit_code = 3
     collective = True
@@ -50,12 +50,12 @@ class BadStateError(DitLoraError):
         self.kind = kind
         """The `kind` of the `RunFailure` that this error leads to."""
         self.diagnosis = diagnosis
-        """The verdict if it is already known, equal on all ranks; else None."""
+        """The diagnosis if it is already known, equal on all ranks; else None."""
 
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A step that was not taken, or whose weight update must be undone.
+    """A failed optimizer step: it was not taken, or its weight update must be undone.
 
     `RunFailure` (training/recovery/recovery.py) and `LoopFailure` (guard/attach/recovery.py) add what a diagnosis of
     their kind of loop needs.
@@ -69,7 +69,7 @@ class StepFailure:
 
 @dataclass
 class Gate:
-    """The flags of one optimizer step. Every rank calls the same methods in the same order.
+    """Flags that tell whether one optimizer step is finite. Every rank calls the same methods in the same order.
 
     Each flag is computed once: `reduce_flags` gates the optimizer with it on the device, and `local_flags` go to the
     host with the step's metrics, which name the failure. So device and host cannot disagree.
@@ -88,7 +88,7 @@ class Gate:
         self._has_bad_data |= bad_data
 
     def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
-        """Record each group's gradient norm, after the last micro-step and before clipping spreads one NaN.
+        """Record the norm of each group's gradient, after the last micro-step and before clipping spreads one NaN.
 
         A norm is finite only if every element is. A step in which every norm is zero trains nothing and still decays
         moments and weights, so it counts as bad too.
@@ -99,7 +99,7 @@ class Gate:
 
     @cached_property
     def local_flags(self) -> torch.Tensor:
-        """This rank's flags, once all are recorded: (micro-steps + 2,) bool on the device.
+        """This rank's flags of one optimizer step, once all are recorded: (micro-steps + 2,) bool on the device.
 
         True where a micro-step has a loss that is not finite; then if a gradient norm is not finite; if all are zero.
         """
@@ -116,7 +116,7 @@ class Gate:
 
 
 def take_step_unless_bad(optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor) -> None:
-    """Take the optimizer's step unless `is_bad`; then weights, moments and step counts stay unchanged bit for bit.
+    """Take the optimizer's step unless `is_bad`; else weights, moments and step counts stay unchanged bit for bit.
 
     Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need
     one read by the host.
@@ -153,7 +153,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_nonfinite_weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Bool scalar on the device: True if a trained weight is not finite after the step.
+    """True (bool scalar on the device) if a trained weight is not finite after the optimizer's step.
 
     Detects errors that no gradient shows: a moment damaged in memory, an update that overflowed.
     """
@@ -162,7 +162,7 @@ def has_nonfinite_weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 def has_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
+    """True (bool scalar on the device) if this rank's part of any tensor has a value that is not finite."""
     parts = [get_local_tensor(tensor.detach()) for tensor in tensors]
     # With FSDP2, some ranks hold nothing of a weight with fewer rows than there are ranks.
     return ~torch.isfinite(compute_magnitudes([part for part in parts if part.numel()], device)).all()

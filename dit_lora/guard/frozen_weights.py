@@ -35,7 +35,7 @@ def iter_frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class FrozenRecord:
-    """Digests of a model's frozen weights and buffers at the time of construction."""
+    """Digests of a model's frozen weights and buffers, computed at construction, to detect later changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -43,11 +43,14 @@ class FrozenRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory for the digests, not counting names."""
+        """Bytes of host memory that the digests of frozen weights take, not counting names."""
         return 8 * len(self._digests)
 
     def describe_changes(self) -> list[str]:
-        """Describe tensors whose bits have changed. Tensors with a new shape are skipped, since code changed them."""
+        """Describe frozen weights and buffers whose bits have changed since construction.
+
+        Tensors with a new shape are skipped, since code changed them.
+        """
         return [f"{name} has other bits than at the start" for name in self._find_changed()]
 
     def _find_changed(self) -> list[str]:
@@ -57,7 +60,10 @@ class FrozenRecord:
         return iter_frozen_tensors(self._model)
 
     def _compute_digests(self) -> Digests:
-        """Current digests by name, with shape and dtype. The host reads each device once."""
+        """Compute the current digests of frozen weights and buffers by name, with shape and dtype.
+
+        The host reads each device once.
+        """
         device_digests: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in self._iter_frozen_tensors():
             # Empty tensors and meta tensors have no bits to compare.

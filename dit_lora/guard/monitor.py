@@ -32,10 +32,11 @@ class _StatisticKey(NamedTuple):
 
 
 class Monitor:
-    """Collects statistics of every `interval_steps`-th step; 0 means never. Create it after the model is prepared.
+    """Collects training statistics of every `interval_steps`-th step; 0 means never.
 
-    In a step that is `is_due`, run the forward passes inside `record_outputs`, call `record_gradient_norms` after
-    backward and before clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
+    Create it after the model is prepared. In a step that is `is_due`, run the forward passes inside `record_outputs`,
+    call `record_gradient_norms` after backward and before clipping, `before_update` and `after_update` around the
+    optimizer's step, then `collect`.
     """
 
     def __init__(self, model: nn.Module, *, interval_steps: int) -> None:
@@ -64,15 +65,18 @@ class Monitor:
             yield
 
     def record_gradient_norms(self) -> None:
-        """Record the norms of the current gradients."""
+        """Record the norms of the current gradients, before clipping."""
         self._record_norms("grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None})
 
     def before_update(self) -> None:
-        """Copy the trainable weights, which takes their memory once more until `after_update`."""
+        """Copy the trainable weights before the optimizer's step.
+
+        The copy takes their memory once more until `after_update`.
+        """
         self._weights_before = [get_local_tensor(p.detach()).clone() for p in self._trainable.values()]
 
     def after_update(self) -> None:
-        """Record the norms of the weights and of the optimizer's changes to them."""
+        """Record the norms of the weights and of the optimizer's changes to them, after its step."""
         weights = {name: get_local_tensor(p.detach()) for name, p in self._trainable.items()}
         # Weights after the step minus the copies from before it, in one call for all parameters.
         changes = torch._foreach_sub(list(weights.values()), self._weights_before)
@@ -81,7 +85,7 @@ class Monitor:
         self._weights_before = []
 
     def collect(self) -> dict[str, dict[str, float]]:
-        """Compute `grad_norm`, `update_ratio`, `abs_max` and `compute_headroom` per module, where known, and reset.
+        """Compute the step's `grad_norm`, `update_ratio`, `abs_max` and `headroom` per module, where known, and reset.
 
         Rounded to four significant digits. A module whose outputs were all zero has no headroom.
         """
@@ -160,7 +164,10 @@ def _compute_module_statistics(values: dict[_StatisticKey, float]) -> dict[str, 
 
 
 def _select_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Leaf modules, and the direct children of module lists, which are the blocks; LoRA layers count as leaves."""
+    """Select the modules to measure: leaf modules, and the direct children of module lists, which are the blocks.
+
+    LoRA layers count as leaves.
+    """
     # PEFT's submodules do not count by themselves: the wrapped layer stands for them.
     outer_modules = {n: m for n, m in model.named_modules() if not _LORA_SUBMODULE.search(n)}
     # A module that is nobody's parent is a leaf.

@@ -29,7 +29,7 @@ _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp")
 
 @dataclass(frozen=True)
 class TrailEntry:
-    """One value on the way: the op that computed it, and its distance from the end of its dtype's range."""
+    """One op on the way to a bad value, and how far its output is from the end of the dtype's range."""
 
     name: str
     direction: str
@@ -54,7 +54,7 @@ class BadOp:
 
 @dataclass
 class Trace:
-    """The result of one probed run."""
+    """Result of observing one forward and backward pass op by op."""
 
     origins: list[BadOp] = field(default_factory=list)
     """Bad ops in order of execution. If the enclosing module's output was finite, they are in `hidden_origins`."""
@@ -66,13 +66,13 @@ class Trace:
 
     @property
     def origin(self) -> BadOp | None:
-        """The first bad op; None if there is none."""
+        """The first op that created a bad value; None if there is none."""
         return self.origins[0] if self.origins else None
 
 
 @dataclass
 class _Frame:
-    """A module's forward call; from `start` to `end` are the autograd sequence numbers of its nodes."""
+    """A module's forward call, with the range of autograd sequence numbers of its nodes (`start` to `end`)."""
 
     name: str
     start: int
@@ -81,7 +81,7 @@ class _Frame:
 
 
 class Probe(TorchDispatchMode):
-    """Observes one run of `model`; the result is in `trace`."""
+    """Dispatch mode that observes every op of one run of a model; `trace` shows where bad values start."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Probe(TorchDispatchMode):
 
     @contextmanager
     def observe(self) -> Iterator[Trace]:
-        """Observe every op and every module of the model inside the context."""
+        """Observe every op and every module of the model inside the context; the result is in `trace`."""
         # Name the model itself by its class, since an empty name means outside the model.
         names = {m: name or get_original_class(m).__name__ for name, m in iterate_called_modules(self.model)}
         with ExitStack() as stack:
@@ -151,7 +151,7 @@ class Probe(TorchDispatchMode):
         self.trace.origins.append(BadOp(op, module, direction, output.dtype, kind))
 
     def _locate_op(self) -> tuple[str, str]:
-        """The innermost module that the current op belongs to, and the direction."""
+        """Find the innermost module that the current op belongs to, and whether it runs forward or backward."""
         if self._stack:  # a forward, or its recomputation under gradient checkpointing
             return self._stack[-1].name, "forward"
         node = torch._C._current_autograd_node()
@@ -199,7 +199,7 @@ class Probe(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _ValueSummary:
-    """Whether the values of some tensors, taken together, contain NaN or Inf, and their range."""
+    """Summary of the values of some tensors: whether any is NaN or Inf, and their range."""
 
     has_nan: bool
     has_inf: bool

@@ -26,15 +26,15 @@ SourceT = TypeVar("SourceT")
 
 @dataclass(frozen=True)
 class RankDiagnosis(Generic[SourceT]):
-    """A verdict of one rank, and the object that it is about."""
+    """Diagnosis made by one rank, with the object that it is about."""
 
     diagnosis: Diagnosis
     source: SourceT | None = None
-    """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
+    """The object that a bundle is written from; None if the diagnosis is not about a micro-batch."""
 
 
 class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
-    """The handling of a failed step: `RunRecovery` is a run's, `LoopRecovery` (guard/attach) another loop's."""
+    """Base class for handling failed steps: `RunRecovery` is for a run, `LoopRecovery` for another loop."""
 
     unsupported_actions: ClassVar[frozenset[str]] = frozenset()
     """Kinds of actions that the loop does not support, and that a skip replaces."""
@@ -43,7 +43,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Diagnose a failed step and act on it; returns the action taken. Collective.
 
         Raises:
-            NonFiniteError: On every rank, if no action of the ladder fits.
+            NonFiniteError: On every rank, if the action is `stop`.
         """
         start_s = time.perf_counter()
         results = self.diagnose_step(failure)
@@ -82,27 +82,30 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
 
     @abstractmethod
     def diagnose_step(self, failure: FailureT) -> list[RankDiagnosis[SourceT]]:
-        """The findings of this rank; in lockstep, those of all ranks. Collective."""
+        """Diagnose a failed step; returns the diagnoses of this rank, or of all ranks for a sharded model.
+
+        Collective.
+        """
 
     @abstractmethod
     def choose_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis]) -> Action:
-        """Choose the action for these verdicts, and count it."""
+        """Choose the recovery action for these diagnoses of a failed step, and count it."""
 
     @abstractmethod
     def replace_impossible(self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
-        """The action, or a stop if it needs something that is missing. Collective."""
+        """Replace a recovery action by a stop if it needs something that is missing. Collective."""
 
     @abstractmethod
     def write_bundle(self, source: SourceT, event: Event) -> str | None:
-        """Write a bundle and return its path below the loop's folder; None if none was written."""
+        """Write a replay bundle and return its path relative to the loop's folder; None if none was written."""
 
     @abstractmethod
     def apply_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
-        """Carry out the action; returns it, or the one taken instead, with what was done. Collective."""
+        """Carry out a recovery action; returns it, or the one taken instead, with what was done. Collective."""
 
     @abstractmethod
     def write_event(self, event: Event) -> None:
-        """Write an event."""
+        """Write an event to events.jsonl."""
 
     @abstractmethod
     def make_stop_error(
@@ -114,19 +117,19 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
     def log(self, message: str) -> None: ...
 
     def gather_diagnoses(self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]]) -> list[Diagnosis]:
-        """The relevant verdicts of all ranks. Collective."""
+        """Gather the conclusive diagnoses of all ranks, or the first one if none is conclusive. Collective."""
         diagnoses = [result.diagnosis for result in results]
         # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
         return select_conclusive(failure, diagnoses if self.collective_forward else gather_object(diagnoses))
 
     def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
-        """One line per distinct verdict, starting with the ranks and samples that it applies to."""
+        """Format diagnoses as text, one line each, starting with the ranks and samples that the line applies to."""
         return format_diagnosis_lines(diagnoses)
 
     def _write_bundles(
         self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]], events: Sequence[Event]
     ) -> list[Event]:
-        """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
+        """Write this rank's replay bundles; returns the events with the paths of all ranks' bundles. Collective."""
         # A micro-batch is identified by its rank and its number in the step.
         event_by_position = {(event.rank, event.micro_step): event for event in events}
         local_paths: dict[tuple[int, int | None], str] = {}
@@ -149,7 +152,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
 
 
 def select_conclusive(failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
-    """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
+    """Select the conclusive diagnoses if any rank or micro-batch has one, else the first diagnosis."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
     inconclusive = {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}
     conclusive = [diagnosis for diagnosis in diagnoses if diagnosis.cause not in inconclusive]
@@ -159,7 +162,7 @@ def select_conclusive(failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> l
 
 
 def format_diagnosis_lines(diagnoses: Sequence[Diagnosis], *, is_single_rank: bool = False) -> list[str]:
-    """One line per distinct verdict; without rank numbers if `is_single_rank`, for the only process."""
+    """Format diagnoses as lines of text, each distinct one once; without rank numbers if `is_single_rank`."""
     # Samples and ranks with the same message share one line.
     positions: dict[str, list[str]] = {}
     for diagnosis in diagnoses:

@@ -16,7 +16,7 @@ _COMPONENT_CAUSES = ("kernel", "attention_backend")
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to a failed step: chosen by the policy, and completed by the loop that carries it out."""
+    """The recovery action for a failed step: chosen by the policy, and completed by the loop that carries it out."""
 
     kind: str
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`; `report` if a loop can do nothing."""
@@ -41,7 +41,7 @@ class Action:
 
 @dataclass
 class Policy:
-    """Chooses an action. Its counts belong to a run and are saved in checkpoints."""
+    """Chooses the recovery action for a failed step. Its counts belong to a run and are saved in checkpoints."""
 
     config: LadderConfig
     skips: int = 0
@@ -50,7 +50,7 @@ class Policy:
     """The failed step that led to the last rollback."""
 
     def choose(self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]) -> Action:
-        """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
+        """Choose and count the first action of `guard.on_nonfinite` that fits every diagnosis of a failed step."""
         causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
         reasons: list[str] = []
         # The user's order decides: take the first action that fits every cause.
@@ -79,7 +79,10 @@ class Policy:
         causes: set[str],
         previously_skipped: Sequence[str],
     ) -> Action | str:
-        """The action for this rung, or the reason why it does not fit; an empty string if it never applies here."""
+        """Build the recovery action of this kind, or the reason why it does not fit the failed step.
+
+        An empty string means that it never applies here.
+        """
         # Nothing that a run can do repairs a rank that computes wrong values.
         faulty_ranks = [v for v in diagnoses if v.cause == "rank"]
         if faulty_ranks:
@@ -133,5 +136,5 @@ class Policy:
         return Action("rollback", should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses))
 
     def state_dict(self) -> dict[str, int]:
-        """Counts for a checkpoint; `Policy(config, **state)` continues with them."""
+        """Counts of skips and rollbacks for a checkpoint; `Policy(config, **state)` continues with them."""
         return {"skips": self.skips, "rollbacks": self.rollbacks, "last_rollback_step": self.last_rollback_step}

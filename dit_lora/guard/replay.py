@@ -45,21 +45,21 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def forward(self) -> LossOutput:
-        """Compute the losses, with the same bits in every call while the weights are the same.
+        """Compute the micro-batch's losses, with the same bits in every call while the weights are the same.
 
         Runs the unwrapped model, without DDP, so it needs no other rank unless the model is sharded.
         """
 
     @abstractmethod
     def select_sample(self, index: int) -> "MicroBatch":
-        """A micro-batch of the sample in this row."""
+        """Extract the sample in this row as a micro-batch of one."""
 
     def redraw(self, number: int) -> "MicroBatch":
-        """The same samples with other noise and timesteps, by number."""
+        """Copy the micro-batch with other noise and timesteps, by number."""
         raise NotImplementedError
 
     def move_to(self, position: "MicroBatch", *, copies_draws: bool = False) -> "MicroBatch":
-        """The same samples at another micro-batch's position in the run, if possible; with its draws if asked for.
+        """Move the samples to another micro-batch's position in the run, if possible; with its draws if asked for.
 
         Dropout masks depend on the position.
         """
@@ -68,7 +68,7 @@ class MicroBatch(ABC):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one run of a micro-batch."""
+    """Result of replaying a micro-batch once: losses, timesteps, and what is wrong with the gradients."""
 
     losses: tuple[float, ...]
     timesteps: tuple[int, ...]
@@ -88,12 +88,12 @@ class Outcome:
         return all(loss == loss and abs(loss) != float("inf") for loss in self.losses)
 
     def is_healthy(self, *, needs_gradient: bool) -> bool:
-        """True if the run is finite and, with `needs_gradient`, has a gradient that is not all zero."""
+        """True if the replay was finite and, with `needs_gradient`, had a gradient that is not all zero."""
         return self.is_finite and not (needs_gradient and self.has_zero_gradient)
 
 
 def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
-    """Run forward and backward once; gradients and random state are restored afterwards.
+    """Run a micro-batch forward and backward once; gradients and random state are restored afterwards.
 
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
     the micro-batch's rank, and the bad gradients of any rank.
@@ -115,7 +115,7 @@ def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
 
 
 def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
-    """The same outcome for all ranks, so that all of them take the same decisions."""
+    """Merge the replay results of all ranks, so that all of them take the same decisions."""
     # Every rank gathers, so this is also where ranks wait for each other.
     outcomes: list[Outcome] = gather_object([local_outcome])
     # A dict keeps the order of ranks, unlike a set.
@@ -131,7 +131,7 @@ def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
 
 
 def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
-    """Repeat the run under a probe, which finds the first module and op with a bad value."""
+    """Replay a micro-batch while every op is observed, to find the first module and op with a bad value."""
     with (
         _preserve_gradients(model),
         torch.random.fork_rng(get_cuda_devices(model)),
@@ -144,7 +144,10 @@ def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of a probe, and its rank: the micro-batch's, or for sharded models one with a bad value."""
+    """Result of observing a replay op by op, and its rank.
+
+    The rank is that of the micro-batch, or for sharded models one with a bad value.
+    """
 
     trace: Trace
     rank: int
@@ -153,7 +156,7 @@ class RankTrace:
 
 
 def trace_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> RankTrace:
-    """Probe a micro-batch; for a sharded model on all ranks together."""
+    """Replay a micro-batch while every op is observed; for a sharded model on all ranks together."""
     local_trace, rank = probe_micro_batch(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
         return RankTrace(local_trace, rank)
@@ -179,7 +182,7 @@ def _run_forward_backward(micro_batch: MicroBatch) -> LossOutput:
 
 @contextmanager
 def _preserve_gradients(model: nn.Module) -> Iterator[None]:
-    """Start without gradients, and restore the previous ones on exit."""
+    """Set all gradients of a model to None inside the context, and restore the previous ones on exit."""
     saved_grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in saved_grads:
         parameter.grad = None

@@ -25,7 +25,7 @@ _MAX_TENSORS_BYTES = 2**34
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle read from its folder: the files that reproduce one failed micro-batch."""
+    """A replay bundle read from its folder: the files that reproduce one failed micro-batch."""
 
     facts: Mapping[str, Any]
     """`event`, `replay` (step, micro-step, rank, ids), `packages` and `left_out`. A run adds `recipe`, and draws to
@@ -43,7 +43,7 @@ def write_bundle(
     limit_mib: float,
     missing_parts: Sequence[str] = (),
 ) -> list[str]:
-    """Write a bundle of at most `limit_mib` MiB; returns messages about the parts left out, which `facts` record too.
+    """Write a replay bundle of at most `limit_mib` MiB; returns messages about parts left out, recorded there too.
 
     Samples come first; weights that no longer fit are left out completely. `missing_parts` lists the parts that the
     caller has already left out.
@@ -71,12 +71,12 @@ def write_bundle(
 
 
 def format_oversize_message(name: str, size: int) -> str:
-    """Message for a part of `size` bytes that exceeds `guard.bundle_mib` and was left out."""
+    """Message about a part of `size` bytes that was left out of a bundle, as it exceeds `guard.bundle_mib`."""
     return f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib"
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read the bundle in a folder.
+    """Read a replay bundle from its folder.
 
     Raises:
         DitLoraError: If the folder does not hold a bundle, or the bundle is incomplete or lacks a part that a replay

@@ -49,7 +49,7 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a snapshot, ascending."""
+        """Steps that have a snapshot, ascending."""
         return sorted(self._snapshots)
 
     @property
@@ -63,7 +63,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, step: int) -> None:
-        """Copy the current values as the snapshot of `step`, which replaces the oldest of `max_snapshots`."""
+        """Copy the current values of all tensors as the snapshot of `step`; replaces the oldest of `max_snapshots`."""
         live = self._get_live_tensors()
         buffers = self._take_buffers(step)
         with self._use_copy_stream(live):
@@ -77,7 +77,7 @@ class Snapshots:
                 self._snapshots[step] = {name: _copy_into(buffers.get(name), tensor) for name, tensor in live.items()}
 
     def before_update(self) -> None:
-        """Make the current CUDA stream wait for a running copy, whose values the update would overwrite."""
+        """Make the current CUDA stream wait for a running snapshot copy, whose source an optimizer would overwrite."""
         if self._copy_event is not None:
             self._copy_event.wait()
 
@@ -108,7 +108,7 @@ class Snapshots:
         return [name for name in live if name not in saved]
 
     def read(self, step: int) -> Tensors:
-        """The snapshot's buffers, once the copy has finished. Later snapshots overwrite them."""
+        """Wait for a snapshot's copy, and return its buffers. Later snapshots overwrite them."""
         self._require_snapshot(step)
         if self._copy_event is not None:
             self._copy_event.synchronize()
@@ -123,7 +123,7 @@ class Snapshots:
         return read_scalars(compute_peaks(self.read(max(self._snapshots)))) if self._snapshots else {}
 
     def drop(self, step: int) -> None:
-        """Drop the snapshot and reuse its buffers for the next one."""
+        """Drop a snapshot and reuse its buffers for the next one."""
         self._require_snapshot(step)
         self._spare_buffers.append(self._snapshots.pop(step))
 
@@ -131,7 +131,7 @@ class Snapshots:
         return {name: get_local_tensor(tensor) for name, tensor in self._get_tensors().items()}
 
     def _take_buffers(self, step: int) -> Tensors:
-        """Buffers that may be overwritten; their snapshot is dropped."""
+        """Buffers for a new snapshot: of the same step, spare ones, or of the oldest snapshot, which is dropped."""
         # If a step is repeated, its new snapshot replaces the old one.
         if step in self._snapshots:
             return self._snapshots.pop(step)
@@ -143,7 +143,10 @@ class Snapshots:
 
     @contextmanager
     def _use_copy_stream(self, live: Tensors) -> Iterator[None]:
-        """Queue CUDA copies after the current stream's work, in parallel with its later work."""
+        """Queue CUDA copies on their own stream inside the context.
+
+        They run after the current stream's work, in parallel with its later work.
+        """
         # On a CPU, copying runs in the calling thread.
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
         if device is None:

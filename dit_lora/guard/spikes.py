@@ -15,7 +15,7 @@ _MIN_RELATIVE_MAD = 1e-3
 
 @dataclass(frozen=True)
 class Spike:
-    """One value above its series' limit, or not finite, with the statistics that it was compared with."""
+    """A value of a monitored series above its limit, or not finite, with the statistics it was compared with."""
 
     name: str
     value: float
@@ -28,7 +28,7 @@ class Spike:
 
     @property
     def message(self) -> str:
-        """Message such as `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
+        """Describe a spike: `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
         median = f"its median {self.median:.3g} over {self.count} steps"
         if not math.isfinite(self.value):
             return f"{self.name} is {self.value}; {median}"
@@ -85,17 +85,17 @@ class SpikeDetector:
         return spike
 
     def reset(self) -> None:
-        """Drop all series."""
+        """Forget all values of all monitored series."""
         self._series.clear()
 
     def get_limit(self, name: str) -> float | None:
-        """The value above which the next value will be a spike; None if that is not known yet."""
+        """Value above which a series' next value is a spike; None if that is not known yet."""
         series = self._series.get(name)
         level = self._compute_level(series) if series else None
         return self._compute_limit(*level) if level else None
 
     def _compute_level(self, series: _Series) -> tuple[float, float] | None:
-        """Median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale."""
+        """Median and scaled MAD of a series; None in warm-up, or if most values are 0, which gives no scale."""
         if len(series.healthy) < self._warm_up:
             return None
         median = statistics.median(series.healthy)

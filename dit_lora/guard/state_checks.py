@@ -24,7 +24,7 @@ _OVERSHOOT_SHARE = 2.0
 
 
 def find_bad_state(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagnosis | None:
-    """The diagnosis if a weight, buffer, optimizer moment or average is damaged or not finite; else None.
+    """Diagnose damaged or non-finite weights, buffers, optimizer moments and averages; None if all are good.
 
     Frozen weights and buffers must be finite and equal to those at the start bit for bit. Trained state must be finite
     and must not have a few elements far larger than all others. All ranks call it together if forwards are collective.
@@ -95,7 +95,7 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
 
 
 def _describe_owner(description: str, trained: Collection[str]) -> tuple[Cause, str]:
-    """Cause and description for a trained weight, an average, or else a tensor of the optimizer."""
+    """Cause and description of a bad tensor: a trained weight, a moving average, or a tensor of the optimizer."""
     # A description starts with the tensor's name, perhaps with a colon after it.
     name = description.split(" ")[0].rstrip(":")
     if name.startswith("ema/"):
@@ -106,7 +106,10 @@ def _describe_owner(description: str, trained: Collection[str]) -> tuple[Cause, 
 
 
 def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
-    """The verdict if memory has altered a few elements: they are restored, with unchanged learning rates."""
+    """Diagnosis if faulty memory has altered a few elements of the trained state; else None.
+
+    The recovery restores them, with unchanged learning rates.
+    """
     descriptions = _gather_descriptions(pending, describe_altered_state(pending.context))
     if not descriptions:
         return None
@@ -120,7 +123,7 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
 
 
 def describe_altered_state(context: DiagnosisContext) -> list[str]:
-    """Describe this rank's trained weights, moments and averages with an element that memory has altered."""
+    """Describe this rank's trained weights, moments and averages in which faulty memory has altered an element."""
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
     return describe_corrupted_tensors(
         {**trained, **context.collect_optimizer_state()}, context.compute_snapshot_peaks()
@@ -128,7 +131,10 @@ def describe_altered_state(context: DiagnosisContext) -> list[str]:
 
 
 def _gather_descriptions(pending: PendingDiagnosis, local_descriptions: list[str]) -> list[str]:
-    """The descriptions of all ranks in lockstep, noting the first rank that has any; else this rank's."""
+    """Gather descriptions of all ranks if forward passes are collective; otherwise return this rank's.
+
+    The first rank that has any is noted.
+    """
     if not pending.context.collective_forward:
         return local_descriptions
     descriptions: list[list[str]] = gather_object([local_descriptions])
@@ -146,7 +152,7 @@ def _describe_negative(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def has_diverged(pending: PendingDiagnosis) -> bool:
-    """True if the finite trained weights grew far beyond the start."""
+    """True if the finite trained weights grew far beyond their size at the start."""
     trained = [p.detach() for p in pending.context.model.parameters() if p.requires_grad]
     peak = compute_weight_peak(trained, finite_only=True, all_ranks=pending.context.collective_forward)
     pending.evidence |= {"weight_peak": peak, "weight_peak_at_start": pending.context.start_peak}
@@ -156,7 +162,10 @@ def has_diverged(pending: PendingDiagnosis) -> bool:
 
 
 def _has_mostly_unusable_weights(pending: PendingDiagnosis) -> bool:
-    """True if most trained tensors are too large, which memory errors do not cause. Collective in lockstep."""
+    """True if most trained tensors have unusably large values, which memory errors do not cause.
+
+    Collective if forward passes are.
+    """
     trained = [p.detach() for p in pending.context.model.parameters() if p.requires_grad]
     local_peaks = [compute_weight_peak([p], finite_only=True) for p in trained]
     # (ranks, trained tensors): of sharded weights, each rank sees its own shards only.
@@ -189,19 +198,22 @@ def _diagnose_grown_weights(pending: PendingDiagnosis) -> Diagnosis:
 
 
 def diagnose_diverged_weights(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagnosis:
-    """The verdict on trained weights that grew out of bounds, finite or not."""
+    """Diagnosis of trained weights that grew out of bounds, finite or not."""
     pending = PendingDiagnosis(micro_batch, context, "diverged_weights")
     has_diverged(pending)
     return _diagnose_grown_weights(pending)
 
 
 def find_grown_weights(pending: PendingDiagnosis) -> Diagnosis | None:
-    """The verdict on a micro-batch that fails because the trained weights have grown; else None."""
+    """Diagnosis of a micro-batch that fails because the trained weights have grown; else None."""
     return _diagnose_grown_weights(pending) if has_diverged(pending) else None
 
 
 def _find_module_name(description: str) -> str:
-    """The module of the parameter at the start of a description: `parameter`, or `group/parameter/moment`."""
+    """Name of the module that a described tensor belongs to.
+
+    The description starts with `parameter`, or `group/parameter/moment`.
+    """
     # The parameter is the last part but one, or the last of a weight or an average.
     parts = description.split(" ")[0].split("/")
     parameter = parts[-2] if len(parts) > 1 and parts[0] != "ema" else parts[-1]
@@ -211,7 +223,7 @@ def _find_module_name(description: str) -> str:
 def compute_weight_peak(
     weights: Iterable[torch.Tensor], *, finite_only: bool = False, all_ranks: bool = False
 ) -> float:
-    """Largest magnitude among weights, NaN if one is NaN; with `finite_only`, of their finite values.
+    """Largest magnitude among a model's weights, NaN if one is NaN; with `finite_only`, of their finite values.
 
     For sharded weights, of this rank's shards; with `all_ranks`, which is collective, of all ranks' shards.
     """
@@ -226,6 +238,6 @@ def compute_weight_peak(
 
 
 def is_unusable_magnitude(peak: float, start_peak: float) -> bool:
-    """True if trained weights are finite and yet unusable: no working adapter has such large values."""
+    """True if a peak of trained weights is finite and yet unusable: no working adapter has such large values."""
     # Weights that were large from the start may stay large.
     return peak > max(_MAX_USABLE_MAGNITUDE, _MAX_USABLE_MAGNITUDE * 10 * start_peak)

@@ -22,7 +22,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def read_stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
-    """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
+    """Floating-point dtype of most values in a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
         for tensor in read_header(file).tensors.values():

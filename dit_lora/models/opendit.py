@@ -54,7 +54,7 @@ _BLOCK_TENSOR = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class ConvertedOpenDiT:
-    """The tensors of an OpenDiT state dict, converted."""
+    """Result of converting an OpenDiT state dict: tensors by model component."""
 
     transformer: Tensors
     """Tensors for a strict `load_state_dict` of the requested model."""
@@ -169,7 +169,7 @@ def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | No
 
 
 def _convert_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield our names and tensors for one of OpenDiT's; nothing for an unknown name."""
+    """Yield VideoDiTTransformer3DModel's names and tensors for one OpenDiT tensor; nothing for an unknown name."""
     # `kind` is weight or bias.
     module, _, kind = name.rpartition(".")
     if module in _TOP_LEVEL_NAMES and kind in ("weight", "bias"):
@@ -187,7 +187,7 @@ def _convert_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
 
 
 def _position_table_errors(name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel) -> list[str]:
-    """Problems with a position table: another shape, or other values than the model computes."""
+    """Problems with a position table in an OpenDiT file: a wrong shape, or values other than the model computes."""
     config: Any = model.config
     width, (patch_t, patch, _) = model.width, model.patch
     if name == "pos_embed_temporal":

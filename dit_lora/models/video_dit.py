@@ -152,7 +152,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialize as DiT does: Xavier, and zeros for the gates of each block and for the output layer."""
+        """Initialize a video DiT as DiT does: Xavier, and zeros for the gates of each block and the output layer."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -240,7 +240,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
 @lru_cache(maxsize=8)
 def sincos_positions(width: int, frames: int, height: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Spatial plus temporal sines, fp32 (frames * height * columns, width).
+    """Sinusoidal position embedding, spatial plus temporal, fp32 (frames * height * columns, width).
 
     Computed in fp64 from the token indices, as OpenDiT's two tables for a square video. Not a buffer of the model, so
     that casting the model does not round them.
@@ -252,7 +252,10 @@ def sincos_positions(width: int, frames: int, height: int, columns: int, device:
 
 
 def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
-    """Position table, fp64 (height * columns, width). The first half of the channels encodes the column, as in MAE."""
+    """Sinusoidal position table of one frame, fp64 (height * columns, width).
+
+    The first half of the channels encodes the column, as in MAE.
+    """
     row = torch.arange(height, dtype=torch.float64, device="cpu")
     column = torch.arange(columns, dtype=torch.float64, device="cpu")
     # (2, height, columns): columns first, because the function encodes the first grid in the first half.
@@ -261,6 +264,6 @@ def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
 
 
 def temporal_sines(width: int, frames: int) -> torch.Tensor:
-    """Position table, fp64 (frames, width)."""
+    """Sinusoidal position table over time, fp64 (frames, width)."""
     time = torch.arange(frames, dtype=torch.float64, device="cpu")
     return get_1d_sincos_pos_embed_from_grid(width, time)

@@ -35,7 +35,7 @@ def write_base(
     config: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write `folder` as a `VideoDiTPipeline`; by default OpenDiT's text-conditional VDiT-XL/1x2x2.
+    """Write a base checkpoint for `VideoDiTPipeline` to `folder`; by default OpenDiT's text-conditional VDiT-XL/1x2x2.
 
     Args:
         folder: A folder that must not exist.
@@ -85,7 +85,7 @@ def write_base(
 
 
 def build_iddpm_scheduler() -> DDIMScheduler:
-    """iDDPM's noise schedule.
+    """Diffusers scheduler with iDDPM's noise schedule.
 
     Sources: facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion), Latte
     (configs/t2x/t2v_sample.yaml).
@@ -96,7 +96,9 @@ def build_iddpm_scheduler() -> DDIMScheduler:
 def convert_checkpoint(
     folder: Path, weights: Path, *, heads: int | None = None, vae: str | None = None, text_encoder: str | None = None
 ) -> list[str]:
-    """Write `folder` with the weights of a video model saved by OpenDiT v1.0.0. Returns lines of a report.
+    """Write `folder` as a `VideoDiTPipeline` with the weights of a video model saved by OpenDiT v1.0.0.
+
+    Returns lines of a report.
 
     `weights` is its ema.pt, a safetensors file, or a folder of shards. No code from a file is run.
 

@@ -22,7 +22,7 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 @dataclass
 class VideoDiTPipelineOutput(BaseOutput):
-    """Output of the pipeline. `frames` are the videos in the format of `output_type`.
+    """Output of `VideoDiTPipeline`. `frames` are the videos in the format of `output_type`.
 
     "np" gives (B, frames, height, width, 3) in 0..1.
     """
@@ -75,12 +75,12 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
-            raise DitLoraError(format_list(f"unknown classes {', '.join(unknown)}; choose from", [*self.labels]))
+            raise DitLoraError(format_list(f"unknown class {', '.join(unknown)}; choose from", [*self.labels]))
         return torch.tensor([self.labels[name] if name else null for name in names])
 
     @torch.no_grad()
     def encode_prompt(self, prompts: Sequence[str]) -> torch.Tensor:
-        """CLIP's pooled output, (B, D): that of the end token, so padding after it has no influence.
+        """Encode prompts with CLIP to its pooled output, (B, D): that of the end token, so padding has no influence.
 
         A tokenizer without a limit reports 1e30; the limit is then CLIP's number of positions, 77.
         """
@@ -96,7 +96,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         return self.text_encoder(tokens.input_ids.to(self.text_encoder.device)).pooler_output
 
     def decode_latents(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
-        """Decode to pixels (B, 3, frames, height, width), about -1..1, one frame at a time as in encoding."""
+        """Decode latents to pixels (B, 3, frames, height, width), about -1..1, one frame at a time as in encoding."""
         scaled = latents_BCFHW / self.vae.config.scaling_factor
         # (B, C, F, H, W) -> F tensors (B, 3, height, width)
         frames = [self.vae.decode(frame).sample for frame in scaled.unbind(2)]
@@ -167,7 +167,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     def _predict(
         self, latents: torch.Tensor, step: torch.Tensor, condition: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The transformer's output in fp32, at one timestep."""
+        """Run the transformer at one timestep for a batch of latents; returns its output in fp32."""
         timesteps = step.expand(len(latents))
         predicted = self.transformer(hidden_states=latents, timestep=timesteps, return_dict=False, **condition)[0]
         # The scheduler steps in fp32.
@@ -181,7 +181,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         negative_pooled_projections: torch.Tensor | None,
         guidance_scale: float,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
-        """The transformer's condition arguments, and those of the null condition (None without guidance)."""
+        """Arguments of the transformer for the condition, and for the null condition (None without guidance)."""
         if sum(value is not None for value in (prompt, class_labels, pooled_projections)) != 1:
             raise DitLoraError("give one of prompt, class_labels and pooled_projections")
         # A single prompt is a batch of one.

@@ -12,12 +12,12 @@ _ZERO_INITIALIZED = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """True if the name is that of an adapter's tensor."""
+    """True if a tensor's name, as in a state dict, is that of an adapter's tensor."""
     return _ADAPTER_TENSOR.search(name) is not None
 
 
 def is_zero_initialized(name: str) -> bool:
-    """True if the tensor is zero before the first step, so that the adapter changes nothing yet."""
+    """True if an adapter tensor of this name is zero before the first step, so that the adapter has no effect yet."""
     return _ZERO_INITIALIZED.search(name) is not None
 
 

@@ -12,14 +12,17 @@ import torch
 
 
 class AttentionContextProvider(Protocol):
-    """An object that provides a context for every call of attention."""
+    """Interface of an object that wraps every call of an attention layer in a context manager."""
 
     def attention_call(self) -> AbstractContextManager[Any]:
-        """A context manager to run one call of attention in."""
+        """Create the context manager in which one call of an attention layer runs."""
 
 
 class _ThreadState(threading.local):
-    """The keeper of this thread: backward passes run in threads of their own."""
+    """Attention context provider of the current thread, or None.
+
+    Backward passes run in threads of their own.
+    """
 
     provider: AttentionContextProvider | None = None
 
@@ -28,7 +31,7 @@ _THREAD_STATE = _ThreadState()
 
 
 def attention_call() -> AbstractContextManager[Any]:
-    """Context manager for one call of attention; it does nothing without a keeper in this thread."""
+    """Context manager in which one attention call runs; it does nothing if this thread has no context provider."""
     # A dispatch mode sees no op inside compiled code, so the context would have no effect there.
     if torch.compiler.is_compiling():
         return nullcontext()
@@ -37,7 +40,7 @@ def attention_call() -> AbstractContextManager[Any]:
 
 
 def swap_context_provider(provider: AttentionContextProvider | None) -> AttentionContextProvider | None:
-    """Set the keeper of attention calls in this thread, and return the previous one."""
+    """Set this thread's provider of attention contexts (None for none), and return the previous one."""
     # The caller sets the previous one again when it is done, so that contexts can be nested.
     previous, _THREAD_STATE.provider = _THREAD_STATE.provider, provider
     return previous

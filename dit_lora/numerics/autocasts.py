@@ -20,7 +20,10 @@ def get_enabled_autocasts(device_types: Iterable[str]) -> AutocastState:
 
 @contextmanager
 def restore_autocasts(autocasts: AutocastState) -> Iterator[None]:
-    """Enable these autocasts inside the context, except on device types that `disable_autocast` has disabled."""
+    """Enable the autocasts from `get_enabled_autocasts` inside the context.
+
+    Device types that `disable_autocast` has disabled are left out.
+    """
     with ExitStack() as stack:
         for kind, dtype in autocasts:
             # Without autocast's cache, casted copies of weights are freed after each op.

@@ -20,7 +20,7 @@ def can_hold_nonfinite(tensor: torch.Tensor) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if every value is finite, which integers always are. Synchronizes with the device."""
+    """True if every value of a tensor is finite, which integers always are. Synchronizes with the device."""
     return not can_hold_nonfinite(tensor) or bool(torch.isfinite(_to_checkable_tensor(tensor)).all())
 
 
@@ -31,9 +31,10 @@ def has_nan(values: Any) -> bool:
 
 
 def _to_checkable_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values as a strided tensor. 8-bit floats are cast to bf16, which represents them exactly.
+    """A tensor's stored values as a strided tensor, so that they can be checked for NaN and Inf.
 
-    PyTorch has no `isfinite` for 8-bit floats and for some sparse layouts.
+    8-bit floats are cast to bf16, which represents them exactly. PyTorch has no `isfinite` for 8-bit floats and for
+    some sparse layouts.
     """
     # Sparse and nested layouts first: casts and element sizes are those of the stored values.
     tensor = get_strided_values(tensor)
@@ -41,13 +42,13 @@ def _to_checkable_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude: an fp32 scalar on the device, NaN if any value is NaN."""
+    """Largest magnitude in a tensor: an fp32 scalar on its device, NaN if any value is NaN."""
     # Cast to fp32 last: a cast of the whole tensor would need up to twice its memory.
     return _to_checkable_tensor(tensor.detach()).abs().max().float()
 
 
 def compute_magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The largest magnitude of each tensor: fp32 (N,) on the device, NaN for a tensor with a NaN.
+    """Largest magnitude of each of N tensors: fp32 (N,) on the device, NaN for a tensor with a NaN.
 
     No tensor may be empty. Without tensors the result is one zero.
     """
@@ -97,11 +98,11 @@ def describe_bad_values(name: str, tensor: torch.Tensor, limit: float | None = N
 
 
 def describe_nonfinite_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Descriptions of all tensors that have a NaN or Inf."""
+    """One message for each tensor that has a NaN or Inf."""
     return [description for name, tensor in tensors if (description := describe_bad_values(name, tensor))]
 
 
 def describe_bad_tensors(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
-    """The descriptions of `describe_bad_values` for all tensors, joined with semicolons; None if nothing is wrong."""
+    """Messages of `describe_bad_values` for all tensors, joined with semicolons; None if no tensor has a bad value."""
     descriptions = (describe_bad_values(name, tensor, limit) for name, tensor in tensors.items())
     return "; ".join(text for text in descriptions if text) or None

@@ -61,7 +61,10 @@ class NoiseLevelDistribution:
         return level.clamp(_round_up_to_fp32(self.t_min), _get_largest_fp32_below(self.t_max))
 
     def cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
-        """The fraction of draws below these levels, fp64: 0 up to t_min, 1 from t_max on."""
+        """Cumulative distribution of noise levels: the fraction of draws below each given level, fp64.
+
+        It is 0 up to t_min and 1 from t_max on.
+        """
         low, high = self._compute_cdf_bounds(shift)
         return ((self._untruncated_cdf(level.double(), shift) - low) / (high - low)).clamp(0, 1)
 
@@ -82,7 +85,7 @@ class NoiseLevelDistribution:
         return low, high
 
     def _untruncated_cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
-        """The fraction of draws below these levels before truncation."""
+        """Cumulative distribution of noise levels before truncation: the fraction of draws below each given level."""
         # Adding log(shift) to a logit is the shift: this density applies it before the stretch.
         if self.density == "stretched_logit_normal":
             return self._stretched_cdf(level, math.log(shift))
@@ -94,7 +97,7 @@ class NoiseLevelDistribution:
         return torch.special.ndtr((torch.logit(unshifted) - self.mean) / self.std)
 
     def _untruncated_icdf(self, probability: torch.Tensor, shift: float) -> torch.Tensor:
-        """The inverse of `_untruncated_cdf`: levels with these fractions of untruncated draws below them."""
+        """Inverse of `_untruncated_cdf`: the noise levels below which these fractions of untruncated draws lie."""
         if self.density == "stretched_logit_normal":
             return _invert_by_bisection(lambda level: self._stretched_cdf(level, math.log(shift)), probability)
         if self.density == "uniform":
@@ -107,7 +110,10 @@ class NoiseLevelDistribution:
         return shift * unshifted / (1 + (shift - 1) * unshifted)
 
     def _mode_icdf(self, probability: torch.Tensor) -> torch.Tensor:
-        """Equation 20 of the paper with u = 1 - share, so that the level increases with the share."""
+        """Noise levels of the `mode` density for these cumulative probabilities.
+
+        Equation 20 of arXiv 2403.03206 with u = 1 - probability, so that the level increases with the probability.
+        """
         return probability - self.mode_scale * (torch.sin(math.pi / 2 * probability).square() - probability)
 
     def _stretched_cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
@@ -144,7 +150,7 @@ def _invert_by_bisection(increasing: Callable[[torch.Tensor], torch.Tensor], tar
 
 
 def _round_up_to_fp32(bound: float) -> float:
-    """The smallest fp32 number that is not below the bound."""
+    """Round a bound of the noise levels up to the nearest fp32 number."""
     # Rounded to the nearest fp32 number, which may be below the bound.
     nearest = torch.tensor(bound)
     up = torch.nextafter(nearest, torch.tensor(2.0))

@@ -61,14 +61,14 @@ def compute_next_token_losses(
 
 
 def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """Call the function; its activations are recomputed in backward instead of being saved."""
+    """Call a function and recompute its activations in the backward pass instead of saving them."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def _compute_cross_entropy(
     head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Cross entropy of each row, fp32; 0 with zero gradient for ignored labels."""
+    """Cross entropy of each row of logits, fp32; 0 with zero gradient for ignored labels."""
     # Logits (rows, vocabulary).
     return F.cross_entropy(head(rows).float(), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
@@ -93,7 +93,10 @@ class VPrediction:
 
     @classmethod
     def from_alphas_cumprod(cls, alphas_cumprod: torch.Tensor) -> "VPrediction":
-        """Build the tables. Square roots are taken in fp64 and rounded once."""
+        """Build the fp32 tables of sqrt(a) and sqrt(1 - a) for each timestep from the scheduler's `alphas_cumprod`.
+
+        Square roots are taken in fp64 and rounded once.
+        """
         # In fp32, 1 - alpha^2 would lose digits where alpha is close to 1.
         alphas = alphas_cumprod.double()
         return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
@@ -124,7 +127,7 @@ class FlowMatching:
     """The density before the shift, and the range after it."""
 
     def compute_sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
-        """Noise levels, fp32 in [0, 1), for standard normal draws. Give `shift` if the objective has none."""
+        """Noise levels (sigmas) for standard normal draws, fp32 in [0, 1). Give `shift` if the objective has none."""
         # An explicit shift, computed from a sample's number of tokens, takes precedence.
         shift = self.shift if shift is None else shift
         if shift is None:
@@ -140,7 +143,7 @@ class FlowMatching:
         return noise.float() - clean.float()
 
     def convert_to_timesteps(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """The noise levels as integer timesteps, int64 from 0 to `num_train_timesteps` - 1."""
+        """Convert noise levels in [0, 1) to integer timesteps, int64 from 0 to `num_train_timesteps` - 1."""
         return (sigmas * self.num_train_timesteps).long().clamp(0, self.num_train_timesteps - 1)
 
 
@@ -171,7 +174,10 @@ class EpsilonPrediction:
 
     @classmethod
     def from_betas(cls, betas: torch.Tensor) -> "EpsilonPrediction":
-        """Build the tables. Everything is computed in fp64 and rounded once."""
+        """Build the fp32 tables of the noise schedule for each timestep from the scheduler's `betas`.
+
+        Everything is computed in fp64 and rounded once.
+        """
         beta = betas.double()
         cumprod = (1 - beta).cumprod(0)
         # Cumulative product of the step before; 1 before the first step, where nothing is noisy yet.

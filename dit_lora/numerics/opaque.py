@@ -13,19 +13,22 @@ COUNTS_ONLY = "_dit_lora_only_counts"
 
 
 def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> None:
-    """Set the test for whether this module runs as one kernel now; None removes it. It is not saved with the model."""
+    """Set the function that tells whether a module runs as one fused kernel now; None removes it.
+
+    It is not saved with the model.
+    """
     module.__dict__.pop(_FUSED_TEST, None)
     if is_fused is not None:
         module.__dict__[_FUSED_TEST] = is_fused
 
 
 def get_fused_test(module: nn.Module) -> Callable[[], bool] | None:
-    """The test that `set_fused_test` has set for this module; None without one."""
+    """The function set by `set_fused_test`, which tells if a module runs as one fused kernel now; None if unset."""
     return module.__dict__.get(_FUSED_TEST)
 
 
 def iterate_called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over `named_modules`, without the submodules of modules that run as one kernel now."""
+    """Iterate over a model's `named_modules`, without the submodules of modules that run as one fused kernel now."""
     # Prefixes of the submodules to leave out.
     parts: list[str] = []
     for name, module in model.named_modules():

@@ -15,7 +15,7 @@ def read_group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def convert_to_tensor(value: torch.Tensor | float) -> torch.Tensor:
-    """A number as a 0-dim int64 or float64 tensor on the CPU; a tensor as it is."""
+    """Convert a Python number to a 0-dim int64 or float64 tensor on the CPU; a tensor is returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value
     # 64 bits: a float of Python comes back with the same bits.
@@ -23,12 +23,15 @@ def convert_to_tensor(value: torch.Tensor | float) -> torch.Tensor:
 
 
 def is_scalar_tensor(tensor: torch.Tensor) -> bool:
-    """True for the tensors of `convert_to_tensor`: optimizers' own tensors are fp32 or uint8."""
+    """True for an int64 or float64 scalar, as `convert_to_tensor` makes; optimizers' own tensors are fp32 or uint8."""
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 
 def restore_scalars(container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite each number of the holder with `<prefix>/<name>` of the state. Tensors in it stay as they are."""
+    """Overwrite each number in a mapping with the tensor `<prefix>/<name>` of a saved state.
+
+    Tensors stay unchanged.
+    """
     for name, value in container.items():
         # Only values of existing keys change, so iterating over the mapping meanwhile is safe.
         if not isinstance(value, torch.Tensor) and f"{prefix}/{name}" in state:

@@ -82,7 +82,10 @@ def compute_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _get_tensor_kind(name: str) -> str:
-    """The kind of a tensor: `ema`, `weight`, or a moment such as `exp_avg` for `adapter/block.weight/exp_avg`."""
+    """Kind of a saved tensor, from its name: `ema`, `weight`, or a moment such as `exp_avg`.
+
+    For example, `adapter/block.weight/exp_avg` is of kind `exp_avg`.
+    """
     # A weight's average: what follows is the weight's name.
     if name.startswith("ema/"):
         return "ema"

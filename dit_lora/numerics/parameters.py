@@ -5,5 +5,5 @@ from torch import nn
 
 
 def get_trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters by name, detached."""
+    """A module's trainable parameters by name, detached."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

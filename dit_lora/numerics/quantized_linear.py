@@ -51,7 +51,7 @@ class QuantizedLinear(nn.Linear):
         return _QuantizedMatmul.apply(x, self.weight, self.scale, bias, self.kind, shape)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The dequantized weight, (out, in), as the product uses it."""
+        """Dequantized weight of a quantized layer, (out, in), with the values that its matrix product uses."""
         shape = (self.out_features, self.in_features)
         return dequantize_weight(self.weight, self.scale, dtype, self.kind, shape)
 
@@ -94,7 +94,7 @@ def count_quantized_weight_bytes(shape: torch.Size, kind: Quantization) -> int:
 def dequantize_weight(
     codes: Tensor, scale: Tensor, dtype: torch.dtype, kind: Quantization, shape: tuple[int, int]
 ) -> Tensor:
-    """Dequantize: the inverse of `quantize_weight`, in `dtype`, with one rounding."""
+    """Convert codes and scales from `quantize_weight` back to a weight in `dtype`, with one rounding."""
     if kind == "nf4":
         from bitsandbytes.functional import QuantState, dequantize_4bit
 

@@ -41,7 +41,7 @@ def gather_object(local_items: list[T]) -> list[T]:
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """The value that rank `source` passes, on every rank. Collective."""
+    """Send the value of rank `source` to all ranks, and return it. Collective."""
     # Torch replaces the list's items in place.
     values = [value]
     if get_num_processes() > 1:

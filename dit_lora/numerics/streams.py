@@ -16,7 +16,7 @@ DrawFunctions = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]
 
 
 def derive_seed(seed: int, stream: str, *keys: int | str) -> int:
-    """A 63-bit seed for one stream: a hash of all arguments."""
+    """A 63-bit random seed, derived by a hash of all arguments."""
     # A cryptographic hash: streams of neighbouring seeds or epochs have nothing in common.
     text = "/".join([str(seed), stream, *map(str, keys)])
     # 63 bits, so that the seed fits a signed 64-bit integer.
@@ -24,7 +24,7 @@ def derive_seed(seed: int, stream: str, *keys: int | str) -> int:
 
 
 def make_generator(seed: int, stream: str, *keys: int | str) -> torch.Generator:
-    """A CPU generator seeded for one stream.
+    """A CPU generator for one stream of random numbers.
 
     It is always on the CPU, so that a GPU run can be replayed on a CPU.
     """
@@ -34,19 +34,22 @@ def make_generator(seed: int, stream: str, *keys: int | str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RandomInputs:
-    """Random numbers drawn in advance, by stream, each (B, ...). Valid only for this seed and these draw numbers."""
+    """Random numbers that were drawn before a step, by stream, each (B, ...).
+
+    Valid only for this seed and these samples' seeds.
+    """
 
     seed: int
     sample_seeds: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RandomInputs":
-        """A copy with `function` applied to every tensor, for instance to move them to another device."""
+        """Copy pre-drawn random numbers, with `function` applied to every tensor, for instance to move them."""
         # The seeds stay, so the copy is valid for the same samples.
         return replace(self, tensors={name: function(t) for name, t in self.tensors.items()})
 
     def select_sample(self, index: int) -> "RandomInputs":
-        """The draws of the sample at this index."""
+        """The pre-drawn random numbers of the sample at this index, with a batch dimension of 1."""
         # (1, ...): the batch dimension stays.
         sample = self.map_tensors(lambda tensor: tensor[index : index + 1])
         return replace(sample, sample_seeds=(self.sample_seeds[index],))
@@ -55,7 +58,7 @@ class RandomInputs:
 class RandomStreams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
 
-    `prefetched` holds numbers drawn in advance. They are used if seed and draw numbers match, and drawn again
+    `prefetched` holds numbers drawn in advance. They are used if seed and sample seeds match, and drawn again
     otherwise.
     """
 
@@ -79,7 +82,7 @@ class RandomStreams:
 
 
 def move_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move draws to a device without a synchronization; a GPU reads them from pinned memory."""
+    """Move random numbers to a device without a synchronization; a GPU reads them from pinned memory."""
     if device.type == "cuda" and not values.is_cuda:
         # From pageable memory, `non_blocking` has no effect.
         values = values.pin_memory()

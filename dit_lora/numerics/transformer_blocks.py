@@ -12,7 +12,7 @@ WHOLE_BLOCK_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, Distribut
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """The modules that gradient checkpointing calls one by one, ordered by name.
+    """A model's blocks that gradient checkpointing calls one by one, ordered by name.
 
     For Transformers' models these are the `GradientCheckpointingLayer`s; for Diffusers' and ours the members of the
     model's own `ModuleList`s. A list inside another module is not checkpointed.
@@ -25,5 +25,5 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 
 
 def find_weights_read_outside(transformer: nn.Module, directly_called_modules: Sequence[str]) -> set[nn.Parameter]:
-    """Weights of blocks that the model also reads outside of them: those of its `directly_called_modules`."""
+    """Parameters of blocks that the model also reads outside of the blocks: those of its `directly_called_modules`."""
     return {p for name in directly_called_modules for p in transformer.get_submodule(name).parameters()}

@@ -92,7 +92,7 @@ def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 def _find_truncated_captions(
     clips: Sequence[Clip], lengths: Mapping[str, int], tokenizer: Any | None, max_tokens: int | None
 ) -> dict[str, list[Finding]]:
-    """Findings by caption that quote the text which the encoder would cut off."""
+    """Findings, by caption, about captions longer than the text encoder's limit; they quote the text to be cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
     findings: dict[str, list[Finding]] = {}
     if tokenizer is None:
@@ -124,7 +124,7 @@ def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
 
 
 def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[str]) -> dict[str, list[Finding]]:
-    """Findings by sample id that say how many other clips have the same caption."""
+    """Findings, by sample id, about captions that other clips have too, with the number of these clips."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
         # Captions that differ only in white space count as equal.
@@ -168,7 +168,7 @@ def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 
 def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None) -> Iterator[Finding]:
-    """Yield a finding if the caption contains special tokens of the tokenizer, or of other text models."""
+    """Yield a finding if a caption contains special tokens of the tokenizer, or of other text models."""
     matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:

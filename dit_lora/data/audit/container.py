@@ -39,7 +39,7 @@ _EQUIVALENT_SUFFIXES = (
 
 
 def find_foreign_format(head: bytes) -> str | None:
-    """Name of the format if the file is not media at all, such as an archive or text; None if it may be media.
+    """Name of a file's format if it is not media at all, such as an archive or text; None if it may be media.
 
     Text must not reach FFmpeg, which reads some texts as playlists and opens the files and addresses in them.
     """
@@ -67,17 +67,17 @@ def find_foreign_format(head: bytes) -> str | None:
 
 
 def is_media_head(head: bytes) -> bool:
-    """Whether the first bytes are those of a known video, image or sound format."""
+    """True if a file's first bytes are those of a known video, image or sound format."""
     return detect_suffix(head[:64]) is not None or head.startswith(_SOUND_MAGIC)
 
 
 def is_different_format(suffix: str, content_suffix: str) -> bool:
-    """Whether the suffix in the file's name belongs to a different format than the suffix of its content."""
+    """True if the suffix in a file's name belongs to a different format than the suffix of its content."""
     return suffix != content_suffix and not any({suffix, content_suffix} <= group for group in _EQUIVALENT_SUFFIXES)
 
 
 def has_end_marker(stream: BinaryIO, size: int) -> bool:
-    """Whether a JPEG or PNG has its end marker near the end of the file; always True for other formats."""
+    """True if a JPEG or PNG has its end marker near the end of the file; always True for other formats."""
     stream.seek(0)
     head = stream.read(8)
     stream.seek(max(0, size - _TAIL_BYTES))
@@ -89,7 +89,7 @@ def has_end_marker(stream: BinaryIO, size: int) -> bool:
 
 
 def count_missing_bytes(stream: BinaryIO, size: int) -> int:
-    """Number of bytes that are missing according to the container's own lengths; 0 if it states none."""
+    """Number of bytes missing at the end of a media file, by the container's own lengths; 0 if it states none."""
     stream.seek(0)
     head = stream.read(12)
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":

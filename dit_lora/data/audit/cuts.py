@@ -29,7 +29,7 @@ _MAX_SHIFT = 8
 
 
 def find_cuts(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> list[int]:
-    """Indices of the pictures that begin a new shot.
+    """Find the cuts in a clip: indices of the pictures that begin a new shot.
 
     Args:
         grey: Pictures, uint8 (N, H, W).
@@ -55,7 +55,10 @@ def find_cuts(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> list[i
 
 
 def _compute_usual_change(changes: np.ndarray, k: int) -> float:
-    """Mean change around picture k, raised if an adjacent change is large; the change of picture 0 is not defined."""
+    """Mean change of a clip's pictures around picture k, raised if an adjacent change is large.
+
+    The change of picture 0 is not defined.
+    """
     before, after = (changes[max(1, k - _NUM_NEIGHBOURS) : k], changes[k + 1 : k + 1 + _NUM_NEIGHBOURS])
     around = np.concatenate([before, after])
     # A single neighbour is not enough to tell which change is usual.
@@ -65,7 +68,10 @@ def _compute_usual_change(changes: np.ndarray, k: int) -> float:
 
 
 def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
-    """Whether a picture from before k appears again at k or soon after, possibly brighter, darker or shifted."""
+    """True if a picture from before k appears again at k or soon after, so that there is no cut at k.
+
+    It may be brighter, darker or shifted.
+    """
     start = max(0, k - 1 - _MAX_FLASH_FRAMES)
     detail = _extract_detail(pictures[start : k + 1 + _MAX_FLASH_FRAMES])
     # Pictures before the suspected cut, and pictures from it on.
@@ -77,7 +83,10 @@ def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
 
 
 def _extract_detail(pictures: np.ndarray) -> np.ndarray:
-    """Pictures without structures larger than 7 pixels, float (N, H, W); these correlate between any two scenes."""
+    """Remove structures larger than 7 pixels from pictures, float (N, H, W).
+
+    Such structures correlate between any two scenes.
+    """
     # Odd reflection continues a gradient beyond the edge, so that subtracting the mean removes it there too.
     padded = np.pad(pictures.astype(np.float32), ((0, 0), (3, 3), (3, 3)), mode="reflect", reflect_type="odd")
     # (N, H, W, 7, 7) to the mean of each pixel's 7 x 7 neighbourhood, (N, H, W).

@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class TensorStats:
-    """Statistics of one tensor over the data set (fp64), and a few numbers of each sample (fp32)."""
+    """Statistics of one encoded tensor over the data set (fp64), and a few numbers of each sample (fp32)."""
 
     name: str
     kind: TensorKind
@@ -60,11 +60,11 @@ class TensorStats:
 
     @property
     def std(self) -> torch.Tensor:
-        """Population standard deviation over the set, (C,)."""
+        """Population standard deviation of an encoded tensor over the data set, by channel, (C,)."""
         return (self.squared_deviations / max(1, self.num_values)).sqrt()
 
     def add(self, sample_id: str, tensor: torch.Tensor) -> None:
-        """Add one sample with finite values; raises `DitLoraError` if its number of channels differs."""
+        """Add one sample's tensor to the statistics; raises `DitLoraError` if its number of channels differs."""
         # Accumulate in fp64: the set may have billions of values, and fp32 sums would lose digits.
         values_CN = _flatten_by_channel(tensor, self.kind).double()
         channels, count = values_CN.shape
@@ -95,7 +95,7 @@ class TensorStats:
         self.rows.extend((squares / count).sqrt().tolist())
 
     def find_outliers(self) -> Iterator[tuple[str, Finding]]:
-        """Yield each sample that deviates from the others, with a finding about its worst statistic."""
+        """Yield each sample whose tensor deviates from the others, with a finding about its worst statistic."""
         if len(self.sample_ids) < MIN_SAMPLES:
             return
         # (samples, 1 + 2 C): the largest value, C means, C standard deviations; C is 1 above `MAX_CHANNELS`.
@@ -129,7 +129,7 @@ class TensorStats:
             yield (self.sample_ids[row], Finding(code, message, "warn", f"{remedy}; keep it if it is intended"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON, with mean and standard deviation by channel over the set."""
+        """Convert the statistics of an encoded tensor to plain numbers for JSON, with mean and std by channel."""
         return {
             "kind": self.kind,
             "samples": len(self.sample_ids),
@@ -143,7 +143,7 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class _Statistic:
-    """One statistic of every sample and channel, (samples, C), on the scale used for comparison."""
+    """One statistic (such as the mean) of every sample and channel, (samples, C), on the scale used for comparison."""
 
     name: str
     values: torch.Tensor
@@ -154,7 +154,7 @@ class _Statistic:
     is_log: bool = False
 
     def compute_scores(self) -> torch.Tensor:
-        """Robust deviations from the median, (samples, C); 0 where the distance is below `min_distance`."""
+        """Robust deviations of a statistic from its median, (samples, C); 0 if a distance is below `min_distance`."""
         distances = (self.values - _median(self.values)).abs() / self.unit
         # For a normal distribution, 1.4826 times the median absolute deviation equals the standard deviation.
         spread = 1.4826 * _median(distances)
@@ -163,7 +163,7 @@ class _Statistic:
         return torch.where(distances > self.min_distance, distances / spread, torch.zeros_like(distances))
 
     def describe(self, row: int, scores: torch.Tensor) -> str:
-        """Message about the channel with the highest score of one sample."""
+        """Message about the channel of one sample that deviates most in this statistic."""
         channel = int(scores.argmax())
         channel_text = f" of channel {channel}" if self.values.shape[1] > 1 else ""
         pair = torch.stack([self.values[row, channel], _median(self.values)[0, channel]])
@@ -203,14 +203,14 @@ def check_encoded(samples: Iterable[tuple[str, Tensors]]) -> tuple[dict[str, lis
 
 
 def _infer_kind(name: str) -> TensorKind:
-    """Kind of a tensor, from the name that the model families' encoders give it."""
+    """Guess the kind of an encoded tensor (latent, logvar or embedding) from its name."""
     if name.endswith("logvar"):
         return "logvar"
     return "latent" if "latent" in name else "embedding"
 
 
 def _check_values(name: str, tensor: torch.Tensor) -> Finding | None:
-    """Finding about values that are not finite or out of range; None if the tensor can be used."""
+    """Finding about an encoded tensor with non-finite or out-of-range values; None if it can be used."""
     part = "embedding" if _infer_kind(name) == "embedding" else "latent"
     subject = "caption" if part == "embedding" else "clip"
     remedy = f"look at the {subject}; encode it in fp32 or bf16, or remove the sample"
@@ -226,7 +226,7 @@ def _check_values(name: str, tensor: torch.Tensor) -> Finding | None:
 
 
 def _flatten_by_channel(tensor: torch.Tensor, kind: TensorKind) -> torch.Tensor:
-    """Values of one sample by channel, (C, N)."""
+    """Reshape one sample's encoded tensor to (C, N): values by channel."""
     tensor = tensor.detach().cpu()
     # Embeddings have their channels last: (T, D) becomes (D, T).
     if kind == "embedding" or tensor.ndim < 3:
@@ -236,10 +236,10 @@ def _flatten_by_channel(tensor: torch.Tensor, kind: TensorKind) -> torch.Tensor:
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:
-    """Median over the samples, (1, C)."""
+    """Median of a statistic over the samples, (1, C)."""
     return values.median(dim=0, keepdim=True).values
 
 
 def _log(values: torch.Tensor) -> torch.Tensor:
-    """Logarithm of scales; a scale of 0 counts as the smallest normal float."""
+    """Logarithm of scales for comparison; a scale of 0 counts as the smallest normal float."""
     return values.clamp(min=_TINY).log()

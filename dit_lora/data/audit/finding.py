@@ -10,7 +10,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "warn", "reject")
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a sample, or something worth a look."""
+    """One finding of the audit about a sample: a problem, or something worth a look."""
 
     code: str
     """A short name that tools may rely on, for instance `too_short`."""
@@ -22,13 +22,13 @@ class Finding:
 
 
 def make_warning(code: str, message: str, remedy: str) -> Finding:
-    """Finding about a sample that can be used, but is worth a look."""
+    """Create a finding about a sample that can be used, but is worth a look."""
     return Finding(code, message, "warn", remedy)
 
 
 @dataclass(frozen=True)
 class AuditedSample:
-    """One sample with its findings, measurements and thumbnails."""
+    """Audit result of one sample: its findings, measurements and thumbnails."""
 
     file: str
     """The sample's id: its path below the data folder."""
@@ -44,12 +44,12 @@ class AuditedSample:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict of the worst finding; "ok" without findings."""
+        """Severity of a sample's worst finding; "ok" without findings."""
         # `VERDICTS` is sorted from harmless to severe, so the largest index is the worst verdict.
         ranks = [VERDICTS.index(finding.verdict) for finding in self.findings]
         return VERDICTS[max(ranks, default=0)]
 
     @property
     def reasons(self) -> list[str]:
-        """One line per finding: its code and message."""
+        """Code and message of each of a sample's findings, one line each."""
         return [f"{finding.code}: {finding.words}" for finding in self.findings]

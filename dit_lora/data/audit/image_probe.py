@@ -48,7 +48,7 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
 
 
 def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
-    """The image that `read` decodes, or the code and message of the fault in the file."""
+    """Decode an image with `read`; returns the image, or the code and message of the fault in the file."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata and large images, which are not faults.
         warnings.simplefilter("ignore")
@@ -76,7 +76,7 @@ def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Imag
 
 
 def describe_odd_mode(mode: str, bits: int) -> str | None:
-    """Unusual property of a Pillow mode with this many bits per level; None for plain RGB or grey of 8 bits."""
+    """Unusual property of an image with this Pillow mode and bit depth; None for plain RGB or grey of 8 bits."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
     if mode in ("RGB", "RGBA", "L", "LA"):
@@ -86,14 +86,14 @@ def describe_odd_mode(mode: str, bits: int) -> str | None:
 
 
 def encode_jpeg(pictures: list[np.ndarray]) -> bytes:
-    """Encode uint8 (H, W, 3) of equal heights, side by side, as JPEG."""
+    """Encode pictures, uint8 (H, W, 3) of equal heights, side by side as one JPEG."""
     stream = io.BytesIO()
     Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=70)
     return stream.getvalue()
 
 
 def _read_header(media: Media) -> dict[str, Any]:
-    """Facts that Pillow reads without decoding the pixels."""
+    """Facts about an image file that Pillow reads without decoding the pixels: format, size, mode."""
     # The size is that of the upright image, while the mode is the stored one.
     height, width = read_image_size(media)
     with open_picture(media) as image:
@@ -110,7 +110,10 @@ def _read_header(media: Media) -> dict[str, Any]:
 
 
 def _read_bit_depth(media: Media, mode: str) -> int:
-    """Bits per level in the file. Pillow reads a PNG's 16-bit colours as 8 (PNG, 11.2.1), so its header is read."""
+    """Bits per level in an image file.
+
+    Pillow reads a PNG's 16-bit colours as 8 (PNG, 11.2.1), so its header is read.
+    """
     if mode.startswith("I") or mode == "F":
         return 16
     with open_bytes(media) as stream:

@@ -66,19 +66,22 @@ class Requirements:
     def from_config(
         cls, data: DataConfig, shapes: Sequence[VideoShape] = (), reference_shape: ReferenceShape | None = None
     ) -> "Requirements":
-        """Requirements of a recipe. `shapes` are those that its model can train; by default all buckets."""
+        """Build the audit's requirements from a recipe.
+
+        `shapes` are those that its model can train; by default all buckets.
+        """
         # Without the shapes of a model, every shape on a grid of 16 pixels counts as trainable.
         buckets = tuple(shapes) or list_buckets(data, _SIDE_STEP, lambda _: None)
         return cls(data, buckets, reference_shape)
 
     @property
     def min_frames(self) -> int:
-        """Smallest number of frames of any bucket."""
+        """Smallest number of frames of any shape that the recipe allows."""
         return min(shape.frames for shape in self.shapes)
 
 
 def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requirements | None) -> list[Finding]:
-    """All findings about a file; without `requirements` (None), only those that hold for any recipe."""
+    """Collect all findings about a media file; without `requirements`, only those that hold for any recipe."""
     facts = probed_file.facts
     findings = [*probed_file.faults, *_check_name(media, facts)]
     # A file that could not be decoded has no measurements of pictures.
@@ -105,7 +108,7 @@ def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requir
 
 
 def collect_frame_findings(frames: "torch.Tensor") -> list[Finding]:
-    """Findings about the pictures of a decoded sample, uint8 (F, 3, H, W), with the same measures as for files.
+    """Collect all findings about a decoded sample's pictures, uint8 (F, 3, H, W), with the same measures as for files.
 
     An image is one frame. The file and the times are unknown here.
     """
@@ -126,7 +129,7 @@ def collect_frame_findings(frames: "torch.Tensor") -> list[Finding]:
 
 
 def _check_name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the suffix of the name does not match the content."""
+    """Yield a finding if the suffix of a file's name does not match its content."""
     end, content = get_suffix(media), facts.get("content")
     # The file could be decoded, although its first bytes are of no format that is listed here.
     if content is None and "frames" in facts:
@@ -188,7 +191,7 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings where the header disagrees with the decoded frames."""
+    """Yield findings where a video's header disagrees with its decoded frames."""
     count, header_value = facts["frames"], facts["header_frames"]
     if header_value and abs(header_value - count) > max(1, _COUNT_SLACK * header_value):
         message = f"its header counts {header_value} frames, and {count} come out"
@@ -217,7 +220,10 @@ def _check_timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
-    """Yield findings about what the pictures show; without `seconds` (None), times are counted in frames."""
+    """Yield findings about what a clip's pictures show, such as black or still stretches.
+
+    Without `seconds` (None), times are counted in frames.
+    """
     unit = "frames" if seconds is None else "s"
     # For black pictures, contrast, colour and motion mean nothing, so one finding is enough.
     if facts["black_share"] == 1 and facts["luma_max"] <= _MAX_BLACK_LEVEL:
@@ -256,7 +262,7 @@ def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) ->
 
 
 def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
-    """Yield findings about the length, counted as in training: each time gets the nearest frame."""
+    """Yield findings about a clip's length, counted as in training: each time gets the nearest frame."""
     fps = requirements.data.fps or 1.0
     if is_image(media):
         num_available = 1
@@ -291,7 +297,7 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
 
 
 def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placement | DroppedClip:
-    """Bucket of a clip according to its measurements, or the reason why it has none."""
+    """Bucket that a clip's measurements put it into, or the reason why it has none."""
     height, width = display_size(facts)
     fps, seconds = facts.get("fps"), facts.get("seconds")
     # Only videos have a duration among their facts.
@@ -301,7 +307,7 @@ def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placeme
 
 
 def display_size(facts: Mapping[str, Any]) -> tuple[float, float]:
-    """Height and width in square pixels, upright."""
+    """Height and width of a clip in square pixels, upright."""
     height, width = facts["height"], facts["width"] * facts.get("pixel_aspect", 1.0)
     # A quarter turn swaps height and width; images are measured upright and have no rotation here.
     if facts.get("rotation", 0) % 180:

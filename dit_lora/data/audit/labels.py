@@ -82,7 +82,10 @@ def check_labels(
 
 
 def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool) -> Finding:
-    """Rejection of a label that is not in the table; with `should_suggest`, it names the most similar class."""
+    """Finding that rejects a class label missing from the table.
+
+    With `should_suggest`, it names the most similar class.
+    """
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.

@@ -12,7 +12,10 @@ from dit_lora.data.sources.clips import LossMask
 
 
 def measure_mask(mask: LossMask, heartbeat: Callable[[], None]) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
+    """Measure a mask file: failures that make it unusable, its size and levels, and a JPEG thumbnail.
+
+    The thumbnail is None if the file cannot be decoded.
+    """
     # A mask is a still picture, also for a video.
     if not is_image(mask.media):
         return [("not_media", "a mask must be a picture, and its name is not that of one")], {}, None

@@ -32,7 +32,7 @@ _TAIL_SHARE = 0.0005
 
 
 class PictureMeasures:
-    """Collects measures of the pictures of a clip, one after another; needs 0.7 KiB per picture."""
+    """Collects measurements of a clip's pictures, one after another; needs 0.7 KiB per picture."""
 
     def __init__(self) -> None:
         self._pending: list[np.ndarray] = []
@@ -45,7 +45,7 @@ class PictureMeasures:
         self._contrasts: list[float] = []
 
     def add(self, small: np.ndarray) -> None:
-        """Add the next picture, uint8 (48, 48, 3)."""
+        """Add the clip's next picture, uint8 (48, 48, 3)."""
         self._pending.append(small)
         if len(self._pending) == _BATCH_SIZE:
             self._measure_pending()
@@ -90,7 +90,7 @@ class PictureMeasures:
         self._still_flags += [self._matches_run_start(picture) for picture in rgb.astype(np.int16)]
 
     def _matches_run_start(self, picture: np.ndarray) -> bool:
-        """Whether a picture still shows the picture that began the current run."""
+        """True if a picture still shows the picture that began the current run, so that the clip stands still."""
         # Not the previous picture, because slow motion would then count as standing still.
         if self._run_start is not None:
             difference = np.abs(picture - self._run_start)
@@ -100,7 +100,10 @@ class PictureMeasures:
         return False
 
     def compute_facts(self, times: Sequence[float]) -> dict[str, Any]:
-        """The measures by name. `times` are the start of each picture in seconds, and the end of the last one."""
+        """Measurements of the clip's pictures by name.
+
+        `times` are the start of each picture in seconds, and the end of the last one.
+        """
         self._measure_pending()
         measured = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         change, grey = measured["change"], measured["grey"]
@@ -127,7 +130,7 @@ class PictureMeasures:
 
 
 def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
-    """Start and length, in seconds, of each stretch in which the flags are set."""
+    """Start and length, in seconds, of each stretch of pictures in which the flags are set."""
     # Edges come in pairs: the first picture of a stretch, and the picture after its last.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     return [

@@ -21,7 +21,10 @@ AUDIT_VERSION = 5
 
 
 class AuditMemo:
-    """Probes by the media's digest, as JSON lines. Findings that depend on the recipe are computed again from them."""
+    """Stores measurements of media files by digest, as JSON lines, so that later audits need not decode them.
+
+    Findings that depend on the recipe are computed again from them.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +43,7 @@ class AuditMemo:
         return len(self._lines)
 
     def get(self, media: Media | LossMask, digest: str) -> ProbedFile | None:
-        """The probe of a file with this digest, read as this kind of media; None if it is not in the memo."""
+        """Stored measurements of a file with this digest, read as this kind of media; None if there are none."""
         line = self._lines.get(_make_key(media, digest))
         if not line:
             return None
@@ -50,7 +53,7 @@ class AuditMemo:
         return ProbedFile(faults, record["facts"], thumbnail, record["broke"])
 
     def store(self, media: Media | LossMask, digest: str, probed_file: ProbedFile) -> None:
-        """Store a probe; the memo is saved every `_SAVE_INTERVAL_S` seconds."""
+        """Store the measurements of a file; all are saved every `_SAVE_INTERVAL_S` seconds."""
         key = _make_key(media, digest)
         # JSON cannot hold bytes, so the thumbnail is stored as base64.
         thumbnail = base64.b64encode(probed_file.thumbnail).decode() if probed_file.thumbnail else None
@@ -60,14 +63,17 @@ class AuditMemo:
             self.save()
 
     def save(self) -> None:
-        """Write the memo for the next run."""
+        """Save the stored measurements of media files for the next audit."""
         if self._has_changes:
             write_atomically(self._path, "".join(f"{line}\n" for line in self._lines.values()))
             self._has_changes, self._last_saved_s = False, time.monotonic()
 
 
 def _make_key(media: Media | LossMask, digest: str) -> str:
-    """Key of a file's bytes. Its kind (image, video, mask) is part of it, because the kind decides how it is read."""
+    """Key under which a file's measurements are stored, from its digest and its kind (image, video, mask).
+
+    The kind is part of it, because it decides how the file is read.
+    """
     if isinstance(media, LossMask):
         # An alpha mask is read from the same bytes as its picture, but measured differently.
         kind = "alpha" if media.alpha else "mask"

@@ -35,7 +35,7 @@ _ASPECT_TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Outline:
-    """Outline of one picture."""
+    """Coarse description of one picture's edges and colours, for comparing pictures."""
 
     edges: np.ndarray
     """Edge strength by cell and angle, minus the mean over the cells, int8 (C, C, A); 0 for a faint picture."""
@@ -44,7 +44,7 @@ class Outline:
 
     @classmethod
     def from_picture(cls, picture: np.ndarray) -> "Outline":
-        """Outline of a picture, uint8 (H, W, 3)."""
+        """Compute the edges and colours of a picture, uint8 (H, W, 3)."""
         small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
         levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
         # (48, 48, 3) to the mean of 4 x 4 areas, (4, 4, 3).
@@ -53,19 +53,19 @@ class Outline:
 
     @property
     def text(self) -> str:
-        """The edges and the colours as hexadecimal text."""
+        """A picture's edges and colours as hexadecimal text."""
         return (self.edges.tobytes() + self.colours.tobytes()).hex()
 
     @classmethod
     def from_text(cls, text: str) -> "Outline":
-        """Read an outline from its `text`."""
+        """Read a picture's edges and colours from the hexadecimal text that `text` gives."""
         # The edges come first, one byte for each cell and angle; the colours follow.
         data, length = bytes.fromhex(text), _CELLS * _CELLS * _ANGLES
         edges = np.frombuffer(data[:length], np.int8).reshape(_CELLS, _CELLS, _ANGLES)
         return cls(edges, np.frombuffer(data[length:], np.uint8).reshape(_AREAS, _AREAS, 3))
 
     def compute_likeness(self, reference: "Outline") -> float | None:
-        """Correlation of the edges, or the share of areas with the same colour if that is larger.
+        """Likeness of two pictures: correlation of edges, or the share of areas with equal colour if that is larger.
 
         None if a picture is faint and no area has the same colour.
         """
@@ -81,7 +81,7 @@ class Outline:
 
 
 def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]) -> float | None:
-    """Likeness of a sample and its reference, from the texts of their outlines; videos have several, pictures one.
+    """Likeness of a sample and its reference, from the texts of their outlines; videos have several outlines.
 
     About 0 for unrelated pictures and 1 for equal ones; None if it cannot be determined.
     """
@@ -99,7 +99,7 @@ def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]
 
 
 def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
-    """Whether two JPEG thumbnails show the same picture, stored twice."""
+    """True if two JPEG thumbnails show the same picture, stored twice."""
     pictures = [decode_jpeg(data) for data in (thumbnail, other_thumbnail)]
     small, large = sorted(pictures, key=lambda image: image.size)
     # Thumbnails are never enlarged, so the smaller one may come from a smaller picture: compare at its size.

@@ -54,7 +54,10 @@ def check_references_and_mask(
 
 
 def compute_pair_facts(clip: Clip, probes: Probes) -> dict[str, Any]:
-    """Likeness of the sample to each reference, and the learned share of its mask; {} without references and mask."""
+    """Likeness of a sample to each reference, and the share of it that its mask trains on.
+
+    Empty without references and mask.
+    """
     facts: dict[str, Any] = {}
     outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
@@ -114,7 +117,7 @@ def _find_max_references(samples: Sequence[AuditedSample]) -> int:
 
 
 def _group_likenesses(samples: Sequence[AuditedSample]) -> dict[int, dict[str, float]]:
-    """Known likenesses by the reference's number (from 1) and the sample's file."""
+    """Likenesses of samples to references, where known, by the reference's number (from 1) and the sample's file."""
     by_number: dict[int, dict[str, float]] = {}
     for sample in samples:
         for number, value in enumerate(sample.facts.get("likeness") or (), start=1):
@@ -132,7 +135,7 @@ def _format_reference(number: int, num_references: int) -> str:
 
 
 def _is_copy(target: ProbedFile, reference: ProbedFile) -> bool:
-    """Whether two files certainly hold the same pictures."""
+    """True if two files certainly hold the same pictures."""
     if target.thumbnail is None or reference.thumbnail is None:
         return False
     value = compare_outlines(target.facts["outlines"], reference.facts["outlines"])

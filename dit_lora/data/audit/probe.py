@@ -31,7 +31,7 @@ REFETCH_REMEDY = "download it again, or remove it"
 
 @dataclass(frozen=True)
 class ProbedFile:
-    """Measurements of one file, and its faults."""
+    """Measurements of one media file, and its faults."""
 
     faults: tuple[Finding, ...]
     """Reasons why the file cannot be used by any recipe."""
@@ -44,7 +44,7 @@ class ProbedFile:
 
 
 def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda: None) -> ProbedFile:
-    """Measure a file; `heartbeat` is called after every packet. A bad file never raises."""
+    """Measure a media file; `heartbeat` is called after every packet. A bad file never raises."""
     media = get_media(medium)
     try:
         if not media.exists():
@@ -87,7 +87,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
 
 
 def get_media(medium: Media | LossMask) -> Media:
-    """The media file of a clip or of a mask."""
+    """Media file of a clip, or of a mask."""
     return medium.media if isinstance(medium, LossMask) else medium
 
 

@@ -79,7 +79,7 @@ def audit_from_memo(
     digests: Digests,
     shapes: Sequence[VideoShape] = (),
 ) -> list[AuditedSample]:
-    """The result of `audit_media` for those clips whose files are all in the memo; decodes nothing."""
+    """Audit the clips whose files all have stored measurements in the memo, as `audit_media` does; decodes nothing."""
     hashed: dict[MediaOrMask, str] = {}
     probes: _Probes = {}
     for medium in dict.fromkeys(medium for clip in clips for medium in _list_media(clip)):
@@ -98,7 +98,7 @@ def _probe_missing(
     digests: Digests,
     workers: int | None,
 ) -> Generator[tuple[MediaOrMask, ProbedFile]]:
-    """Yield each medium that is not in the memo with its new probe; add the others to `known_probes` on the way."""
+    """Yield each file without stored measurements, with its new ones; add the others to `known_probes`."""
 
     def iter_jobs() -> Iterator[tuple[int, MediaOrMask]]:
         for number, medium in enumerate(media):
@@ -120,7 +120,7 @@ def _probe_missing(
 def _look_up_probe(
     medium: MediaOrMask, media_digests: dict[MediaOrMask, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
-    """The memo's probe of a medium, or None; the medium's digest is added to `media_digests` if it can be read."""
+    """Stored measurements of a file, or None. Its digest is added to `media_digests` if it can be read."""
     try:
         # Opening a named pipe would block until somebody writes to it; `exists` is False for it.
         if not get_media(medium).exists():

@@ -23,7 +23,7 @@ _DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASH_SIDE) + 1) / 
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashes and colours of five moments of a clip, or of one image."""
+    """Hashes and colours of five moments of a clip, or of one image, to find near duplicates."""
 
     hashes: np.ndarray
     """pHash of each moment, uint64 (moments,): which of the 64 lowest frequencies are above their median."""
@@ -32,7 +32,10 @@ class Signature:
 
     @classmethod
     def from_pictures(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
-        """Signature of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3); `times` are N starts and the end, in seconds."""
+        """Compute the hashes and colours of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3).
+
+        `times` are N starts and the end, in seconds.
+        """
         # Time of each picture's beginning; the last element of `times` is the end of the clip.
         starts = np.asarray(times[:-1])
         target_times = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
@@ -42,13 +45,13 @@ class Signature:
 
     @property
     def text(self) -> str:
-        """The hashes and the colours as hexadecimal text, separated by a colon."""
+        """A clip's hashes and colours as hexadecimal text, separated by a colon."""
         # Always big-endian, since a memo may be read on another machine.
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod
     def from_text(cls, text: str) -> "Signature":
-        """Read a signature from its `text`."""
+        """Read a clip's hashes and colours from the hexadecimal text that `text` gives."""
         hashes, colours = (bytes.fromhex(part) for part in text.split(":"))
         return cls(
             np.frombuffer(hashes, ">u8").astype(np.uint64),

@@ -79,7 +79,7 @@ def check_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[F
 
 
 def _make_rejection(text: str, remedy: str) -> Finding:
-    """Rejection from a message that begins with its code and a colon."""
+    """Finding that rejects a sample, from a message that begins with its code and a colon."""
     code, _, message = text.partition(": ")
     return Finding(code, message, "reject", remedy)
 

@@ -54,7 +54,7 @@ def merge_audits(
 
 
 def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
-    """Numbers of samples: in all, by verdict, and by code with the most frequent first."""
+    """Numbers of samples in an audit: in all, by severity, and by code of finding with the most frequent first."""
     verdicts = Counter(sample.verdict for sample in samples)
     # A set per sample: a code that occurs twice in one sample counts once.
     codes = Counter(code for sample in samples for code in {f.code for f in sample.findings})
@@ -70,7 +70,7 @@ def build_audit_json(
     buckets: Mapping[str, Any] | None = None,
     encoded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole audit as plain values: `samples`, `compute_totals`, and `notes`, `buckets`, `encoded` if not empty.
+    """Convert a whole audit to plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if not empty.
 
     A number that is not finite becomes null, and a value of another type, such as a path, becomes text.
     """
@@ -90,7 +90,7 @@ def build_audit_json(
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
-    """Write the result of `build_audit_json` atomically, one sample per line."""
+    """Write an audit's JSON, from `build_audit_json`, atomically, with one sample per line."""
     # One line per sample keeps the file readable and easy to compare with a line-based diff.
     samples = ",\n".join(json.dumps(sample, allow_nan=False) for sample in audit["samples"])
     texts = {name: json.dumps(value, allow_nan=False) for name, value in audit.items() if name != "samples"}
@@ -118,7 +118,7 @@ def _escape_cell(text: str) -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """The value as one that strict JSON can hold."""
+    """Convert a value to one that strict JSON can hold; a number that is not finite becomes None."""
     if value is None or isinstance(value, bool | int | str):
         return value
     # NumPy integers are not instances of int, and json cannot write them.

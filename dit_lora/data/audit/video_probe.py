@@ -35,7 +35,10 @@ _FULL_RANGE = 2
 
 
 def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Failures that make a video unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
+    """Measure a video file: failures that make it unusable, measurements, and a JPEG thumbnail.
+
+    The thumbnail is None if the file cannot be decoded.
+    """
     facts: dict[str, Any] = {}
     try:
         with open_media(media) as container:
@@ -74,7 +77,7 @@ def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
 
 
 def _list_video_streams(container: av.container.InputContainer) -> list[av.VideoStream]:
-    """The video streams other than cover pictures."""
+    """List a container's video streams, without cover pictures."""
     return [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
 
 
@@ -121,7 +124,7 @@ class _FrameMeasures:
     def decode(
         self, container: av.container.InputContainer, stream: av.VideoStream, heartbeat: Callable[[], None]
     ) -> None:
-        """Decode to the end of the file, continuing after errors, and collect measures and failures."""
+        """Decode a video to the end of the file, continuing after errors; collects measurements and failures."""
         # One thread, because the audit runs one process per core.
         stream.thread_type, stream.thread_count = "NONE", 1
         limit = FrameLimit()
@@ -138,7 +141,7 @@ class _FrameMeasures:
     def _iter_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream, heartbeat: Callable[[], None]
     ) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames; errors are collected with the number of frames before them."""
+        """Yield a video's decoded frames; errors are collected with the number of frames before them."""
         packets = container.demux(stream)
         while len(self._errors) < _MAX_ERRORS:
             try:
@@ -180,7 +183,7 @@ class _FrameMeasures:
 
     @staticmethod
     def _scale(reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
-        """The frame as RGB, uint8 (height, width, 3), each pixel the mean of its area."""
+        """Scale a video frame to RGB, uint8 (height, width, 3), each pixel the mean of its area."""
         scaled = reformatter.reformat(
             frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
         )

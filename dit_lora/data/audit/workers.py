@@ -29,9 +29,9 @@ _HEARTBEAT_INTERVAL_S = 1.0
 def probe_all(
     media: Iterator[tuple[int, Media | LossMask]], workers: int, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> Generator[tuple[int, ProbedFile]]:
-    """Yield the number and probe of each medium as soon as it is done; `media` is read as workers become free.
+    """Measure `media` in worker processes; yields number and measurements of each file as soon as it is done.
 
-    Closing the iterator ends the processes.
+    Files are taken from `media` as workers become free. Closing the iterator ends the processes.
     """
     pool: list[_Worker] = []
     has_more = True
@@ -66,7 +66,7 @@ def probe_all(
 
 
 def _find_idle_worker(pool: "list[_Worker]", workers: int) -> "_Worker | None":
-    """An idle worker, started if the pool is not full; None if all are busy."""
+    """Find an idle worker process, or start one if the pool is not full; None if all are busy."""
     for worker in pool:
         if worker.job_number is None:
             return worker
@@ -77,7 +77,7 @@ def _find_idle_worker(pool: "list[_Worker]", workers: int) -> "_Worker | None":
 
 
 class _Worker:
-    """One process, and the medium it is probing."""
+    """A worker process that measures media files, with the number of the file it is working on."""
 
     def __init__(self) -> None:
         # Spawned, not forked: torch's threads do not survive a fork.
@@ -108,7 +108,10 @@ class _Worker:
             self.pipe.send(media)
 
     def receive(self, stall_timeout_s: float) -> tuple[int, ProbedFile] | None:
-        """The number and the probe that arrived, or None for a sign of life. A crash becomes a fault of the file."""
+        """Receive from a worker the number and measurements of a file, or None for a sign of life.
+
+        A crash of the worker becomes a fault of the file.
+        """
         try:
             result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -131,13 +134,13 @@ class _Worker:
         return numbered
 
     def reject_file(self, code: str, message: str) -> tuple[int, ProbedFile]:
-        """End the process and return the file's number with a rejection."""
+        """End a worker process, and return the number of its file with a finding that rejects the file."""
         self.stop()
         assert self.job_number is not None
         return self.job_number, ProbedFile((Finding(code, message, "reject", REFETCH_REMEDY),), broke=True)
 
     def stop(self) -> None:
-        """Kill the process, and do not use this worker again."""
+        """Kill a worker process, which must not be used again."""
         self.is_usable = False
         self._process.kill()
         self._process.join()
@@ -152,7 +155,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _run_worker(pipe: Connection) -> None:
-    """Probe files in the worker process until the other end of the pipe is closed."""
+    """Measure files in the worker process until the other end of the pipe is closed."""
     # The first sign of life tells the main process that this one has started.
     heart = _Heartbeat(pipe)
     heart.send()
@@ -183,7 +186,7 @@ def _silence_stderr() -> Iterator[None]:
 
 @dataclass
 class _Heartbeat:
-    """Sends signs of life while a file takes long, at most one per second."""
+    """Sends signs of life from a worker to the main process while a file takes long, at most one per second."""
 
     pipe: Connection
     last_sent_s: float = -_HEARTBEAT_INTERVAL_S

@@ -21,7 +21,7 @@ MAX_ENLARGEMENT = 1 + TOLERANCE / 2
 
 @dataclass(frozen=True)
 class Placement:
-    """The bucket of a clip, with the crop and the enlargement that it needs."""
+    """Bucket of a clip, with the crop and the enlargement that it needs."""
 
     shape: VideoShape
     starts: tuple[float, ...]
@@ -35,7 +35,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class DroppedClip:
-    """Why a clip has no bucket: code `too_short`, `cropped` or `upscaled`, and a message."""
+    """Reason why a clip has no bucket: code `too_short`, `cropped` or `upscaled`, and a message."""
 
     code: str
     words: str
@@ -52,7 +52,7 @@ def list_buckets(
     unsupported_reason: Callable[[VideoShape], str | None],
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[VideoShape, ...]:
-    """The shapes of a recipe, smallest first: those of `data.buckets`, or a single one without buckets.
+    """List the buckets of a recipe, smallest first: those of `data.buckets`, or a single shape without buckets.
 
     There is one for each aspect ratio, resolution and number of frames within the budget of data.frames x
     data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones to fit the
@@ -118,7 +118,7 @@ def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: Data
 
 
 def _list_resolutions(data: DataConfig) -> tuple[float, ...]:
-    """Side of a square with the area of each resolution, in pixels, ascending."""
+    """Resolutions of a recipe's buckets: side of a square with the same area, in pixels, ascending."""
     # Without resolutions, there is one: that of the recipe's own height and width.
     resolutions = data.buckets.resolutions if data.buckets else None
     return tuple(sorted({*resolutions})) if resolutions else (math.sqrt(data.height * data.width),)
@@ -127,7 +127,7 @@ def _list_resolutions(data: DataConfig) -> tuple[float, ...]:
 def _choose_sides(
     data: DataConfig, frames: int, resolution: float, ratio: str, side_step: int
 ) -> tuple[int, int] | None:
-    """Height and width nearest to a resolution and a ratio; None if none is within the budget."""
+    """Choose a bucket's height and width nearest to a resolution and a ratio; None if none is within the budget."""
     budget = VideoShape.from_data(data).volume * (1 + TOLERANCE)
     # A ratio is written width to height, such as 16:9.
     aspect = Fraction(ratio.replace(":", "/"))
@@ -163,7 +163,7 @@ def _list_multiples(side: float, step: int) -> list[int]:
 
 
 def _choose_num_frames(header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> int | None:
-    """The largest number of frames of any bucket that the clip can give; None if there is none."""
+    """Choose the largest number of frames of any bucket that a clip can give; None if there is none."""
     lengths = sorted({shape.frames for shape in buckets}, reverse=True)
     if header.is_image:
         return 1 if 1 in lengths else None
@@ -177,7 +177,7 @@ def _choose_num_frames(header: VideoHeader, buckets: Sequence[VideoShape], fps: 
 
 
 def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | None, extra_frames: float = 0) -> int:
-    """How many of `frames` the clip has from `start` on, if it is `extra_frames` longer than its header says."""
+    """Number of frames, up to `frames`, that a clip has from `start` on if it is `extra_frames` longer than stated."""
     if header.seconds is None or header.fps is None:
         return frames
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
@@ -186,7 +186,10 @@ def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | N
 
 
 def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:
-    """Share cropped away, and enlargement, of a picture that is scaled to cover a shape and cropped at the centre."""
+    """Cost of fitting a picture into a shape: the share cropped away, and the enlargement.
+
+    The picture is scaled to cover the shape and cropped at the centre.
+    """
     scale = max(shape.height / header.height, shape.width / header.width)
     # Share of the scaled picture's area that is inside the shape.
     remaining = shape.height * shape.width / (header.height * header.width * scale**2)

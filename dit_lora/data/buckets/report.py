@@ -20,7 +20,10 @@ _SIZES = ("frames", "height", "width")
 
 @dataclass(frozen=True)
 class BucketRow:
-    """Clips of one bucket. Crops are shares of the picture, `share` is a share of all samples."""
+    """Row of a bucket report: one shape, with the number of its clips and samples, and how much is cropped.
+
+    Crops are shares of the picture; `share` is a share of all samples.
+    """
 
     shape: VideoShape
     clips: int
@@ -37,7 +40,7 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class BucketReport:
-    """Report on the buckets of a data set."""
+    """Report on how the clips of a data set are assigned to buckets."""
 
     rows: tuple[BucketRow, ...]
     """One row for each bucket, used or not."""
@@ -53,7 +56,7 @@ class BucketReport:
         data: DataConfig,
         samples_per_step: int,
     ) -> "BucketReport":
-        """Report on named clips; `samples_per_step` is the number of samples of one optimizer step."""
+        """Build a bucket report of named clips; `samples_per_step` is the number of samples of one optimizer step."""
         placed_clips = [clip for _, clip in clips if isinstance(clip, Placement)]
         dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, DroppedClip))
         samples = sum(len(clip.starts) for clip in placed_clips)
@@ -71,7 +74,7 @@ class BucketReport:
         return cls(rows, dropped, tuple(advice))
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as values that JSON can hold."""
+        """Convert a bucket report to values that JSON can hold."""
         return {
             "buckets": [
                 # References are not part of a bucket: they are added to a sample's shape later.
@@ -83,7 +86,7 @@ class BucketReport:
         }
 
     def format_lines(self) -> list[str]:
-        """Lines for a terminal: a table of the buckets in use, the clips that are left out, and the advice."""
+        """Format a bucket report for a terminal: a table of the buckets in use, clips left out, and advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
         for row in self.rows:
             # Unused buckets are mentioned in the advice, and would only lengthen the table.
@@ -119,7 +122,7 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
 
 
 def _summarise_bucket(shape: VideoShape, clips: Sequence[Placement], total_samples: int) -> BucketRow:
-    """Summary of the clips of one bucket; `total_samples` is the number in all buckets."""
+    """Summarize the clips of one bucket as a row of the report; `total_samples` is the number in all buckets."""
     crops = [clip.crop for clip in clips]
     count = sum(len(clip.starts) for clip in clips)
     return BucketRow(
@@ -218,7 +221,7 @@ def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[st
 
 
 def _format_ratio(header: VideoHeader) -> str:
-    """The nearest ratio of width to height in small numbers, such as 16:9."""
+    """Aspect ratio in small numbers nearest to width : height, such as 16:9."""
     short, long = sorted((header.width, header.height))
     # Common ratios have denominators up to 9, as in 16:9.
     nearest = Fraction(long, short).limit_denominator(9)
@@ -231,7 +234,7 @@ def _format_share(count: int, total: int) -> str:
 
 
 def _describe_rare_shape(shape: VideoShape, num_samples: int, samples_per_step: int) -> str:
-    """A shape that does not come in every epoch, with its number of samples, and how often it comes."""
+    """Text on a shape with too few samples to come in every epoch: their number, and how often the shape comes."""
     epochs = samples_per_step / num_samples
     period = f"{epochs:.1f} epochs" if epochs < 10 else f"{epochs:.0f} epochs"
     return f"{shape} ({num_samples} sample{'' if num_samples == 1 else 's'}, every {period})"

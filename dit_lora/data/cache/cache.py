@@ -47,11 +47,11 @@ _MAX_OPEN_BYTES = 2**31
 
 
 class CacheError(DitLoraError):
-    """An encoder's output must not be cached; the message names the sample and the tensor."""
+    """Raised if an encoder's output must not be cached; the message names the sample and the tensor."""
 
 
 def make_entry_key(facts: Mapping[str, Any]) -> str:
-    """SHA-256 hex digest of JSON-serializable facts; equal facts have equal keys."""
+    """Cache key: SHA-256 hex digest of the JSON-serializable facts that an entry depends on."""
     # Sorted keys make the digest independent of the order in which facts are collected.
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -77,10 +77,11 @@ def encode_entry(
 
 
 class TensorCache:
-    """Cache entries of one kind in a folder. Several processes may write, read and mark entries bad at once.
+    """Cache of encoded tensors of one kind in a folder.
 
-    The first use reads the headers of all shards. Entries that other processes add are found when a missing key
-    is requested, and after `refresh`. Copies in forked workers are safe, and pickled copies include the index.
+    Several processes may write, read and mark entries bad at once. The first use reads the headers of all shards.
+    Entries that other processes add are found when a missing key is requested, and after `refresh`. Copies in forked
+    workers are safe, and pickled copies include the index.
     """
 
     def __init__(self, root: Path) -> None:
@@ -104,32 +105,35 @@ class TensorCache:
         return len(self._index.entries)
 
     def refresh(self) -> None:
-        """Load changes that other processes made: entries written, marked bad or removed."""
+        """Load the changes that other processes made to the cache: entries written, marked bad or removed."""
         self._index.refresh()
 
     def find_shard_path(self, key: str) -> Path:
-        """Path of the shard that holds the entry; without an entry, a path at which no file exists."""
+        """Path of the cache shard that holds the entry; without an entry, a path at which no file exists."""
         entry = self._find_entry(key)
         return entry.path if entry else self.root / f"{key}{SUFFIX}"
 
     def is_complete(self, key: str) -> bool:
-        """Whether the entry exists with all its bytes. Their values are verified only by `read`."""
+        """True if a cache entry exists with all its bytes. Their values are verified only by `read`."""
         return self._find_current_entry(key) is not None
 
     def find_missing(self, keys: Sequence[str]) -> list[str]:
-        """The keys that have no entry, after a `refresh`."""
+        """Keys that have no entry in the cache, after loading changes of other processes."""
         self.refresh()
         return [key for key in keys if key not in self._index.entries]
 
     def get_spec(self, key: str) -> Spec:
-        """Shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` without an entry."""
+        """Shapes and dtypes of a cache entry's tensors, from its header; raises `DitLoraError` without an entry."""
         entry = self._find_entry(key)
         if entry is None:
             raise DitLoraError(f"entry {key} of the cache in {self.root} cannot be read")
         return dict(entry.layout.spec)
 
     def get_first_spec(self, keys: Sequence[str]) -> Spec:
-        """Spec of the first of these entries that can be read; raises `DitLoraError` if all are damaged."""
+        """Shapes and dtypes of the first of these cache entries that can be read.
+
+        Raises `DitLoraError` if all are damaged.
+        """
 
         def read() -> Spec:
             for key in keys:
@@ -143,7 +147,7 @@ class TensorCache:
         return read_with_retry(read, self.root)
 
     def write_entries(self, entries: Sequence[EncodedEntry]) -> None:
-        """Write entries as one shard; raises `DitLoraError` if the disk cannot be written."""
+        """Write cache entries as one shard; raises `DitLoraError` if the disk cannot be written."""
         try:
             path = write_shard(self.root, entries)
         except OSError as error:
@@ -157,7 +161,7 @@ class TensorCache:
             self._index.refresh([path.name])
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Read an entry's tensors, and verify them on the first read.
+        """Read a cache entry's tensors, and verify them on the first read.
 
         The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept for long,
         so that it does not keep a whole shard mapped. Writing to the tensors does not change the file.
@@ -193,7 +197,7 @@ class TensorCache:
         )
 
     def mark_bad(self, key: str) -> Path:
-        """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
+        """Mark a cache entry as bad, so that the next start encodes it again; returns the path of the mark.
 
         The shard stays unchanged, because other processes may be reading it.
         """
@@ -206,7 +210,7 @@ class TensorCache:
         return mark_path
 
     def iter_entries(self) -> Iterator[StoredEntry]:
-        """Yield every usable entry with its sample and facts, in the order of the shards' names."""
+        """Yield every usable cache entry with its sample and facts, in the order of the shards' names."""
         self.refresh()
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
@@ -215,7 +219,7 @@ class TensorCache:
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
     def _find_entry(self, key: str) -> StoredEntry | None:
-        """The entry from the index, which is refreshed first if the folder may have changed."""
+        """Look up a cache entry in the index, which is refreshed first if the folder may have changed."""
         entry = self._index.entries.get(key)
         # Another process may have written the entry since the last refresh.
         if entry is None and self._index.may_have_changed():
@@ -224,7 +228,7 @@ class TensorCache:
         return entry
 
     def _find_current_entry(self, key: str) -> StoredEntry | None:
-        """The entry, after checking that its shard's file was not replaced or removed."""
+        """Look up a cache entry, after checking that its shard's file was not replaced or removed."""
         entry = self._find_entry(key)
         if entry is not None and not self._index.is_unchanged(entry.path):
             self._index.refresh([entry.path.name])
@@ -232,7 +236,10 @@ class TensorCache:
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
-        """The tensors, and whether they are unchanged. Raises `ShardError` (damaged) or `OSError` (unreachable)."""
+        """Load a cache entry's tensors; also returns whether their bytes are unchanged.
+
+        Raises `ShardError` (damaged) or `OSError` (unreachable).
+        """
         # Three ways to look the entry up, each more expensive: another process may have replaced or removed the shard.
         for look in (self._find_entry, self._find_current_entry, self._refresh_and_find_entry):
             entry = look(key)
@@ -257,7 +264,7 @@ class TensorCache:
         return self._index.entries.get(key)
 
     def _get_open_shard(self, shard: Path) -> OpenShard | None:
-        """The open shard; None if the file differs from the one whose header is in the index."""
+        """Get the opened shard of the cache; None if its file differs from the one whose header is in the index."""
         # Removed and inserted again below, so that the dictionary is ordered by last use.
         opened = self._open.pop(shard, None)
         if opened is None:

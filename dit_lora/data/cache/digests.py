@@ -18,7 +18,10 @@ _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
 
 
 class Digests:
-    """Content digests of files; a file is read again only if its stamp (`Media.get_stamp`) differs."""
+    """Content digests of files, remembered between runs.
+
+    A file is read again only if its stamp (`Media.get_stamp`) differs.
+    """
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
@@ -33,7 +36,10 @@ class Digests:
         return self._look_up_values(media)[0]
 
     def hash_pixels(self, media: Media) -> str:
-        """The digest, with a suffix if this version decodes the same bytes to different pixels; raises `OSError`."""
+        """Digest of the bytes of a video or image, for keys of decoded pixels; raises `OSError`.
+
+        It has a suffix if this version decodes the same bytes to different pixels than earlier ones.
+        """
         values = self._look_up_values(media)
         # The mark needs a look into the file, so it is computed only when pixels are asked for.
         if len(values) == 1:
@@ -44,7 +50,7 @@ class Digests:
         return f"{digest}+{decoder_mark}" if decoder_mark else digest
 
     def _look_up_values(self, media: Media) -> list[str]:
-        """The digest, and the decoder's mark if it was requested before."""
+        """Stored or new digest of a file, followed by its decoding variant if that was requested before."""
         location, stamp = media.location, list(media.get_stamp())
         # An entry of the memo is the file's stamp followed by its values.
         entry = self._entries.get(location, [])
@@ -62,14 +68,14 @@ class Digests:
         return self.hash_media(MediaFile(path))
 
     def hash_component(self, folder: Path) -> str:
-        """One digest for a checkpoint component: names and contents of its configs and weights."""
+        """Compute one digest for a checkpoint component: names and contents of its configs and weights."""
         files = [p for p in list_files(folder) if p.suffix in _COMPONENT_SUFFIXES]
         # Relative names, so that a moved checkpoint keeps its digest.
         lines = [f"{path.relative_to(folder).as_posix()} {self.hash_file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def save(self) -> None:
-        """Write the memo for the next run."""
+        """Save the digests for the next run."""
         if self._has_changes:
             write_atomically(self._memo, json.dumps(self._entries))
             self._has_changes = False

@@ -37,7 +37,7 @@ _GATE_NAME = "gate"
 
 @dataclass(frozen=True)
 class Job:
-    """One cache entry to create."""
+    """One cache entry to create: its sample, key, facts, and the function that encodes it."""
 
     sample: str
     key: str
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass
 class BuildResult:
-    """Result of `fill_cache`."""
+    """Result of filling a cache: what was written, and which samples failed."""
 
     num_written: int = 0
     """Number of entries that this process wrote."""
@@ -90,7 +90,10 @@ def fill_cache(
 
 @contextmanager
 def hold_gate(cache: TensorCache, *, timeout_s: float = -1) -> Iterator[None]:
-    """Prevent other processes from claiming or releasing a unit inside the context; raises `filelock.Timeout`."""
+    """Prevent other processes from claiming or releasing cache units inside the context.
+
+    Raises `filelock.Timeout`.
+    """
     folder = cache.root / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
     # A negative timeout waits without limit.
@@ -99,12 +102,12 @@ def hold_gate(cache: TensorCache, *, timeout_s: float = -1) -> Iterator[None]:
 
 
 def list_unit_locks(cache: TensorCache) -> list[Path]:
-    """Lock files of units: of processes that are working, and of some that were killed."""
+    """List the lock files of cache units: of processes that are working, and of some that were killed."""
     return sorted(p for p in (cache.root / LOCKS).glob("*.lock") if p.stem != _GATE_NAME)
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a process holds the lock. Call it inside `hold_gate`."""
+    """True if a process holds the lock file. Call it inside `hold_gate`."""
     try:
         # Taking the lock succeeds only if no living process has it.
         with FileLock(lock, blocking=False):
@@ -115,7 +118,7 @@ def is_locked(lock: Path) -> bool:
 
 @contextmanager
 def _claim_unit(cache: TensorCache, name: str) -> Iterator[bool]:
-    """Claim a unit until the end of the context; yields False if another process has it."""
+    """Claim a unit of cache entries until the end of the context; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
     # Claim inside the gate: otherwise the file could be deleted between opening and locking it.
@@ -134,7 +137,7 @@ def _claim_unit(cache: TensorCache, name: str) -> Iterator[bool]:
 
 @dataclass
 class _FillState:
-    """State of one call of `fill_cache`."""
+    """State of one process that fills a cache."""
 
     cache: TensorCache
     jobs: Mapping[str, Job]
@@ -150,7 +153,7 @@ class _FillState:
         """Keys of entries that do not exist yet and have not failed."""
 
     def run(self) -> BuildResult:
-        """Work on units until every entry exists or has failed."""
+        """Work on units of cache entries until every entry exists or has failed."""
         self._update_missing_keys()
         keys = list(self.jobs)
         # Small sets get smaller units, so that each process has some.
@@ -168,7 +171,7 @@ class _FillState:
         return self.result
 
     def _fill_unit(self, unit: Sequence[str]) -> bool:
-        """Create the missing entries of a unit; returns False if another process has it."""
+        """Create the missing entries of a cache unit; returns False if another process has it."""
         if self.missing_keys.isdisjoint(unit):
             return True
         # The name depends on the entries, so that other launches with the same jobs claim the same unit.
@@ -210,7 +213,7 @@ class _FillState:
             self._report_progress()
 
     def _write_entries(self, entries: list[EncodedEntry]) -> None:
-        """Write the entries as a shard and clear the list, also if the disk refuses."""
+        """Write encoded entries to the cache as a shard and clear the list, also if writing fails."""
         batch = entries.copy()
         entries.clear()
         if batch:
@@ -224,5 +227,5 @@ class _FillState:
         self.missing_keys.discard(key)
 
     def _report_progress(self, num_unwritten: int = 0) -> None:
-        """Report progress; `num_unwritten` entries are encoded but not written yet."""
+        """Report how many cache entries exist or failed; `num_unwritten` are encoded but not written yet."""
         self.on_progress(len(self.jobs) - len(self.missing_keys) + num_unwritten, len(self.jobs))

@@ -14,7 +14,7 @@ _NO_FILE_STAMP = (-1, -1)
 
 
 class Index:
-    """Index of the usable entries: complete, not marked bad, one per key.
+    """Index of a cache's usable entries: complete, not marked bad, one per key.
 
     Each header is read once. A shard is read again only if it was incomplete and has changed, or if `refresh`
     is told to.
@@ -36,23 +36,23 @@ class Index:
         self._folder_state = _NO_FILE_STAMP
 
     def get_stamp(self, shard: Path) -> tuple[int, int]:
-        """Size and modification time of a shard when its header was read."""
+        """Size and modification time (ns) that a cache shard had when its header was read."""
         header = self._headers.get(shard.name)
         return header.stamp if header else _NO_FILE_STAMP
 
     def is_unchanged(self, shard: Path) -> bool:
-        """Whether the shard's file is still the one whose header was read."""
+        """True if a shard's file is still the one whose header was read."""
         return _read_stamp(shard) == self.get_stamp(shard) != _NO_FILE_STAMP
 
     def may_have_changed(self) -> bool:
-        """Whether files may have been added or removed since the last `refresh`."""
+        """True if files may have been added to or removed from the cache folder since the last `refresh`."""
         changed_ns, listed_ns = self._folder_state
         current_ns = _read_stamp(self.root)[1]
         # A change soon after the listing may have left the same time, so a recent folder counts as changed.
         return current_ns != changed_ns or (current_ns != -1 and listed_ns - current_ns < _MTIME_RESOLUTION_NS)
 
     def refresh(self, shards_to_reread: Iterable[str] = ()) -> None:
-        """List the folder again, and read new shards and those named in `shards_to_reread`."""
+        """List the cache folder again, and read new shards and those named in `shards_to_reread`."""
         # Take the time before listing, so that a change in between is noticed next time.
         listed_ns, changed_ns = time.time_ns(), _read_stamp(self.root)[1]
         files = os.listdir(self.root) if changed_ns != -1 else []
@@ -103,7 +103,7 @@ class Index:
             raise make_missing_file_error(self.root / f"{key}{SUFFIX}")
 
     def _read_header(self, name: str) -> ShardHeader:
-        """Read a shard's header; a shard that cannot be read has no entries."""
+        """Read the header of a cache shard; a shard that cannot be read counts as one without entries."""
         path = self.root / name
         try:
             header = read_header(path, self._layouts)
@@ -118,12 +118,12 @@ class Index:
 
 
 def _has_entry(header: ShardHeader, key: str) -> bool:
-    """Whether a shard has an entry with this key, complete or not."""
+    """True if a cache shard has an entry with this key, complete or not."""
     return any(entry.key == key for entry in header.entries)
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
-    """Size and modification time in nanoseconds; both are -1 if the file does not exist."""
+    """Size and modification time (ns) of a file; both are -1 if it does not exist."""
     try:
         state = os.stat(path)
     except OSError:

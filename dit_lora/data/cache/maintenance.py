@@ -44,7 +44,7 @@ _MARKABLE_KINDS = ("damaged", "non_finite", "out_of_range")
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """One problem of a shard, or of one entry in it."""
+    """One problem of a cache shard, or of one entry in it."""
 
     kind: str
     """`unreadable` header, `torn` (incomplete) entry, `damaged` bytes, `non_finite` or `out_of_range` values."""
@@ -60,7 +60,7 @@ class CacheProblem:
 
 @dataclass
 class VerifiedCache:
-    """Result of `verify_cache`."""
+    """Result of verifying a cache with `verify_cache`."""
 
     entries: int = 0
     """Number of good entries, copies included."""
@@ -77,7 +77,7 @@ class VerifiedCache:
 
 @dataclass
 class CacheStats:
-    """Contents of a cache in numbers."""
+    """Numbers of entries, shards and bytes in a cache."""
 
     entries: int = 0
     """Number of usable entries."""
@@ -100,7 +100,7 @@ class CacheStats:
 
 @dataclass
 class PruneResult:
-    """Result of `prune_cache`."""
+    """Result of pruning a cache with `prune_cache`."""
 
     unwanted: int = 0
     """Number of entries removed because they are not in `keep`."""
@@ -121,7 +121,7 @@ class PruneResult:
 def verify_cache(
     cache: TensorCache, *, mark_bad: bool = False, on_progress: OnProgress = lambda done, shards: None
 ) -> VerifiedCache:
-    """Read every entry and check its digest, finiteness and range; with `mark_bad`, mark bad entries."""
+    """Read every cache entry and check its digest, finiteness and range; with `mark_bad`, mark bad entries."""
     verified = VerifiedCache(leftovers=_find_leftovers(cache))
     paths = list(list_shards(cache.root))
     for number, (path, header) in enumerate(_iter_headers(paths, verified.problems)):
@@ -182,9 +182,10 @@ def compute_stats(cache: TensorCache) -> CacheStats:
 def prune_cache(
     cache: TensorCache, keep: set[str] | None = None, *, on_progress: OnProgress = lambda done, shards: None
 ) -> PruneResult:
-    """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
+    """Remove unneeded entries and leftover files from a cache.
 
-    The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
+    Entries are removed if they are marked bad, incomplete, duplicate, or not in `keep` (None keeps all keys). The
+    remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at worst
     duplicates. Processes that are reading can continue. Raises `DitLoraError` while a process fills the cache.
     """
     if not cache.root.is_dir():
@@ -205,7 +206,7 @@ def prune_cache(
 
 @dataclass
 class _PruneState:
-    """State of one call of `prune_cache`, inside the gate."""
+    """State of one call of `prune_cache`, while other processes are locked out."""
 
     cache: TensorCache
     keep: set[str] | None
@@ -248,7 +249,7 @@ class _PruneState:
         return self.result
 
     def _should_keep(self, entry: StoredEntry, header: ShardHeader) -> bool:
-        """Whether the entry is kept; counts the reason if it is not."""
+        """True if `prune_cache` keeps the entry; otherwise the reason is counted."""
         if not entry.is_complete:
             self.result.torn += 1
         elif entry.bad_entry_mark_path.exists():
@@ -267,7 +268,7 @@ class _PruneState:
         return False
 
     def _flush(self) -> None:
-        """Write the pending entries, and only then remove the shards that held them."""
+        """Write the cache entries to keep, and only then remove the shards that held them."""
         if self.pending_entries:
             try:
                 path = write_shard(self.cache.root, self.pending_entries)
@@ -291,7 +292,10 @@ class _PruneState:
 
 
 def _iter_headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[tuple[Path, ShardHeader]]:
-    """Yield each shard with its header; a damaged one has no entries, and a shard that cannot be opened is skipped."""
+    """Yield each cache shard with its header.
+
+    A damaged header counts as one without entries, and a shard that cannot be opened is skipped.
+    """
     for path in shards:
         try:
             header = read_header(path)
@@ -305,7 +309,7 @@ def _iter_headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Itera
 
 
 def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
-    """An entry's bytes, and the problem with the bytes or their values; None if there is none."""
+    """Read a cache entry's bytes; also returns the problem with them or their values, or None."""
 
     def make_problem(kind: str, message: str) -> CacheProblem:
         return CacheProblem(kind, entry.path, entry.key, entry.sample, message)
@@ -329,7 +333,10 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
 
 
 def _find_leftovers(cache: TensorCache) -> list[Path]:
-    """Files that nothing needs any more. While units are in progress, their files are not among them."""
+    """Find files in a cache folder that nothing needs any more.
+
+    Files of units that are in progress are not among them.
+    """
     root = cache.root
     if not root.is_dir():
         return []

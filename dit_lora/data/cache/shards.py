@@ -54,18 +54,18 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ShardError(DitLoraError):
-    """A shard's header cannot be read, or an entry's bytes are missing."""
+    """Raised if a cache shard's header cannot be read, or an entry's bytes are missing."""
 
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Name, safetensors dtype and shape of an entry's tensors, in the order in which they are stored."""
+    """Names, safetensors dtypes and shapes of a cache entry's tensors, in the order in which they are stored."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @cached_property
     def bounds(self) -> dict[str, tuple[int, int]]:
-        """Start and end of each tensor by name, in bytes from the start of the entry."""
+        """Start and end of each tensor in a cache entry by name, in bytes from the start of the entry."""
         bounds, begin = {}, 0
         for name, dtype, shape in self.tensors:
             end = begin + prod(shape) * _DTYPES[dtype].itemsize
@@ -75,21 +75,21 @@ class EntryLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the entry in bytes."""
+        """Size of a cache entry in bytes."""
         return max((end for _, end in self.bounds.values()), default=0)
 
     @cached_property
     def digest_text(self) -> bytes:
-        """Text that represents the layout in an entry's digest."""
+        """Text that represents the layout of a cache entry in its digest."""
         return json.dumps(self.tensors).encode()
 
     @cached_property
     def spec(self) -> Spec:
-        """Shape and torch dtype of each tensor, by name."""
+        """Shape and torch dtype of each tensor in a cache entry, by name."""
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
     def split_tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors by name, as views of an entry's bytes."""
+        """Split a cache entry's bytes into tensors by name, which are views."""
         return {
             name: data[slice(*self.bounds[name])].view(dtype).view(shape) for name, (shape, dtype) in self.spec.items()
         }
@@ -97,7 +97,7 @@ class EntryLayout:
 
 @dataclass(frozen=True)
 class EncodedEntry:
-    """An entry that is to be written."""
+    """A cache entry that is ready to be written."""
 
     key: str
     sample: str
@@ -111,7 +111,7 @@ class EncodedEntry:
 # Not frozen: there may be a million of them, and a frozen instance takes five times as long to create.
 @dataclass(slots=True, eq=False)
 class StoredEntry:
-    """An entry of a shard, as described by the shard's header; never changed."""
+    """Description of a cache entry in a shard's header. Immutable."""
 
     path: Path
     key: str
@@ -128,32 +128,32 @@ class StoredEntry:
 
     @property
     def end(self) -> int:
-        """Offset after the entry's last byte."""
+        """Offset in the shard after the cache entry's last byte."""
         return self.start + self.layout.nbytes
 
     @property
     def sample(self) -> str:
-        """Name of the sample, for messages."""
+        """Name of the sample that a cache entry encodes, for messages."""
         return parse_json(self.sample_json)[0]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Everything that the entry's tensors depend on."""
+        """Everything that a cache entry's tensors depend on."""
         return parse_json(self.shared_facts_json) | parse_json(self.sample_json)[1]
 
     def matches_digest(self, data: torch.Tensor) -> bool:
-        """Whether the digest of the entry's bytes is the one from when they were written."""
+        """True if the digest of a cache entry's bytes is still the one from when they were written."""
         return compute_digest(self.layout, [data.numpy()]) == self.digest
 
     @property
     def bad_entry_mark_path(self) -> Path:
-        """Path of the empty file that marks this entry as bad."""
+        """Path of the empty file that marks this cache entry as bad."""
         return get_bad_mark_path(self.path, self.key)
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """Entries of a shard, and the state of its file when they were read."""
+    """Entries of a cache shard, and the state of its file when they were read."""
 
     entries: list[StoredEntry]
     stamp: tuple[int, int]
@@ -163,7 +163,7 @@ class ShardHeader:
 
 
 def compute_digest(layout: EntryLayout, parts: Sequence[ByteArray]) -> bytes:
-    """XXH3 digest (128 bits) over names, dtypes, shapes and bytes."""
+    """XXH3 digest (128 bits) of a cache entry: names, dtypes, shapes and bytes."""
     total = xxhash.xxh3_128(layout.digest_text)
     for part in parts:
         total.update(part.data)
@@ -171,12 +171,12 @@ def compute_digest(layout: EntryLayout, parts: Sequence[ByteArray]) -> bytes:
 
 
 def get_bad_mark_path(shard: Path, key: str) -> Path:
-    """Path of the empty file that marks an entry as bad."""
+    """Path of the empty file that marks a cache entry as bad."""
     return shard.with_name(f"{shard.stem}.{key}{DEAD}")
 
 
 def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
-    """Write entries as one file; when this returns, it is complete and on the disk. Raises `OSError`.
+    """Write cache entries as one shard file; when this returns, it is complete and on the disk. Raises `OSError`.
 
     A damaged file of the same name is replaced, and its entries that were marked bad become usable again.
     """
@@ -210,7 +210,7 @@ def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
 
 
 def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
-    """The safetensors header of a shard, without its length."""
+    """Build the safetensors header of a cache shard, without the 8 bytes of its length."""
     # Facts with one value in all entries are written once, which keeps headers small.
     first_facts = entries[0].facts
     other_facts = [entry.facts for entry in entries[1:]]
@@ -236,7 +236,7 @@ def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
 
 
 def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> ShardHeader:
-    """Read the entries that a shard's header describes, complete or not; raises `ShardError` or `OSError`.
+    """Read the entries that a cache shard's header describes, complete or not; raises `ShardError` or `OSError`.
 
     `layouts` collects the layouts seen so far, so that equal ones are one object. An entry with an invalid
     description is skipped.
@@ -281,7 +281,10 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Sh
 
 
 def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]) -> tuple[int, EntryLayout]:
-    """Offset of an entry's bytes after the header, and their layout; raises `ValueError` if they are invalid."""
+    """Parse the description of a cache entry: offset of its bytes after the header, and their layout.
+
+    Raises `ValueError` if they are invalid.
+    """
     descriptions = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
     layout = layouts.get(descriptions)
     if layout is None:
@@ -299,7 +302,7 @@ def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLa
 
 
 class OpenShard:
-    """A memory-mapped shard: its pages are shared between processes, and loaded only when they are read."""
+    """A memory-mapped cache shard: its pages are shared between processes, and loaded only when they are read."""
 
     def __init__(self, path: Path | str) -> None:
         self._handle = os.open(path, os.O_RDONLY)
@@ -314,7 +317,7 @@ class OpenShard:
             close(self._handle)
 
     def get_stamp(self) -> tuple[int, int]:
-        """Size and modification time in nanoseconds; both are -1 once the file was replaced or removed."""
+        """Size and modification time (ns) of a shard's file; both are -1 once it was replaced or removed."""
         state = os.fstat(self._handle)
         return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)
 
@@ -322,7 +325,10 @@ class OpenShard:
         return len(self._map)
 
     def read(self, entry: StoredEntry) -> torch.Tensor:
-        """An entry's bytes, uint8, which keep the map alive; raises `ShardError` if some are missing."""
+        """Read a cache entry's bytes, uint8, which keep the memory map alive.
+
+        Raises `ShardError` if some are missing.
+        """
         start, size = entry.start, entry.layout.nbytes
         # Check the size every time: touching a mapped page beyond the end of a truncated file kills the process.
         if entry.end > min(len(self._map), os.fstat(self._handle).st_size):
@@ -339,7 +345,7 @@ class OpenShard:
 
 
 def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
-    """Whether every value of a tensor in host memory is finite and within +-limit."""
+    """True if every value of a tensor in host memory is finite and within +-limit."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     # Compare in fp64, which holds every value of the narrower dtypes. With a NaN, both ends are NaN.
@@ -348,6 +354,6 @@ def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
 
 
 def list_shards(folder: Path) -> Iterator[Path]:
-    """Yield the shards of a folder in the order of their names; none without a folder."""
+    """Yield the shards of a cache folder in the order of their names; none if the folder does not exist."""
     if folder.is_dir():
         yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

@@ -23,7 +23,7 @@ _UNSUPPORTED_KEYS = ("caption_column", "image_column", "caption", "generate")
 
 
 def read_conversations(data: DataConfig) -> Conversations:
-    """Read every conversation without a problem, and every problem; the media files are not read.
+    """Read all conversations of the annotation files that have no problem, and all problems. Reads no media files.
 
     The id of a sample is the path of its media file below the root, `a.mp4`, and `a.mp4#2` for the second
     record about it. For text it is `file.json#7`, the seventh record. With `data.sources`, ids begin with the
@@ -36,7 +36,7 @@ def read_conversations(data: DataConfig) -> Conversations:
 
 
 class _AnnotationFile:
-    """One annotation file, and the folder of its media."""
+    """Reads one annotation file of conversations, whose media are in one folder."""
 
     def __init__(self, source: SourceConfig) -> None:
         self._path = Path(source.path).expanduser()
@@ -55,7 +55,7 @@ class _AnnotationFile:
         """Ids by the content of the conversation, to find duplicates."""
 
     def read(self) -> Conversations:
-        """Read the file; raises `DitLoraError` if nothing in it can be used."""
+        """Read the annotation file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
             state = "is a folder" if self._path.is_dir() else "is not there"
             raise DitLoraError(f"{self._path} {state}; give a .json or .jsonl file of conversations")
@@ -113,7 +113,7 @@ class _AnnotationFile:
         self._conversations.problems.append(ClipProblem(sample_id, code, f"{message} (record {record.number})"))
 
     def _resolve_media(self, sample: ChatRecord) -> str | None:
-        """Path of the media file below the root; None if it has none. Faults are added to the sample."""
+        """Path of a conversation's media file below the root; None if it has none. Faults are added to the sample."""
         file_name = sample.file or ""
         if _URL_PATTERN.match(file_name):
             sample.add_fault("remote_media", f"{file_name[:80]} is no path; download it and name the file")

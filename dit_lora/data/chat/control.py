@@ -10,7 +10,7 @@ from dit_lora.errors import DitLoraError
 
 @lru_cache(maxsize=8)
 def build_control_pattern(tokenizer: Any, turn_markers: tuple[str, ...] = ()) -> re.Pattern[str]:
-    """Pattern of everything that a text must not contain.
+    """Build a regular expression that matches the control tokens which texts of conversations must not contain.
 
     It matches the tokenizer's special tokens, and `turn_markers`: turn markers of a prompt format that are ordinary
     text.

@@ -15,7 +15,7 @@ ConversationKind = Literal["image", "video", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer."""
+    """One turn of a conversation: a question and its answer."""
 
     question: str
     """The question; empty where the answer is a caption."""
@@ -25,14 +25,14 @@ class Turn:
 
 
 def join_texts(system: str, turns: Iterable[Turn]) -> str:
-    """The system text and all texts of the turns, one per line."""
+    """Join the system text and all texts of a conversation's turns, one per line."""
     texts = [text for turn in turns for text in (turn.question, turn.answer, turn.instruction)]
     return "\n".join([system, *texts])
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One sample: turns about an image, a video or nothing."""
+    """One training sample of a chat model: turns about an image, a video or nothing."""
 
     id: str
     kind: ConversationKind
@@ -52,7 +52,7 @@ class Conversation:
 
 
 class Conversations(NamedTuple):
-    """Contents of the annotation files."""
+    """Conversations read from the annotation files, with the problems found."""
 
     usable: list[Conversation]
     """Conversations without a problem."""

@@ -11,19 +11,19 @@ MIN_QUESTION_TOKENS = 8
 
 
 class UnusableSampleError(DitLoraError):
-    """A conversation cannot be trained on; `code` is the audit's code of the reason."""
+    """Raised if a conversation cannot be trained on; `code` is the audit's code of the reason."""
 
     code = "conversation"
 
 
 class TooLongError(UnusableSampleError):
-    """A sample has more than `chat.max_tokens` tokens, even with its questions shortened."""
+    """Raised if a conversation has more than `chat.max_tokens` tokens, even with its questions shortened."""
 
     code = "too_long"
 
 
 class NothingToLearnError(UnusableSampleError):
-    """A sample has no token with a label, so its loss would be 0/0."""
+    """Raised if a conversation has no token with a label, so that its loss would be 0/0."""
 
     code = "no_labels"
 
@@ -74,7 +74,10 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
 
 
 def _level_lengths(lengths: Sequence[int], token_budget: int) -> list[int]:
-    """Lengths that sum to `token_budget`: the longest are cut to one level, which differs by at most a token."""
+    """Shorten the longest of several lengths to a common level, so that their sum is `token_budget`.
+
+    The level differs by at most a token.
+    """
     new_lengths = list(lengths)
     indices = sorted(range(len(new_lengths)), key=lambda index: new_lengths[index])
     # From the shortest on, each takes its full length or an equal share of the remaining tokens.

@@ -22,7 +22,7 @@ _MAX_TRIES = 10
 
 
 class Box(NamedTuple):
-    """Part of an upright picture, as shares of its height and width."""
+    """Crop box of an upright picture, in fractions of its height and width."""
 
     top: float
     left: float
@@ -63,14 +63,14 @@ def sample_frame_times(
 def compute_latest_times(
     duration: float, fps: float, count: int, *, start: float | None = None, end: float | None = None
 ) -> tuple[float, ...]:
-    """The latest times that `sample_frame_times` can return; no others need more digits when written as text."""
+    """Latest times, in seconds, that `sample_frame_times` can return; no others need more digits as text."""
     return tuple(stop / fps for _, stop in _split_frames(duration, fps, count, start, end))
 
 
 def _split_frames(
     duration: float, fps: float, count: int, start: float | None, end: float | None
 ) -> list[tuple[int, int]]:
-    """First and last frame of each part."""
+    """First and last frame of each of `count` equal parts of a clip."""
     start, end = start or 0.0, duration if end is None else min(end, duration)
     if not start < end:
         raise ClipError(f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long")
@@ -132,7 +132,7 @@ def read_frames_at(
 
 
 def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
-    """Random crop with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
+    """Random crop box with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
 
     `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest crop in
     the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole pixels.

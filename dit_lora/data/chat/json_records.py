@@ -14,7 +14,7 @@ _WHITESPACE = " \t\n\r"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a file."""
+    """One record of an annotation file, with its position."""
 
     number: int
     """Number of the record, from 1; for JSON lines, the line number."""
@@ -24,7 +24,7 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file: a list if it begins with a bracket, otherwise one record per line.
+    """Yield the records of an annotation file: a list if it begins with a bracket, else one record per line.
 
     Raises `DitLoraError`, with line and column, if the file cannot be read or a list is not valid JSON.
     """
@@ -52,7 +52,7 @@ def _read_lines(file: IO[str]) -> Iterator[Record]:
 
 
 class _ListReader:
-    """Iterates over the elements of a JSON list, which is read in chunks."""
+    """Iterates over the elements of a JSON list in a file, which is read in chunks."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path, self._file = path, file
@@ -76,7 +76,7 @@ class _ListReader:
             self._fail("unexpected text after the list", self._position)
 
     def _peek_character(self) -> str:
-        """The next character that is not white space; empty at the end of the file."""
+        """Next character of the file that is not white space; empty at the end of the file."""
         while True:
             while self._position < len(self._text) and self._text[self._position] in _WHITESPACE:
                 self._position += 1
@@ -108,7 +108,7 @@ class _ListReader:
                 return value
 
     def _read_more(self, size: int) -> bool:
-        """Replace the parsed text with more of the file; returns False at the end of the file."""
+        """Read the next chunk of the file in place of the parsed text; returns False at the end of the file."""
         more = self._file.read(size)
         if more:
             # Count the lines of the dropped text, for messages.
@@ -118,7 +118,7 @@ class _ListReader:
         return bool(more)
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """Line and column in the file of a position in the text."""
+        """Line and column in the file of a position in the current chunk."""
         breaks = self._text.count("\n", 0, position)
         if not breaks:
             return self._line, self._column + position

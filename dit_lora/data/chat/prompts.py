@@ -21,7 +21,7 @@ _MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """Texts around the parts of a conversation; pairs are (before, after)."""
+    """Prompt format of a chat model: texts around the parts of a conversation, as pairs (before, after)."""
 
     system: tuple[str, str]
     """Texts around the system text and the instruction."""
@@ -98,7 +98,7 @@ def render_prompt(
     timestamps: bool = True,
     include_answer: bool = True,
 ) -> RenderedConversation:
-    """Render a conversation in this format; without `include_answer`, only up to the start of the last answer.
+    """Render a conversation in this prompt format; without `include_answer`, only up to the start of the last answer.
 
     A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no media
     turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them as the
@@ -147,7 +147,10 @@ def render_prompt(
 
 
 def build_instruction(name: FormatName, conversation: Conversation) -> str:
-    """Text that the Q-Former reads: the first turn's instruction, with the question in `vicuna`; may be empty."""
+    """Text that the Q-Former reads about a conversation; may be empty.
+
+    It is the first turn's instruction, with the question if the format is `vicuna`.
+    """
     style = PROMPT_FORMATS[name]
     turn = conversation.turns[0]
     if not turn.instruction:
@@ -176,7 +179,7 @@ def _build_turn_spans(
 
 
 def _strip_spans(spans: list[Span]) -> list[Span]:
-    """Drop empty spans, and the white space before the first remaining one."""
+    """Drop empty spans at the start of a prompt, and the white space before the first remaining one."""
     spans = [span for span in spans if span.text]
     if spans:
         spans[0] = Span(spans[0].text.lstrip(), spans[0].part)

@@ -28,7 +28,7 @@ _MEDIA_SUFFIX_PATTERN = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IM
 
 @dataclass
 class ChatRecord:
-    """Contents of one record; if it has faults, as much as could be read."""
+    """A conversation as read from one annotation record; if it has faults, as much as could be read."""
 
     kind: ConversationKind = "text"
     file: str | None = None
@@ -42,13 +42,13 @@ class ChatRecord:
     """Codes and messages."""
 
     def add_fault(self, code: str, message: str) -> None:
-        """Add a fault, once."""
+        """Add a fault of a conversation, unless it was added before."""
         if (code, message) not in self.faults:
             self.faults.append((code, message))
 
 
 def parse_record(record: object) -> ChatRecord:
-    """Read a record in the format that its keys indicate."""
+    """Read a conversation from an annotation record, in the format that its keys indicate."""
     sample = ChatRecord()
     if not isinstance(record, Mapping):
         sample.add_fault("record_type", f"it is of type {_type_name(record)}, not an object")
@@ -95,7 +95,7 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
 
 
 def _read_qa(qa: object, sample: ChatRecord) -> None:
-    """Read VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
+    """Read a conversation in VideoChat2's format: a list of questions `q`, answers `a` and instructions `i`."""
     if not isinstance(qa, list):
         sample.add_fault("record_type", f"its QA is of type {_type_name(qa)}, not a list")
         return
@@ -125,7 +125,7 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
 
 @dataclass
 class _MessageReader:
-    """Reads messages with roles, in order."""
+    """Reads a conversation from a list of messages with roles."""
 
     _sample: ChatRecord
     _messages: object
@@ -139,7 +139,7 @@ class _MessageReader:
     _question: str | None = None
 
     def read(self, system: object) -> None:
-        """Read the turns and the system text; a system message replaces the record's system text."""
+        """Read the turns and the system text from messages; a system message replaces the record's system text."""
         sample = self._sample
         if isinstance(system, str):
             sample.system = system.strip()
@@ -160,7 +160,7 @@ class _MessageReader:
         self._check_placeholders()
 
     def _read_message(self, number: int, message: object) -> str | None:
-        """Read a message and return its role; None if the role is missing or unknown."""
+        """Read one message of a conversation and return its role; None if the role is missing or unknown."""
         location, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
             sample.add_fault("record_type", f"{location} is of type {_type_name(message)}, not an object")
@@ -217,7 +217,7 @@ class _MessageReader:
 
     @staticmethod
     def _trim(text: str, role: str | None) -> str:
-        """The text without surrounding white space; an answer keeps its indentation."""
+        """Remove surrounding white space from a message's text; an answer keeps its indentation."""
         return trim_answer(text) if role == "assistant" else text.strip()
 
     def _strip_placeholders(self, text: str, role: str | None) -> str:

@@ -10,7 +10,7 @@ Part = Literal["fixed", "media", "question", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive tokens that are treated alike."""
+    """Consecutive tokens of a conversation that are of one kind, such as an answer."""
 
     ids: tuple[int, ...]
     part: Part
@@ -21,7 +21,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """Tokens of one conversation, without padding."""
+    """Tokens of one rendered conversation, without padding."""
 
     pieces: tuple[Piece, ...]
     instruction: tuple[int, ...] = ()
@@ -29,21 +29,21 @@ class RenderedConversation:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of all pieces."""
+        """Token ids of the whole rendered conversation."""
         return [token for piece in self.pieces for token in piece.ids]
 
     @property
     def labels(self) -> list[int]:
-        """For each token its id if it is trained on, else `IGNORE_INDEX`; not shifted."""
+        """Label of each token of a conversation: its id if it is trained on, else `IGNORE_INDEX`; not shifted."""
         return [token if piece.part == "answer" else IGNORE_INDEX for piece in self.pieces for token in piece.ids]
 
     @property
     def num_answer_tokens(self) -> int:
-        """Number of tokens that are trained on."""
+        """Number of tokens of a conversation that are trained on."""
         return self.count_tokens("answer")
 
     def count_tokens(self, part: Part) -> int:
-        """Number of tokens of one part."""
+        """Number of tokens of a conversation that are of one kind, such as `question`."""
         return sum(len(piece.ids) for piece in self.pieces if piece.part == part)
 
     def __len__(self) -> int:

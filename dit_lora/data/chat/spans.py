@@ -12,7 +12,7 @@ from dit_lora.errors import DitLoraError
 
 
 class Span(NamedTuple):
-    """Consecutive characters that are treated alike."""
+    """Consecutive characters of a prompt that are of one kind, such as an answer."""
 
     text: str
     part: Part
@@ -21,10 +21,10 @@ class Span(NamedTuple):
 def tokenize_spans(
     tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
 ) -> list[Piece]:
-    """Tokens of the joined text, as pieces; a token belongs to the span of its last character.
+    """Tokenize the joined text of the spans; returns tokens by span.
 
-    The tokens are those of the whole text, as at inference: a model never sees a text that was split where an
-    answer happens to begin.
+    A token belongs to the span of its last character. The tokens are those of the whole text, as at inference: a model
+    never sees a text that was split where an answer happens to begin.
 
     Raises:
         DitLoraError: A token contains the end of a prompt and the beginning of its answer, so that no prompt could

@@ -15,14 +15,14 @@ Message = dict[str, Any]
 
 
 class HasChatTemplate(Protocol):
-    """A processor or a tokenizer with a chat template."""
+    """Interface of a processor or tokenizer with a chat template."""
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class MediaText:
-    """Text that the template writes for the media, and the text by which the processor would replace it.
+    """Text that a chat template writes for media, and the text by which the processor would replace it.
 
     An example is `<|vision_start|><|video_pad|><|vision_end|>`, and the same with the pad token repeated and
     timestamps in between.
@@ -79,7 +79,10 @@ def render_template(
 def _build_spans(
     template: HasChatTemplate, conversation: Conversation, end_tokens: tuple[str, list[str]], include_answer: bool
 ) -> list[Span]:
-    """Render a conversation turn by turn. `end_tokens` are the end-of-text token, and all special tokens."""
+    """Render a conversation turn by turn with a chat template; returns spans of text.
+
+    `end_tokens` are the end-of-text token, and all special tokens.
+    """
     system = conversation.system
     messages = [_make_message("system", system)] if system else []
     spans, text_so_far = list[Span](), ""
@@ -136,7 +139,7 @@ def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
 
 
 def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool) -> list[Span]:
-    """Spans of an answer with its end of turn, and of the fixed text after it."""
+    """Split the text after a prompt into an answer with its end of turn, and the fixed text after it."""
     if answer not in reply:
         # Templates may trim answers, and inference sees the trimmed text.
         answer = answer.strip()
@@ -163,7 +166,7 @@ def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *,
 
 
 def _make_message(role: str, text: str, kind: str = "text") -> Message:
-    """A message in the format of chat templates; media come before the text."""
+    """Build a message as chat templates expect it; media come before the text."""
     content: list[dict[str, str]] = [] if kind == "text" else [{"type": kind}]
     if text or not content:
         content.append({"type": "text", "text": text})

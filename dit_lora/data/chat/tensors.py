@@ -7,7 +7,7 @@ from dit_lora.numerics.objectives import IGNORE_INDEX
 
 
 def round_up_length(num_tokens: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `num_tokens`."""
+    """Round a number of tokens up to a multiple of `step`."""
     # Floor division of the negative number rounds up.
     return -(-num_tokens // step) * step
 
@@ -15,11 +15,12 @@ def round_up_length(num_tokens: int, step: int) -> int:
 def to_tensors(
     rendered: RenderedConversation, *, length: int, num_answers: int, instruction_length: int | None, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Convert to int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
+    """Convert a rendered conversation to int64 tensors, padded on the right.
 
-    `labels` are the trained tokens in order, then -100. `answer_positions` are the indices of the tokens before
-    them, whose hidden states predict them, then 0. With `instruction_length`, there are also `instruction_ids` and
-    `instruction_mask` of that length, padded with 0, which is [PAD] in BERT's vocabulary.
+    They are `input_ids` (length,), and `labels` and `answer_positions` (answers,). `labels` are the trained tokens in
+    order, then -100. `answer_positions` are the indices of the tokens before them, whose hidden states predict them,
+    then 0. With `instruction_length`, there are also `instruction_ids` and `instruction_mask` of that length, padded
+    with 0, which is [PAD] in BERT's vocabulary.
 
     Raises:
         ValueError: Something does not fit; cutting it off would lose answers.
@@ -43,7 +44,7 @@ def to_tensors(
 
 
 def _pad(values: list[int], length: int, pad_value: int, description: str) -> torch.Tensor:
-    """The values as int64 (length,), filled up with `pad_value`."""
+    """Pad a list of numbers to an int64 tensor (length,) with `pad_value`; raises `ValueError` if it is longer."""
     if len(values) > length:
         raise ValueError(f"{len(values)} {description} do not fit into {length}")
     return torch.tensor(values + [pad_value] * (length - len(values)), dtype=torch.int64)

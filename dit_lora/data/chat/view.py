@@ -16,7 +16,7 @@ _STYLES: dict[Part, str] = {"media": "cyan", "question": "dim", "fixed": "bright
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Position, id and text of a token; the texts of a piece's tokens add up to its text."""
+    """Position, id and text of one token in a displayed sample; the texts of a part's tokens add up to its text."""
 
     position: int
     id: int
@@ -26,7 +26,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PieceView:
-    """A piece with the text of its tokens; for media, without tokens."""
+    """Part of a displayed conversation, with the text of each token; for media, without tokens."""
 
     part: Part
     num_tokens: int
@@ -35,13 +35,16 @@ class PieceView:
 
     @property
     def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
-        """The tokens before and after the dropped ones."""
+        """Tokens of this part before and after those that were dropped."""
         head = len(self.tokens) - len(self.tokens) // 2 if self.num_dropped else len(self.tokens)
         return self.tokens[:head], self.tokens[head:]
 
 
 def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> list[PieceView]:
-    """The pieces with the text of each token. Media have no tokens: their ids may be outside the vocabulary."""
+    """Build the parts of a conversation for display, with the text of each token.
+
+    Media have no tokens: their ids may be outside the vocabulary.
+    """
     pieces, position = list[PieceView](), 0
     reader = _TokenDecoder(tokenizer)
     for piece in rendered.pieces:
@@ -60,12 +63,12 @@ def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedToken
 
 
 def count_parts(rendered: RenderedConversation) -> dict[str, int]:
-    """Number of tokens of each kind, in the order of `PART_NAMES`."""
+    """Number of tokens of each kind in a conversation, in the order of `PART_NAMES`."""
     return {name: rendered.count_tokens(part) for part, name in PART_NAMES.items()}
 
 
 def describe_rendered(rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]) -> str:
-    """Summary line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
+    """Summarize a conversation on one line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, ...`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
@@ -85,7 +88,7 @@ def build_terminal_view(
     seconds: Sequence[float] = (),
     instruction: str = "",
 ) -> RenderableType:
-    """Table of one sample for a terminal: its pieces in order, each with its kind and number of tokens.
+    """Format one conversation as a table for a terminal: its parts in order, each with its kind and number of tokens.
 
     `seconds` are the times of its frames; `instruction` is the text that a Q-Former reads. Escape sequences in
     the data are shown, not executed.
@@ -135,6 +138,6 @@ class _TokenDecoder:
 
 
 def _escape_invisible(text: str) -> str:
-    """The text with visible signs for line breaks and other invisible characters."""
+    """Replace line breaks and other invisible characters in a text with visible signs."""
     signs = {"\n": "↵", "\t": "→"}
     return "".join(signs.get(character, character if character.isprintable() else "\ufffd") for character in text)

@@ -33,7 +33,7 @@ class Batch:
     """Random inputs of its step, if they were drawn while the batch was read; None if the step draws them."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device, except for the tensors in `HOST_TENSORS`."""
+        """Move a batch to a device, except for the tensors in `HOST_TENSORS`."""
         # The masks of captions without the trigger word stay on the host too, hence the prefix is removed.
         moved = {
             name: t if name.removeprefix(PRESERVE_PREFIX) in HOST_TENSORS else t.to(device, non_blocking=True)
@@ -42,7 +42,7 @@ class Batch:
         return self._replace_tensors(moved, lambda draws: draws.to(device, non_blocking=True))
 
     def select_sample(self, index: int) -> "Batch":
-        """One sample of the batch, as a batch of one."""
+        """Extract one sample of a batch, as a batch of one."""
         sample = self.ids[index]
         faults = {sample: self.faults[sample]} if sample in self.faults else {}
         # Slices keep the batch dimension: (B, ...) becomes (1, ...).
@@ -51,14 +51,14 @@ class Batch:
         return Batch((sample,), (self.sample_seeds[index],), tensors, faults, ahead)
 
     def pin_memory(self) -> "Batch":
-        """Copy the tensors to pinned memory. The DataLoader calls this method by its name."""
+        """Copy the batch's tensors to pinned memory. The DataLoader calls this method by its name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return self._replace_tensors(pinned, torch.Tensor.pin_memory)
 
     def _replace_tensors(
         self, tensors: Mapping[str, torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Batch":
-        """The batch with these tensors, and with `convert` applied to the random inputs drawn ahead."""
+        """Copy the batch with these tensors, and with `convert` applied to its pre-drawn random inputs."""
         ahead = None if self.random_inputs is None else self.random_inputs.map_tensors(convert)
         return replace(self, tensors=tensors, random_inputs=ahead)
 
@@ -74,7 +74,7 @@ def make_sample_seed(sample_id: str, epoch: int, copy: int = 0) -> int:
 
 
 def collate(samples: Sequence[Batch]) -> Batch:
-    """Join batches of one sample to one batch; random inputs drawn ahead are dropped."""
+    """Join batches of one sample each to one batch; pre-drawn random inputs are dropped."""
     return Batch(
         ids=tuple(sample.ids[0] for sample in samples),
         sample_seeds=tuple(sample.sample_seeds[0] for sample in samples),

@@ -21,7 +21,7 @@ from dit_lora.numerics.streams import derive_seed, make_generator
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Cache keys of one sample: a clip, or one window of it."""
+    """Cache keys of one training sample: a clip, or one window of it."""
 
     id: str
     video_key: str
@@ -42,14 +42,15 @@ class Entry:
     """Weight of the loss on that caption; 0 for a sample whose caption has no trigger word."""
 
     def choose_preserve_text_key(self, sample_seed: int) -> str | None:
-        """Cache key of one of the captions from which the trigger word was removed, chosen by `sample_seed`; None if
-        there are none.
+        """Choose the cache key of a caption without the trigger word by `sample_seed`.
+
+        None if the sample has no such caption.
         """
         keys = self.preserve_text_keys
         return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None
 
     def choose_video_key(self, sample_seed: int) -> str:
-        """Key of the clip or, for half of the draws, of its mirrored version."""
+        """Choose the cache key of a clip or, for half of the seeds, of its mirrored version."""
         if self.mirror_key is None:
             return self.video_key
         # The choice depends only on the sample's draw, so a resumed run makes the same one.
@@ -58,12 +59,15 @@ class Entry:
 
 
 class Encodings(Protocol):
-    """Encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
+    """Interface for encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
 
     def get_first_spec(self, keys: Sequence[str]) -> Spec: ...
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
-        """The tensors, and a message about a fault or None; missing tensors are NaN with the shapes of `spec`."""
+        """Read an encoded clip or caption; returns its tensors, and a message about a fault or None.
+
+        Missing tensors are NaN with the shapes of `spec`.
+        """
 
 
 def build_preserve_spec(text_spec: Spec) -> Spec:
@@ -74,7 +78,10 @@ def build_preserve_spec(text_spec: Spec) -> Spec:
 
 @dataclass(frozen=True)
 class EncodedClips:
-    """The encoded training set; `empty_text_key` is the key of the caption used by caption dropout."""
+    """A training set of encoded clips and captions.
+
+    `empty_text_key` is the key of the caption used by caption dropout.
+    """
 
     entries: tuple[Entry, ...]
     empty_text_key: str
@@ -109,7 +116,7 @@ class EncodedClips:
 
     @property
     def largest_shape(self) -> tuple[VideoShape | None, Spec]:
-        """The largest shape, and the shapes and dtypes of a sample's tensors in it."""
+        """Largest shape of the training set's clips, and shapes and dtypes of such a sample's tensors."""
         shape, spec = next(iter(self.video_specs.items()))
         spec = {**spec, **self.text_spec}
         if self.has_preserve_captions:
@@ -118,17 +125,17 @@ class EncodedClips:
 
     @cached_property
     def has_preserve_captions(self) -> bool:
-        """Whether any sample also has captions without the trigger word."""
+        """True if any sample of the training set also has captions without the trigger word."""
         return any(entry.preserve_text_keys for entry in self.entries)
 
     @cached_property
     def has_loss_weights(self) -> bool:
-        """Whether any sample has a loss weight other than 1."""
+        """True if any sample of the training set has a loss weight other than 1."""
         return any(entry.loss_weight != 1 for entry in self.entries)
 
     @cached_property
     def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
-        """The caption used by caption dropout, and a message about its fault.
+        """Tensors of the caption used by caption dropout, and a message about a fault or None.
 
         It is read only once: if it became bad later, every sample would get the fault.
         """
@@ -137,7 +144,7 @@ class EncodedClips:
         return {name: tensor.clone() for name, tensor in tensors.items()}, fault
 
     def read(self, entry: Entry, text_key: str, sample_seed: int) -> "Batch":
-        """Read one sample as a batch of one; `faults` has a message if something is wrong with it."""
+        """Read one sample as a batch of one; its `faults` has a message if something is wrong."""
         spec = self.video_specs[entry.shape]
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
         is_empty = text_key == self.empty_text_key
@@ -160,12 +167,12 @@ class EncodedClips:
         )
 
     def select_example_entries(self) -> Sequence[Entry]:
-        """No entries, because every sample uses the whole model."""
+        """Empty list of example entries, because every sample of a diffusion model uses the whole model."""
         # The interface is for chat models, in which a sample without pictures skips the vision encoder.
         return ()
 
     def integer_inputs(self) -> dict[str, torch.Tensor]:
-        """No tensors, because the shapes in a forward pass do not depend on encoded values."""
+        """Empty dict, because the shapes in a forward pass do not depend on encoded values."""
         return {}
 
     def read_sample(self, entry: Entry, sample_seed: int) -> "Batch":
@@ -173,26 +180,26 @@ class EncodedClips:
         return self.read(entry, entry.text_key, sample_seed)
 
     def make_loader(self, reading: Reading) -> Iterable["Batch"]:
-        """Loader of the micro-batches at the sampler's positions, in order."""
+        """Create the DataLoader of the micro-batches at the sampler's positions, in order."""
         return build_loader(ClipDataset(self, reading), reading)
 
     def find_token_problems(self, model: nn.Module) -> None:
-        """None, because text reaches the model as embeddings."""
+        """None, because diffusion models receive text as embeddings, so that there are no token ids to check."""
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
-        """No paths, because nothing is stored on disk without a cache."""
+        """Empty list of marks, because nothing is stored on disk without a cache."""
         return []
 
 
 @dataclass(frozen=True)
 class CachedClips(EncodedClips):
-    """A training set that was encoded in advance."""
+    """A training set of clips and captions that were encoded in advance and cached."""
 
     videos: TensorCache
     texts: TensorCache
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
-        """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
+        """Mark the bad cache entries of these samples, so that the next start encodes them; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
         keys = {
@@ -213,7 +220,7 @@ class CachedClips(EncodedClips):
 
 
 class ClipDataset(OrderedDataset):
-    """Dataset of the sample at each position of a run, including whether its caption is dropped."""
+    """Map-style dataset with the sample at each position of a run, including whether its caption is dropped."""
 
     def __init__(self, clips: EncodedClips, reading: Reading) -> None:
         self.clips = clips
@@ -229,7 +236,7 @@ class ClipDataset(OrderedDataset):
 
 
 class Pick(NamedTuple):
-    """The sample at one position of a run, with the caption to use and the seed of its random numbers."""
+    """Sample at one position of a run, with the caption to use and the seed of its random numbers."""
 
     entry: Entry
     text_key: str

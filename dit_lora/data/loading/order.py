@@ -27,7 +27,7 @@ _MAX_EPOCH = 2**40
 
 
 class Occurrence(NamedTuple):
-    """One occurrence of a sample in a run."""
+    """One use of a sample in a run: the epoch, the copy within the epoch, and the sample's index."""
 
     epoch: int
     copy: int
@@ -37,7 +37,7 @@ class Occurrence(NamedTuple):
 
 
 class Order:
-    """Order of the samples at a run's positions; step s takes positions s * group .. s * group + group - 1.
+    """Order of the samples in a run; step s takes positions s * group .. s * group + group - 1.
 
     `buckets` gives each sample's bucket; samples of one step share a bucket (by default all samples do).
     `times_per_epoch` says how often each sample comes in an epoch, at least once: 2.5 means twice, and a third time in
@@ -72,13 +72,13 @@ class Order:
         self.reset()
 
     def reset(self) -> None:
-        """Compute the steps again, because samples were added to the quarantine."""
+        """Discard the computed order, because samples were added to the quarantine."""
         self._removed: _RemovedDraws | None = None
         # First step and draws, (steps, group, 3), of the epoch that was used last.
         self._cached_steps: tuple[int, np.ndarray] = (0, np.empty((0, self.samples_per_step, 3), np.int64))
 
     def get_occurrence(self, position: int) -> Occurrence:
-        """The draw at a position; raises `DitLoraError` if no sample is left for it."""
+        """Sample at a position of the run; raises `DitLoraError` if no sample is left for it."""
         step, index = divmod(position, self.samples_per_step)
         first_step, steps = self._cached_steps
         # Only the steps of one epoch are cached, since positions are requested almost in order.
@@ -88,7 +88,7 @@ class Order:
         return Occurrence(*steps[step - first_step, index].tolist())
 
     def _find_epoch(self, step: int) -> int:
-        """The epoch in which a step's last sample comes."""
+        """Epoch to which the last sample of a step belongs."""
         # From the epoch after which the quarantine changes nothing, each remaining sample comes in every epoch.
         # Each step then needs at most `samples_per_step` epochs, which bounds the search.
         latest_epoch = self._get_removed().stable_epoch + (step + 1) * self.samples_per_step
@@ -104,7 +104,7 @@ class Order:
         return int((self._count_draws_before(epoch) // self.samples_per_step).sum())
 
     def _count_draws_before(self, epoch: int) -> np.ndarray:
-        """Number of draws of each bucket before an epoch, int64 (buckets,), without those in quarantine."""
+        """Number of samples of each bucket that come before an epoch, int64 (buckets,), without quarantined ones."""
         partial = self._copies.count_extra_before(epoch, self._fractional_samples)
         # Whole copies are proportional to the epoch; the extra ones are added by sample.
         total = self._counts_per_epoch * epoch + self._sum_by_bucket(
@@ -119,7 +119,7 @@ class Order:
         return total
 
     def _sum_by_bucket(self, buckets: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Sum of the counts in each bucket, int64 (buckets,)."""
+        """Sum counts of samples by bucket, int64 (buckets,)."""
         # bincount adds weights in float64, which holds integers up to 2^53 exactly.
         return np.bincount(buckets, weights=counts, minlength=self.num_buckets).astype(np.int64)
 
@@ -129,7 +129,7 @@ class Order:
         return self._removed
 
     def _list_steps(self, epoch: int) -> np.ndarray:
-        """Draws of the steps that are completed in an epoch, int64 (steps, group, 3)."""
+        """Samples of all steps that are completed in an epoch, int64 (steps, group, 3): epoch, copy, index."""
         # (N, 3): epoch, copy and index of each draw, in the order of the stream.
         draws = self._list_draws(epoch, np.arange(len(self.ids)))
         # Stable sort by bucket: within a bucket, draws keep the order of the stream.
@@ -151,7 +151,7 @@ class Order:
         return np.concatenate(steps)[np.argsort(np.concatenate(filled_at))]
 
     def _rebuild_queue(self, bucket: int, epoch: int, length: int) -> np.ndarray:
-        """The last `length` draws of a bucket before an epoch, int64 (length, 3)."""
+        """Last `length` samples of a bucket before an epoch, int64 (length, 3): epoch, copy, index."""
         if not length:
             return np.empty((0, 3), np.int64)
         members = np.flatnonzero(self._bucket_indices == bucket)
@@ -168,7 +168,7 @@ class Order:
         return np.concatenate(parts[::-1])[-length:]
 
     def _list_draws(self, epoch: int, members: np.ndarray) -> np.ndarray:
-        """Draws of the samples `members` (ascending indices) in an epoch, in the epoch's order, int64 (N, 3)."""
+        """Order of the samples `members` (ascending indices) in an epoch, int64 (N, 3): epoch, copy, index."""
         before = self._copies.count_before(epoch, members)
         counts = self._copies.count_before(epoch + 1, members) - before
         index = np.repeat(members, counts)
@@ -186,7 +186,7 @@ class Order:
         return draws[is_kept]
 
     def _compute_sort_keys(self, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
-        """Sort keys of draws, uint64 (N,): hashes of seed, epoch, sample and copy."""
+        """Sort keys that shuffle the samples of an epoch, uint64 (N,): hashes of seed, epoch, sample and copy."""
         names = ["order", *(f"order+{number}" for number in range(1, int(copy.max(initial=0)) + 1))]
         # The first copy has the name that it has in data without repeats.
         starts = [f"{self.seed}/{name}/{epoch}/" for name in names]
@@ -199,7 +199,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Copies:
-    """How often each sample comes: `num_whole` times in each epoch, and once more in a `extra_share` of the epochs.
+    """How often each sample comes: `num_whole` times in each epoch, and once more in `extra_share` of the epochs.
 
     The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that a formula counts them.
     """
@@ -210,7 +210,7 @@ class _Copies:
 
     @classmethod
     def from_times(cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int) -> "_Copies":
-        """Copies of samples that come `times_per_epoch` times; None means once. Raises `ValueError` below 1."""
+        """Compute how often samples come from `times_per_epoch`; None means once. Raises `ValueError` below 1."""
         requested = np.ones(len(ids)) if times_per_epoch is None else np.asarray(times_per_epoch, np.float64)
         if not (np.isfinite(requested).all() and (requested >= 1).all()):
             raise ValueError(f"every sample comes at least once in an epoch; got {requested.min()}")
@@ -222,18 +222,18 @@ class _Copies:
         return cls(whole_times.astype(np.int64), requested - whole_times, phase)
 
     def count_extra_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Number of extra copies of each of these samples before an epoch."""
+        """Number of extra copies of each of these samples in all epochs before this one."""
         # A share of 0.5 gives one extra copy in every second epoch, shifted by the phase.
         return np.floor(self.extra_share[index] * epoch + self.phase[index]).astype(np.int64)
 
     def count_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-        """How often each of these samples was drawn in all epochs before this one."""
+        """Number of times that each of these samples came in all epochs before this one."""
         return self.num_whole[index] * epoch + self.count_extra_before(epoch, index)
 
 
 @dataclass(frozen=True)
 class _RemovedDraws:
-    """Draws removed by the quarantine: in epochs start..end-1, a sample has only its first `num_kept` copies."""
+    """Uses of samples removed by the quarantine: in epochs start..end-1, only the first `num_kept` copies stay."""
 
     sample_index: np.ndarray
     start_epoch: np.ndarray
@@ -262,14 +262,14 @@ class _RemovedDraws:
         return cls(index, starts, ends, copies, settled)
 
     def count_before(self, epoch: int, copies: _Copies) -> np.ndarray:
-        """Number of draws that each row removes before an epoch."""
+        """Number of uses that each quarantine record removes before an epoch."""
         start, end = np.minimum(epoch, self.start_epoch), np.minimum(epoch, self.end_epoch)
         num_draws = copies.count_before(end, self.sample_index) - copies.count_before(start, self.sample_index)
         # Only rows of a single epoch keep copies, so `num_kept` is subtracted once.
         return np.maximum(0, num_draws - self.num_kept)
 
     def count_kept(self, epoch: int, num_samples: int) -> np.ndarray:
-        """Number of copies of each sample that stay in an epoch; the largest integer if all do."""
+        """Number of copies of each sample that the quarantine leaves in an epoch; the largest integer if all stay."""
         limits = np.full(num_samples, np.iinfo(np.int64).max)
         is_active = (self.start_epoch <= epoch) & (epoch < self.end_epoch)
         limits[self.sample_index[is_active]] = self.num_kept[is_active]

@@ -20,7 +20,7 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 @dataclass(frozen=True)
 class QuarantineRecord:
-    """One sample that is left out, with the first and last epoch without it."""
+    """One sample that is left out of training, with the first and last epoch without it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -37,14 +37,14 @@ class QuarantineRecord:
     """Results of the tests that were run; empty if the cause was evident, such as NaN in a cache entry."""
 
     def count_kept_copies(self, epoch: int) -> int | None:
-        """Number of the sample's copies that stay in an epoch; None if this record leaves none out."""
+        """Number of a sample's copies that this record leaves in an epoch; None if it removes none."""
         if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
             return None
         # In its first epoch, copies before the failed one were trained on already.
         return self.from_copy if epoch == self.from_epoch else 0
 
     def describe(self) -> str:
-        """Lines for people: which sample is left out, for how long, why, and on what evidence."""
+        """Describe for users which sample is left out, for how long, why, and on what evidence."""
         duration = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
         line = f"{self.sample_id}: from epoch {self.from_epoch} {duration}, since step {self.step}"
         facts = [f"{name}: {json.dumps(value)}" for name, value in self.evidence.items()]
@@ -52,7 +52,10 @@ class QuarantineRecord:
 
 
 class Quarantine:
-    """Samples that a run leaves out. Every rank holds equal records; the main process stores them in `path`."""
+    """Samples that a run leaves out of training.
+
+    Every rank holds equal records; the main process stores them in `path`.
+    """
 
     def __init__(self, path: Path, records: Iterable[QuarantineRecord] = ()) -> None:
         self.path = path
@@ -64,7 +67,10 @@ class Quarantine:
 
     @classmethod
     def load(cls, path: Path) -> "Quarantine":
-        """Read the records of a file; none if it does not exist. Raises `DitLoraError` if it has other contents."""
+        """Read the quarantine of a run from a file; empty if it does not exist.
+
+        Raises `DitLoraError` for other contents.
+        """
         try:
             lines = read_json_lines(path, follow_links=True)
             # A torn line begins like a record: its end is missing, or the next record is joined to it.
@@ -79,7 +85,7 @@ class Quarantine:
         return quarantine
 
     def save(self) -> None:
-        """Write all records atomically."""
+        """Write all records of left-out samples atomically."""
         write_atomically(self.path, "".join(json.dumps(asdict(record)) + "\n" for record in self.records))
 
     def add(self, records: Iterable[QuarantineRecord]) -> None:
@@ -88,7 +94,10 @@ class Quarantine:
             self._by_sample[record.sample_id].append(record)
 
     def release(self, sample_ids: Iterable[str]) -> list[str]:
-        """Remove all records of these samples and return their names; raises `DitLoraError` if one has no records."""
+        """Put these samples back into training: removes their records and returns their names.
+
+        Raises `DitLoraError` if one has no records.
+        """
         names_to_release = list(dict.fromkeys(sample_ids))
         unknown = [name for name in names_to_release if name not in self._by_sample]
         if unknown:
@@ -102,7 +111,7 @@ class Quarantine:
         return names_to_release
 
     def get_records(self, sample_id: str) -> tuple[QuarantineRecord, ...]:
-        """The records of one sample."""
+        """Records that leave this sample out of training."""
         return tuple(self._by_sample.get(sample_id, ()))
 
     def count_kept_copies(self, sample_id: str, epoch: int) -> int | None:
@@ -112,6 +121,6 @@ class Quarantine:
         return min((number for number in limits if number is not None), default=None)
 
     def is_excluded(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
-        """Whether this copy of a sample is left out in an epoch."""
+        """True if this copy of a sample is left out of training in an epoch."""
         limit = self.count_kept_copies(sample_id, epoch)
         return limit is not None and copy >= limit

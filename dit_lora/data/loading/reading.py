@@ -22,7 +22,7 @@ _DEAD_WORKER_PATTERN = re.compile("DataLoader worker|Pin memory thread")
 
 
 class WatchedLoader(DataLoader):
-    """A `DataLoader` that reports a dead worker only where data is requested."""
+    """A `DataLoader` that reports a dead worker process only when data is requested."""
 
     def __iter__(self) -> Any:
         before = signal.getsignal(signal.SIGCHLD)
@@ -35,7 +35,7 @@ class WatchedLoader(DataLoader):
 
 
 class Reader(Generic[T]):
-    """Reads a rank's micro-batches one after another; returns the last one again when the data cannot be read."""
+    """Reads a rank's micro-batches one after another; returns the last one again if the data cannot be read."""
 
     def __init__(self) -> None:
         self._batches: Iterable[T] = ()
@@ -44,11 +44,11 @@ class Reader(Generic[T]):
         self._failure = ""
 
     def start(self, batches: Iterable[T]) -> None:
-        """Continue with these micro-batches."""
+        """Continue reading with these micro-batches."""
         self._batches, self._stream, self._failure = batches, None, ""
 
     def read_next(self) -> tuple[T, str]:
-        """The next micro-batch and "", or the last one again with the reason.
+        """Read the next micro-batch; returns it and "", or the last one again with the reason.
 
         Raises `UnreadableError` if the first micro-batch cannot be read.
         """
@@ -115,9 +115,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class _CollateWithRandomInputs:
-    """Joins samples and draws the random inputs of their step in the worker, so that no step waits for them.
+    """Collate function that also draws the random inputs of a step in the worker, so that no step waits for them.
 
-    They depend only on the seed and the samples' draw numbers, so they are bit-identical in every process.
+    They depend only on the seed and the sample seeds, so they are bit-identical in every process.
     """
 
     collate_samples: Callable[[list[Any]], Batch]
@@ -138,7 +138,7 @@ def build_loader(
     worker_dataset: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
-    """Loader of the sampler's micro-batches in order; each worker reads `reading.prefetch` of them ahead.
+    """Create the DataLoader of the sampler's micro-batches in order; each worker reads `reading.prefetch` ahead.
 
     Workers read `worker_dataset` instead of the dataset if given. Raises `ValueError` if the steps of the order and of
     the sampler differ in size.

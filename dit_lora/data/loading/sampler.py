@@ -9,14 +9,14 @@ from dit_lora.data.loading.order import Order
 
 
 class OrderedDataset(Dataset):
-    """Dataset of the sample at each position of a run."""
+    """Interface of a dataset with the sample at each position of a run."""
 
     order: Order
 
 
 @dataclass(kw_only=True, eq=False)
 class PositionSampler(Sampler[list[int]]):
-    """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
+    """Yields the positions of each micro-batch of one rank, from the step after `start_step` on.
 
     Step s covers positions s*G .. s*G + G-1, where G = `samples_per_step` = accumulate * ranks * batch_size. They are
     divided among micro-steps and ranks in order, so the samples of a step do not depend on how it is split.

@@ -17,28 +17,28 @@ from dit_lora.data.loading.reading import Reading
 
 
 class AnyEntry(Protocol):
-    """One sample of a training set."""
+    """Interface of one sample of a training set, before it is read."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def shape(self) -> Any:
-        """Key that all samples of one batch share; memory grows with its `volume`."""
+        """Shape that all samples of one batch share; its `volume` tells which needs more memory."""
 
 
 class TrainingSet(Protocol):
-    """The samples that a run trains on."""
+    """Interface of the samples that a run trains on."""
 
     @property
     def entries(self) -> Sequence[AnyEntry]: ...
 
     @property
     def largest_shape(self) -> tuple[Any, Spec]:
-        """The shape with the largest volume, and the shapes and dtypes of a sample's tensors in it."""
+        """Shape with the largest volume in the training set, and the shapes and dtypes of such a sample's tensors."""
 
     def select_example_entries(self) -> Sequence[AnyEntry]:
-        """One entry of each kind, if samples use different parts of the model, such as a vision encoder."""
+        """One sample of each kind, if samples use different parts of the model, such as a vision encoder."""
 
     def integer_inputs(self) -> dict[str, torch.Tensor]:
         """Integer inputs of a sample of the largest shape that decide shapes in a forward pass, such as token ids."""
@@ -50,10 +50,13 @@ class TrainingSet(Protocol):
         """Read one sample, with nothing dropped, as a batch of one; `faults` has a message if something is wrong."""
 
     def make_loader(self, reading: Reading) -> Iterable[Batch]:
-        """Loader of the micro-batches at the sampler's positions, in order."""
+        """Create the DataLoader of the micro-batches at the sampler's positions, in order."""
 
     def find_token_problems(self, model: nn.Module) -> list[str] | None:
-        """A message per token of the samples without an embedding in the model; None if samples have no token ids."""
+        """Messages about tokens of the samples that have no embedding in the model.
+
+        None if samples have no token ids.
+        """
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         """Mark the bad cache entries of these samples; returns the paths of the marks, none without a cache."""
@@ -61,7 +64,7 @@ class TrainingSet(Protocol):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training set, with the digests that let a resumed run recognize its data, model and adapters."""
+    """The training set of a run, with digests that let a resumed run recognize its data, model and adapters."""
 
     training_set: TrainingSet
     data_digest: str

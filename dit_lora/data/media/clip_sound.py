@@ -46,12 +46,12 @@ def find_sound_problem(header: VideoHeader, *, frames: int, fps: float, start: f
 def read_sound(
     media: Media, sound_format: SoundFormat, *, frames: int, fps: float, start: float = 0.0
 ) -> torch.Tensor:
-    """Sound from `start` seconds after the first frame to the end of the last chosen frame, float32 (channels, N).
+    """Read a clip's sound from `start` seconds after the first frame to the end of the last chosen frame.
 
-    Values are from -1 to 1, and 0 where the file has no sound before or between. The file is decoded from its
-    beginning to the end of the span, because the output of a decoder depends on earlier packets. If the last
-    call was for the same file and no later span, decoding continues from there, with bit-identical results;
-    `close_sound` closes that file.
+    The result is float32 (channels, N). Values are from -1 to 1, and 0 where the file has no sound before or between.
+    The file is decoded from its beginning to the end of the span, because the output of a decoder depends on earlier
+    packets. If the last call was for the same file and no later span, decoding continues from there, with
+    bit-identical results; `close_sound` closes that file.
 
     Raises:
         ClipError: There is no sound, or it ends before the last frame.
@@ -91,13 +91,13 @@ _Piece = tuple[float, list[av.AudioFrame]]
 
 
 def close_sound() -> None:
-    """Close the clip that this thread keeps open between windows."""
+    """Close the clip whose sound decoder this thread keeps open between windows."""
     _LAST_READER.reader = None
 
 
 @dataclass(frozen=True)
 class _TimedFrame:
-    """A sound frame with its start and end, in seconds since the first picture."""
+    """A decoded sound frame with its start and end, in seconds since the first picture."""
 
     frame: av.AudioFrame
     start_s: float
@@ -106,7 +106,7 @@ class _TimedFrame:
 
 
 class _SoundReader:
-    """Sound of one clip, decoded once from its beginning, for consecutive windows."""
+    """Decodes the sound of one clip once from its beginning, for consecutive windows."""
 
     def __init__(self, media: Media) -> None:
         self.media, self.stamp = media, media.get_stamp()
@@ -121,13 +121,13 @@ class _SoundReader:
         self._window = (-math.inf, -math.inf)
 
     def can_continue(self, media: Media, start: float, end: float) -> bool:
-        """Whether a window is of this clip, and neither begins nor ends before the previous one."""
+        """True if a window is of this clip, and neither begins nor ends before the previous one."""
         before = self._window
         is_same_file = media == self.media and media.get_stamp() == self.stamp
         return is_same_file and start >= before[0] and end >= before[1]
 
     def read_pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
-        """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
+        """Decoded sound near a time span, and the end of the decoded sound in seconds (None without sound)."""
         self._window = (start, end)
         # Drop the frames before the window: later windows begin no earlier.
         while self._buffer and self._buffer[0].end_s <= start - _MARGIN_S:
@@ -148,7 +148,7 @@ class _SoundReader:
         return pieces, end_s
 
     def _iter_frames(self) -> Iterator[_TimedFrame]:
-        """Yield the frames that were kept, then decode more, and keep those that are not before the window."""
+        """Yield the sound frames that were kept, then decode more, and keep those that are not before the window."""
         yield from tuple(self._buffer)
         for timed in self._frame_iterator:
             if self._buffer or timed.end_s > self._window[0] - _MARGIN_S:
@@ -176,7 +176,7 @@ class _SoundReader:
 
 
 class _LastReader(threading.local):
-    """Per thread, the clip that was read last: a long clip has many windows, which are read in order."""
+    """Sound decoder of the clip that this thread read last: a long clip has many windows, which are read in order."""
 
     reader: _SoundReader | None = None
 
@@ -195,7 +195,7 @@ def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], 
 
 
 def _resample(frames: list[av.AudioFrame], sound_format: SoundFormat) -> np.ndarray:
-    """Samples of consecutive frames in the wanted format, float32 (channels, N)."""
+    """Resample consecutive sound frames to the requested format, float32 (channels, N)."""
     num_channels = frames[0].layout.nb_channels
     # Mono to stereo is done below and not by FFmpeg, which would lower the volume.
     layout = "mono" if num_channels == 1 else "stereo"

@@ -38,7 +38,7 @@ def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def has_non_srgb_colours(image: Image.Image) -> bool:
-    """Whether `convert_to_srgb` would change the colours of an opened picture."""
+    """True if a picture's colour profile is not sRGB, so that `convert_to_srgb` would change its colours."""
     profile = image.info.get("icc_profile")
     # `open_image` reduces 16-bit grey to mode L before the conversion.
     mode = "L" if image.mode.startswith("I") else image.mode
@@ -48,7 +48,10 @@ def has_non_srgb_colours(image: Image.Image) -> bool:
 # A set of pictures usually has only a few profiles.
 @lru_cache(maxsize=64)
 def _build_transform(profile: bytes, mode: str) -> tuple[str, Any] | None:
-    """Mode that lcms receives, and the transform; None if the profile is damaged, of another kind, or sRGB."""
+    """Build the colour transform of a picture's ICC profile to sRGB, and the mode that lcms receives.
+
+    None if the profile is damaged, of another kind, or sRGB.
+    """
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = str(source.profile.xcolor_space)

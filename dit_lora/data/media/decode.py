@@ -31,26 +31,26 @@ _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 @dataclass(frozen=True)
 class RegularTimes:
-    """The times start, start + 1/fps, start + 2/fps ..., in seconds since the first frame."""
+    """Regular times at which frames are chosen: start, start + 1/fps, ... in seconds since the first frame."""
 
     count: int
     fps: float
     start: float = 0.0
 
     def count_until(self, seconds: float) -> int:
-        """Number of the times that are not after `seconds`."""
+        """Number of the requested times that are not after `seconds`."""
         # The small addend makes a time on the border belong to the earlier frame in spite of rounding.
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
         return max(0, min(self.count, passed))
 
     def compute_last_duration(self, frame: av.VideoFrame, interval: float) -> float:
-        """Seconds for which the last frame is the nearest; `interval` is the time since the previous frame."""
+        """Seconds for which a clip's last frame is the nearest; `interval` is the time since the previous frame."""
         return interval / 2
 
     def decode_from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """Decode from the key frame before the first time; yields the nearest frames with their number of times."""
+        """Decode from the key frame before the first time; yields the nearest frames and their number of times."""
         origin = get_first_time(container, stream)
         # Times count from the first frame, time stamps from the container's own zero.
         target = _to_ticks(stream, origin + self.start)
@@ -59,26 +59,26 @@ class RegularTimes:
 
 @dataclass(frozen=True)
 class Instants:
-    """Arbitrary ascending times, in seconds since the first frame."""
+    """Arbitrary ascending times at which frames are chosen, in seconds since the first frame."""
 
     seconds: tuple[float, ...]
 
     @property
     def count(self) -> int:
-        """Number of times."""
+        """Number of requested times."""
         return len(self.seconds)
 
     @property
     def start(self) -> float:
-        """The last time: if it is not after the first frame, no seek is needed."""
+        """Last of the requested times: if it is not after the first frame, no seek is needed."""
         return self.seconds[-1]
 
     def count_until(self, seconds: float) -> int:
-        """Number of the times that are not after `seconds`."""
+        """Number of the requested times that are not after `seconds`."""
         return bisect_right(self.seconds, seconds + 1e-6)
 
     def compute_last_duration(self, frame: av.VideoFrame, interval: float) -> float:
-        """Seconds for which the last frame is used: as long as it is shown, and at least `_MIN_LAST_FRAME_S`."""
+        """Seconds for which a clip's last frame is used: as long as it is shown, and at least `_MIN_LAST_FRAME_S`."""
         # Not every container states how long a frame is shown.
         display_time = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
         return max(interval, display_time, _MIN_LAST_FRAME_S)
@@ -86,7 +86,7 @@ class Instants:
     def decode_from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """Decode from the key frame before each group of times; yields the nearest frames with their number of times.
+        """Decode from the key frame before each group of times; yields the nearest frames and their number of times.
 
         Frames between the last time after one key frame and the next key frame are skipped.
         """
@@ -103,7 +103,7 @@ class Instants:
 
 @dataclass(frozen=True)
 class NearestFrame:
-    """A frame, and how many consecutive times it is the nearest to."""
+    """A decoded frame, and how many consecutive requested times it is the nearest to."""
 
     frame: av.VideoFrame
     num_times: int
@@ -114,7 +114,7 @@ class NearestFrame:
 def iter_nearest_frames(
     media: Media, target_times: RegularTimes | Instants, *, should_seek: bool = True
 ) -> Iterator[NearestFrame]:
-    """Yield the nearest frames in the order of the times; together they cover fewer times if the video ends early.
+    """Yield the frames nearest to the requested times, in order; there are fewer if the video ends early.
 
     With `should_seek`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
     the beginning (`should_seek=False`) gives them all.
@@ -138,7 +138,7 @@ def iter_nearest_frames(
 def _pick_nearest(
     frames: Iterable[tuple[float, av.VideoFrame]], target_times: RegularTimes | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Yield the frames that are nearest to wanted times, each with its number of times."""
+    """Yield the frames that are nearest to requested times, each with its number of times."""
     num_served, interval, limit = 0, 0.0, FrameLimit()
     previous: av.VideoFrame | None = None
     previous_at = 0.0
@@ -164,7 +164,7 @@ def _pick_nearest(
 
 
 def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
-    """Yield each frame with its seconds since the first one."""
+    """Yield each decoded frame with its time in seconds since the first one."""
     start: float | None = None
     for frame in frames:
         seconds = get_frame_time(frame)
@@ -173,7 +173,7 @@ def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.Vid
 
 
 def _check_forward(frames: Iterable[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
-    """Pass the frames on; raises `ValueError` if time runs backwards."""
+    """Yield decoded frames unchanged; raises `ValueError` if their times run backwards."""
     previous = -math.inf
     for seconds, frame in frames:
         if seconds < previous:
@@ -183,7 +183,7 @@ def _check_forward(frames: Iterable[tuple[float, av.VideoFrame]]) -> Iterator[tu
 
 
 def get_first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
-    """Time stamp of the first frame, in seconds."""
+    """Time stamp of a video's first frame, in seconds."""
     return get_frame_time(decode_first_frame(container, stream))
 
 
@@ -215,7 +215,7 @@ def _decode_from_key_frame(
 def _seek_key_frame(
     container: av.container.InputContainer, stream: av.VideoStream, target: int
 ) -> tuple[int, Iterator[_Packet]]:
-    """Time of the last key frame not after `target`, in ticks, and the packets from it on."""
+    """Seek to the last key frame not after `target`; returns its time in ticks, and the packets from it on."""
     aim = target
     for _ in range(3):
         # FFmpeg seeks to a key frame at or before the aim.

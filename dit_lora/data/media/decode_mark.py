@@ -15,7 +15,10 @@ from dit_lora.data.media.video_header import decode_first_frame, find_video_stre
 
 
 def get_decoding_variant(media: Media) -> str:
-    """`srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, "" for all others."""
+    """How a file's pixels are changed after decoding: `srgb` if an ICC profile is applied, `display` if mirrored.
+
+    The former is for pictures, the latter for videos. "" for all others.
+    """
     try:
         if is_image(media):
             with open_picture(media) as image:

@@ -34,7 +34,7 @@ class Orientation(NamedTuple):
 
     @property
     def is_sideways(self) -> bool:
-        """Whether height and width are swapped."""
+        """True if turning a stored picture upright swaps its height and width."""
         return self.quarter_turns % 2 == 1
 
     def apply(self, picture: np.ndarray) -> np.ndarray:

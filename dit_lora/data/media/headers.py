@@ -24,7 +24,7 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 class Headers:
-    """Reads media headers; a file is opened again only if its size or modification time differs."""
+    """Reads headers of media files and remembers them; a file is read again only if its size or time differs."""
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
@@ -36,7 +36,7 @@ class Headers:
                 self._headers_by_location = stored["headers"]
 
     def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
-        """The header of each medium, or the error that tells why it has none."""
+        """Read the header of each media file, or the error that tells why it has none."""
         headers: dict[int, VideoHeader | ClipError] = {}
         for index, medium in enumerate(media):
             stored = self._headers_by_location.get(medium.location)
@@ -54,7 +54,7 @@ class Headers:
         return [headers[index] for index in range(len(media))]
 
     def save(self) -> None:
-        """Write the memo for the next run."""
+        """Save the headers for the next run."""
         write_atomically(self._memo, json.dumps({"version": _VERSION, "headers": self._headers_by_location}))
 
 

@@ -18,9 +18,10 @@ from dit_lora.data.media.pictures import DECODE_ERRORS
 
 
 def is_image(media: Media | Path) -> bool:
-    """Whether a medium is a picture. A GIF with several frames is a video; of other formats, the first frame is used.
+    """True if a media file is a picture and not a video.
 
-    For a file that cannot be read, the suffix of its name decides.
+    A GIF with several frames is a video; of other formats, the first frame is used. For a file that cannot be read,
+    the suffix of its name decides.
     """
     media = to_media(media)
     try:

@@ -47,27 +47,30 @@ Stamp = tuple[int, ...]
 
 
 def read_file_stamp(path: Path) -> Stamp:
-    """Size, modification time, inode, and its change time, which programs cannot set back; raises `OSError`."""
+    """Stamp of a file: size, modification time, inode, and change time, which programs cannot set back.
+
+    Raises `OSError`.
+    """
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 class Media(Protocol):
-    """One video or image, wherever it is stored; must be picklable and hashable."""
+    """Interface of one video or image, wherever it is stored; must be picklable and hashable."""
 
     @property
     def name(self) -> str:
-        """Name of the medium for messages; its suffix is that of its format."""
+        """Name of a media file for messages; its suffix is that of its format."""
 
     @property
     def location(self) -> str:
-        """Location of the medium, unique on this machine."""
+        """Location of a media file, unique on this machine."""
 
     def get_source(self) -> Path | io.BytesIO:
-        """A path, or the bytes, that PyAV and Pillow can open; raises `OSError`."""
+        """Path or bytes of a media file that PyAV and Pillow can open; raises `OSError`."""
 
     def get_stamp(self) -> Stamp:
-        """Numbers that differ if the bytes may have changed; raises `OSError` if the medium does not exist."""
+        """Numbers that differ if a media file's bytes may have changed; raises `OSError` if it does not exist."""
 
     def exists(self) -> bool: ...
 
@@ -134,7 +137,7 @@ class TarMember:
 
 
 def resolve_below(folder: Path, name: str) -> str | None:
-    """Path of a name relative to `folder`; None if `..` or an absolute path leads out of the folder.
+    """Resolve a relative name below `folder`; None if `..` or an absolute path leads out of the folder.
 
     Only the name is checked: links in the folder belong to its owner, and are followed.
     """
@@ -145,7 +148,7 @@ def resolve_below(folder: Path, name: str) -> str | None:
 
 
 def find_size_fault(size: int) -> tuple[str, str] | None:
-    """Code and message if a member or cell of this size is too large to be read; None if it is not."""
+    """Code and message if a tar member or dataset cell of this size is too large to be read; None if it is not."""
     if size <= MAX_BYTES:
         return None
     message = f"it has {size:,} bytes, and {MAX_BYTES:,} are read at most; store it as a separate file"
@@ -153,18 +156,18 @@ def find_size_fault(size: int) -> tuple[str, str] | None:
 
 
 def to_media(media: Media | Path) -> Media:
-    """The medium itself, or the `MediaFile` of a path."""
+    """Convert a path to a `MediaFile`; other media are returned unchanged."""
     return MediaFile(media) if isinstance(media, Path) else media
 
 
 def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
-    """Open a medium's bytes; raises `OSError`."""
+    """Open the bytes of a media file; raises `OSError`."""
     source = media.get_source()
     return source.open("rb") if isinstance(source, Path) else source
 
 
 def read_bytes(media: Media) -> bytes:
-    """All bytes of a medium; raises `DitLoraError` if they cannot be read."""
+    """Read all bytes of a media file; raises `DitLoraError` if they cannot be read."""
     try:
         with open_bytes(media) as stream:
             return stream.read()
@@ -173,7 +176,7 @@ def read_bytes(media: Media) -> bytes:
 
 
 def read_head(media: Media) -> bytes:
-    """The first 64 bytes, from which `detect_suffix` recognizes a format; raises `OSError`."""
+    """Read the first 64 bytes of a media file, from which `detect_suffix` recognizes its format; raises `OSError`."""
     if isinstance(media, TarMember):
         with media.tar.open("rb") as stream:
             stream.seek(media.offset)
@@ -183,7 +186,7 @@ def read_head(media: Media) -> bytes:
 
 
 def wait_until_readable(media: Media) -> bool:
-    """Wait until all bytes of a medium can be read; returns True if that took more than one try.
+    """Wait until all bytes of a media file can be read; returns True if that took more than one try.
 
     Decoders report a damaged file when in fact the storage is at fault. Raises `UnreadableError` if the storage
     does not come back.
@@ -203,7 +206,7 @@ def wait_until_readable(media: Media) -> bool:
 
 
 def read_media(media: Media, read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
-    """Call `read`; in a run, wait for a medium that cannot be reached.
+    """Read a media file with `read`; in a run, wait if it cannot be reached.
 
     In a run, an error counts as the medium's own only if its bytes can be read and the error occurs again.
 
@@ -253,5 +256,5 @@ def detect_suffix(head: bytes) -> str | None:
 
 
 def get_suffix(media: Media) -> str:
-    """Suffix of a medium's name in lower case, with its dot."""
+    """Suffix of a media file's name in lower case, with its dot."""
     return Path(media.name).suffix.lower()

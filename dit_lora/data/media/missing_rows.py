@@ -26,7 +26,7 @@ _CORNER_SIDE = 4
 
 
 def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
-    """Why the decoded image is incomplete; None if it is complete. `stream` contains its file."""
+    """Why a decoded image is incomplete (truncated); None if it is complete. `stream` contains its file."""
     stream.seek(0)
     if image.format == "PNG":
         num_missing = _count_missing_png_bytes(stream)
@@ -43,7 +43,7 @@ def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
 
 
 def _count_missing_png_bytes(stream: BinaryIO) -> int:
-    """Number of bytes of filtered rows that are missing from the IDAT chunks."""
+    """Number of bytes of filtered pixel rows that are missing from a PNG's IDAT chunks."""
     # Skip the length and the type of IHDR.
     stream.seek(_PNG_SIGNATURE_BYTES + 8)
     header = stream.read(13)
@@ -68,7 +68,7 @@ def _count_missing_png_bytes(stream: BinaryIO) -> int:
 
 
 def has_late_metadata(stream: BinaryIO) -> bool:
-    """Whether a PNG has text or EXIF, which may contain its orientation, after its pixels."""
+    """True if a PNG has text or EXIF, which may contain its orientation, after its pixels."""
     is_late = False
     for kind, _ in _iter_chunks(stream):
         if is_late and kind in _METADATA_CHUNKS:
@@ -90,7 +90,7 @@ def _iter_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _is_jpeg_broken(data: bytes) -> bool:
-    """Whether FFmpeg's decoder, told to stop at errors, fails where libjpeg would fill in pixels."""
+    """True if a JPEG's data is incomplete: FFmpeg's decoder fails where libjpeg would fill in pixels."""
     decoder = av.CodecContext.create("mjpeg", "r")
     # By default this decoder conceals errors.
     decoder.options = {"err_detect": "explode"}

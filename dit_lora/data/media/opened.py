@@ -43,7 +43,7 @@ _ENCODING_OPTIONS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av
 
 
 def open_media(media: Media) -> av.container.InputContainer:
-    """Open a container without opening anything else: no other file, no address, no device.
+    """Open a video container without opening anything else: no other file, no address, no device.
 
     Metadata may be in any encoding. Decoders refuse pictures above `MAX_PIXELS`. Raises `OSError` or
     `av.error.FFmpegError`.
@@ -64,14 +64,14 @@ def open_media(media: Media) -> av.container.InputContainer:
 
 
 def find_size_problem(height: int, width: int) -> str | None:
-    """Why pictures of this size are not decoded; None if they are."""
+    """Why pictures of this size are too large to be decoded; None if they are not."""
     if height * width <= MAX_PIXELS:
         return None
     return f"its header announces pictures of {width} x {height}, and {MAX_PIXELS:,} pixels are the limit"
 
 
 def get_error_message(error: Exception) -> str:
-    """Message of FFmpeg, Pillow or the system, without its error number."""
+    """Message of an error of FFmpeg, Pillow or the system, without its error number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -82,7 +82,7 @@ class FrameLimit:
         self._num_remaining = MAX_FRAMES
 
     def count_frame(self) -> None:
-        """Count one frame; raises `ValueError` above the limit."""
+        """Count one decoded frame; raises `ValueError` above the limit."""
         self._num_remaining -= 1
         if self._num_remaining < 0:
             raise ValueError(f"more than {MAX_FRAMES:,} frames come out of it; cut it into parts")

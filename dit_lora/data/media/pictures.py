@@ -52,7 +52,7 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
 
 
 def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
-    """The decoded picture in its own mode, upright, with 8 bits per level, and its ICC profile."""
+    """Decode a picture in its own mode, upright, with 8 bits per level; also returns its ICC profile."""
     with open_picture(media) as opened:
         # Decode before checking for missing rows, and before the file is closed.
         opened.load()
@@ -77,7 +77,7 @@ def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
 
 
 def read_image_size(media: Media) -> tuple[int, int]:
-    """Height and width in pixels of the upright image, from its header; raises one of `DECODE_ERRORS`."""
+    """Height and width in pixels of an upright image, from its header; raises one of `DECODE_ERRORS`."""
     with open_picture(media) as image:
         with open_bytes(media) as stream:
             # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.
@@ -91,7 +91,7 @@ def read_image_size(media: Media) -> tuple[int, int]:
 
 
 def to_upright_image(frame: av.VideoFrame, pixel_aspect: float) -> tuple[Image.Image, float]:
-    """Picture of a frame, turned as its display matrix says, and the picture's pixel aspect ratio `pixel_aspect`."""
+    """Convert a video frame to a picture, upright by its display matrix; also returns its pixel aspect ratio."""
     orientation = Orientation.from_frame(frame)
     picture = orientation.apply(frame.to_ndarray(format="rgb24"))
     # A rotation by 90 degrees also turns the pixels' shape.

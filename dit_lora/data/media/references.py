@@ -19,7 +19,7 @@ ASPECT_TOLERANCE = 0.02
 
 
 def read_reference(media: Media, clip_shape: VideoShape | None, fps: float | None, start: float = 0.0) -> torch.Tensor:
-    """Pixels of a reference, uint8 (F, 3, H, W): a picture or a video's first frame, upright and at its own size.
+    """Read a reference picture, or a video's first frame, uint8 (F, 3, H, W), upright and at its own size.
 
     With `clip_shape`, the frames of a clip of that shape instead, scaled and cropped to it. Raises `ClipError` if the
     file cannot be read as far as needed.
@@ -35,7 +35,7 @@ def read_reference(media: Media, clip_shape: VideoShape | None, fps: float | Non
 
 
 def _resize_to_square_pixels(image: Image.Image, pixel_aspect: float) -> np.ndarray:
-    """A picture in square pixels, uint8 (H, W, 3)."""
+    """Resize a picture so that its pixels are square, uint8 (H, W, 3)."""
     if pixel_aspect != 1:
         # Stretch only the width, so that the height keeps its stored resolution.
         image = image.resize((max(1, round(image.width * pixel_aspect)), image.height), Image.Resampling.LANCZOS)
@@ -67,7 +67,7 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
 
 
 def find_mask_mismatch(mask_size: tuple[int, int], picture_size: tuple[int, int]) -> str | None:
-    """Why a mask of that height and width does not fit a picture of the other; None if it does."""
+    """Why a mask's height and width do not fit those of its picture; None if they do."""
     # Quotient of the two aspect ratios, width by height.
     ratio = mask_size[1] * picture_size[0] / (mask_size[0] * picture_size[1])
     if abs(ratio - 1) <= ASPECT_TOLERANCE:

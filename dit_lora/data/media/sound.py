@@ -24,7 +24,10 @@ def find_sound_fault(sound: Sound | None) -> str | None:
 
 
 def encode_sound(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
-    """Add a sound track to a container before anything is written; returns its packets, equal for equal sound."""
+    """Add a sound track to a video container, before anything is written to it; returns the encoded packets.
+
+    Equal sound gives equal packets.
+    """
     waveform = sound.waveform.float().clamp(-1, 1)
     layout = _LAYOUTS[len(waveform) - 1]
     track = container.add_stream("aac", rate=sound.rate, layout=layout)
@@ -45,5 +48,5 @@ class SoundFormat:
     channels: int
 
     def count_samples(self, frames: int, fps: float) -> int:
-        """Number of samples that belong to this many frames."""
+        """Number of sound samples that belong to this many frames."""
         return round(frames / fps * self.rate)

@@ -23,12 +23,12 @@ def iter_audio_frames(container: av.container.InputContainer) -> Iterator[av.Aud
 
 
 def find_sound_stream(container: av.container.InputContainer) -> av.AudioStream | None:
-    """The first sound stream that FFmpeg can decode; None if there is none."""
+    """First sound stream of a container that FFmpeg can decode; None if there is none."""
     return next((stream for stream in container.streams.audio if stream.codec_context is not None), None)
 
 
 def read_sound_end(container: av.container.InputContainer, video: av.VideoStream) -> float | None:
-    """End of the sound in seconds after the first picture; None if the file does not state it."""
+    """End of a video's sound in seconds after the first picture; None if the file does not state it."""
     sound = find_sound_stream(container)
     if sound is None or not sound.duration or sound.time_base is None:
         return None
@@ -38,13 +38,13 @@ def read_sound_end(container: av.container.InputContainer, video: av.VideoStream
 
 
 def explain_no_sound(is_picture: bool) -> str:
-    """Why a sample without sound cannot be used."""
+    """Message why a sample without sound cannot be used for a recipe that trains sound."""
     state = "it is a picture" if is_picture else "it has no sound"
     return f"no_sound: {state}, and data.sound needs sound in every clip; remove it, or set data.sound to false"
 
 
 def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Why sound that ends `end_s` seconds after the first frame is too short; None if it is long enough."""
+    """Why a clip's sound that ends `end_s` seconds after the first frame is too short; None if it is long enough."""
     last_frame = start + (frames - 1) / fps
     if end_s >= last_frame - MAX_SHORTFALL_S:
         return None

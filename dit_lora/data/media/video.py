@@ -43,13 +43,13 @@ _COLOURS_SD = (Colorspace.SMPTE170M, ColorPrimaries.SMPTE170M, ColorTrc.SMPTE170
 
 
 class ClipError(DitLoraError):
-    """A clip cannot give the requested frames; the message names the file and the reason."""
+    """Raised if a clip cannot give the requested frames; the message names the file and the reason."""
 
 
 def read_frames(
     media: Media | Path, *, frames: int, height: int, width: int, fps: float | None, start: float = 0.0
 ) -> torch.Tensor:
-    """Frames nearest to start, start + 1/fps, ... seconds after the first one, uint8 (F, 3, H, W).
+    """Read a clip's frames nearest to start, start + 1/fps, ... seconds after the first one, uint8 (F, 3, H, W).
 
     An image is one frame, and so is a clip without `fps`. Frames are scaled to cover height x width and cropped
     at the centre. Memory holds only the chosen frames. Decodes with at most as many threads as PyTorch has.
@@ -68,7 +68,7 @@ def read_frames(
 def decode_pictures(
     media: Media, target_times: RegularTimes | Instants, fit: Callable[[Image.Image, float], np.ndarray]
 ) -> list[np.ndarray]:
-    """Frames nearest to the wanted times; an image is one frame, regardless of the times.
+    """Decode the frames of a clip nearest to the requested times; an image is one frame, regardless of the times.
 
     `fit` converts an upright picture, given its pixel aspect ratio (width by height), to uint8 (H, W, 3). There
     are fewer pictures than times if the video ends early.
@@ -106,7 +106,10 @@ def decode_pictures(
 
 
 def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` plus .png for one frame (without sound), else .mp4; returns that path."""
+    """Write a generated sample, uint8 (F, H, W, 3), to `path` plus .png for one frame, else .mp4; returns that path.
+
+    A single frame is written without sound.
+    """
     if len(video) > 1:
         target = path.with_name(f"{path.name}.mp4")
         write_video(target, video, fps or 8.0, sound)
@@ -156,7 +159,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
 
 
 def read_header(media: Media | Path) -> VideoHeader:
-    """Read the header of an image, or of the first video stream together with its first frame.
+    """Read the header of an image, or of a video's first stream together with its first frame.
 
     Raises:
         ClipError: The file has no header, or the video no first frame.
@@ -181,7 +184,7 @@ def read_header(media: Media | Path) -> VideoHeader:
 
 
 def describe_media_error(error: Exception) -> str:
-    """Message of FFmpeg or the system without its error number, and what to do."""
+    """Message of an error of FFmpeg or the system without its error number, and what to do."""
     return f"{get_error_message(error)}; encode it again or remove it"
 
 

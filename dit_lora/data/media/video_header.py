@@ -30,7 +30,7 @@ class VideoHeader:
 
 
 def read_container_header(container: av.container.InputContainer) -> VideoHeader:
-    """Read the header of the first video stream, and its first frame for the real size and orientation.
+    """Read the header of a container's first video stream, and its first frame for the real size and orientation.
 
     Raises `av.error.FFmpegError` or `ValueError` if there is no first frame that training could use.
     """
@@ -54,7 +54,7 @@ def read_container_header(container: av.container.InputContainer) -> VideoHeader
 
 
 def find_video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    """The first video stream other than cover pictures; raises `ValueError` if none can be decoded."""
+    """First video stream of a container other than cover pictures; raises `ValueError` if none can be decoded."""
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             if stream.codec_context is None:
@@ -80,7 +80,7 @@ def decode_first_frame(container: av.container.InputContainer, stream: av.VideoS
 
 
 def get_frame_time(frame: av.VideoFrame) -> float:
-    """Time stamp of a frame in seconds; raises `ValueError` if it has none, or is damaged."""
+    """Time stamp of a decoded frame in seconds; raises `ValueError` if it has none, or is damaged."""
     if frame.time is None:
         raise ValueError("a frame has no time stamp")
     if frame.is_corrupt:
@@ -89,7 +89,7 @@ def get_frame_time(frame: av.VideoFrame) -> float:
 
 
 def count_visible_frames(stream: av.VideoStream) -> int | None:
-    """Number of frames in the header, without those hidden by an edit list; None if it is not stated."""
+    """Number of a video's frames by its header, without those hidden by an edit list; None if it is not stated."""
     if not stream.frames:
         return None
     # An edit list marks the index entries of hidden frames as discarded.

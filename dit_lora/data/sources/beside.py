@@ -15,7 +15,7 @@ from dit_lora.errors import DitLoraError
 
 
 def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted: bool) -> Scan:
-    """Add to clips of a folder their files in `reference_folders` and `mask_folder`, and masks from `alpha_mask`.
+    """Add references and masks to the clips of a folder, from `reference_folders` and `mask_folder` or `alpha_mask`.
 
     A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for any clip.
     With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an error too.
@@ -42,7 +42,7 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
 
 
 def add_alpha_masks(scanned: Scan, source: SourceConfig) -> Scan:
-    """Use the alpha channel of each picture as its mask, if the source has `alpha_mask`."""
+    """Use the alpha channel of each picture as its loss mask, if the source has `alpha_mask`."""
     if not source.alpha_mask:
         return scanned
     masked_clips = [
@@ -63,7 +63,7 @@ def reject_extra_folders(source: SourceConfig) -> None:
 
 @dataclass(frozen=True)
 class _ExtraFolder:
-    """A folder whose files have the names of samples."""
+    """A folder of references or masks, whose files have the names of samples."""
 
     name: str
     option: str
@@ -73,7 +73,7 @@ class _ExtraFolder:
 
     @classmethod
     def from_path(cls, name: str, option: str, role: str, root: Path | None) -> "_ExtraFolder":
-        """List a folder; raises `DitLoraError` if it is missing, or inside `root`."""
+        """List a folder of references or masks; raises `DitLoraError` if it is missing, or inside `root`."""
         path = Path(name).expanduser()
         if not path.is_dir():
             raise DitLoraError(f"{option}: the folder {name} does not exist")
@@ -89,7 +89,7 @@ class _ExtraFolder:
         return cls(name, option, role, files)
 
     def check_has_files(self, clips: Sequence[Clip], source: str) -> None:
-        """Raise `DitLoraError` if no clip has a file here: then the folder or its file names must be wrong."""
+        """Raise `DitLoraError` if no clip has a file in this folder: then the folder or its file names are wrong."""
         if not clips or any(_get_stem(clip) in self.files for clip in clips):
             return
         example = next((file for files in self.files.values() for file in files), None)

@@ -10,13 +10,13 @@ _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
 def to_json_text(value: object) -> str:
-    """JSON in readable UTF-8; with escapes if it has lone surrogates, as file names that are not UTF-8 do."""
+    """Convert a value to JSON in readable UTF-8; with escapes if it has lone surrogates, as file names may have."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if has_lone_surrogate(text) else text
 
 
 def set_value(line: str, key: str, value: str) -> str:
-    """Set a key of a line that contains one JSON object; a missing key is added at the end of the object."""
+    """Set a key in a line that contains one JSON object; a missing key is added at the end of the object."""
     position = _skip_space(line, _skip_space(line, 0) + 1)
     # An empty object needs no comma before the new key.
     is_empty = line[position] == "}"

@@ -29,7 +29,7 @@ _OTHER_LISTS = (*TABLE_NAMES[1:], "prompts.txt", "videos.txt")
 
 @dataclass
 class CaptionTable:
-    """Files of a folder and their captions."""
+    """Media files of a folder, and their captions."""
 
     root: Path
     captions: dict[str, str]
@@ -52,9 +52,10 @@ class CaptionTable:
 
     @classmethod
     def read(cls, root: Path, previous: "CaptionTable | None" = None) -> "CaptionTable":
-        """Read a folder. Parts of `previous`, an earlier result, are reused if their files have not changed.
+        """Read the media files and captions of a folder.
 
-        Raises `DitLoraError` if the folder is missing, has no media, or keeps its captions in another list.
+        Parts of `previous`, an earlier result, are reused if their files have not changed. Raises `DitLoraError` if
+        the folder is missing, has no media, or keeps its captions in another list.
         """
         if not root.is_dir():
             raise DitLoraError(f"the folder {root} does not exist; give the folder with your clips and pictures")
@@ -86,11 +87,11 @@ class CaptionTable:
 
     @property
     def uncaptioned(self) -> list[str]:
-        """Files without a caption, in order."""
+        """Media files of the folder without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
 
     def write_captions(self, captions: Mapping[str, str]) -> None:
-        """Write captions to metadata.jsonl atomically; a new table also gets the captions of the .txt files.
+        """Write captions to metadata.jsonl atomically; a new file also gets the captions of the .txt files.
 
         Only inside `lock_table`. Raises `DitLoraError` if the table cannot be written.
         """
@@ -172,7 +173,7 @@ class CaptionTable:
         self.media_names = set(self.media)
 
     def _read_texts(self) -> None:
-        """Read the captions of the .txt files."""
+        """Read the captions of the folder's .txt files."""
         self._update_media()
         for name in self.media:
             text_file = _get_text_file(name)
@@ -185,7 +186,7 @@ class CaptionTable:
 
 @contextmanager
 def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
-    """Yield the current table, and keep all other writers of this folder out, in any process.
+    """Yield the folder's current captions, and keep all other writers out, in any process.
 
     Raises `DitLoraError` if the lock file cannot be written.
     """
@@ -218,7 +219,10 @@ def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[Cap
 
 
 def _compute_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
-    """Values that differ if the bytes of the table, or without a table of the .txt files, may have changed."""
+    """Values that differ if the captions on disk may have changed.
+
+    They are those of metadata.jsonl, or without it of the .txt files.
+    """
     with suppress(OSError):
         return _read_file_stamp(root / TABLE_NAME)
     stamps: list[object] = []
@@ -241,6 +245,6 @@ def _get_text_file(name: str) -> str:
 
 
 def _choose_column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:
-    """The first of these columns that any row has, or the default one."""
+    """Choose the first of these columns that any row of a table has, or the default one."""
     columns = {key for record in records.values() for key in record}
     return next((name for name in names if name in columns), names[0])

@@ -29,7 +29,7 @@ def find_caption_fault(caption: str) -> Fault | None:
 
 
 def make_too_long_fault(length: str) -> Fault:
-    """The fault of a caption that is too long to be tokenized at all."""
+    """Create the fault of a caption that is too long to be tokenized at all."""
     return "caption_long", f"its caption has {length}, more than the limit of {MAX_CAPTION_CHARS:,}"
 
 
@@ -44,22 +44,22 @@ def suggest_encoding(error: Exception) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Whether the text has no visible character."""
+    """True if the text has no visible character."""
     return not any(char.isprintable() and not char.isspace() and char not in _INVISIBLE_CHARS for char in text)
 
 
 def has_lone_surrogate(text: str) -> bool:
-    r"""Whether the text contains half of a UTF-16 pair, as from the JSON `\\ud83d` without its second half."""
+    r"""True if the text contains half of a UTF-16 pair, as from the JSON `\\ud83d` without its second half."""
     return _LONE_SURROGATE.search(text) is not None
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the text contains the word (or words), not as part of a longer word."""
+    """True if the text contains the word (or words), not as part of a longer word."""
     # Not `\b`, because the word may begin or end with a character that is not a letter.
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
 def quote_start(text: str) -> str:
-    """The beginning of the text in quotes, on one line."""
+    """Quote the beginning of a text on one line."""
     text = " ".join(text.split())
     return repr(text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "…")

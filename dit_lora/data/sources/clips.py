@@ -15,7 +15,7 @@ MediaT = TypeVar("MediaT")
 
 @dataclass(frozen=True)
 class LossMask:
-    """The mask of a sample: the grey values of a picture, or its alpha channel."""
+    """Loss mask of a sample: the grey values of a picture, or its alpha channel."""
 
     media: Media
     alpha: bool = False
@@ -23,7 +23,7 @@ class LossMask:
 
 @dataclass(frozen=True)
 class Clip:
-    """One video or image with its caption; `id` is its path below the data folder."""
+    """One training sample: a video or image with its caption. `id` is its path below the data folder."""
 
     id: str
     media: Media
@@ -53,7 +53,7 @@ class ClipProblem:
 
 
 class Scan(NamedTuple):
-    """Contents of the sources."""
+    """Clips of the data sources, problems of others, and notes."""
 
     clips: list[Clip]
     """Clips without a problem."""
@@ -63,7 +63,7 @@ class Scan(NamedTuple):
 
 
 class SampleCollector:
-    """Collects the clips and problems of one source."""
+    """Collects the clips and problems of one data source."""
 
     def __init__(self, caption: str | None) -> None:
         self._source_caption = caption
@@ -83,7 +83,7 @@ class SampleCollector:
         times_per_epoch: float = 1.0,
         missing_caption_fault: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
-        """Add one sample; it is a problem if its id exists already or its caption cannot be trained on.
+        """Add one sample to a source's clips; it becomes a problem if its id exists or its caption is unusable.
 
         The source's `caption` replaces every other caption. `missing_caption_fault` is the code and message used if
         `caption` is None.
@@ -107,18 +107,18 @@ class SampleCollector:
         self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask, times_per_epoch)
 
     def add_problem(self, file: str, code: str, message: str) -> None:
-        """Add a problem, once for each file and code; the sample with this id is left out of the scan."""
+        """Add a problem of a file, once per code; the sample with this id is left out of the clips."""
         self._rejected_ids.add(file)
         self._problems.setdefault((file, code), ClipProblem(file, code, message))
 
     def to_scan(self, notes: Sequence[str] = ()) -> Scan:
-        """The clips and problems in the order in which they were added, with these notes."""
+        """The collected clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
         return Scan(clips, list(self._problems.values()), tuple(notes))
 
 
 def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
-    """References without the empty cells at the end, and the fault if an earlier one is empty.
+    """Remove empty cells at the end of a sample's references; also returns a fault if an earlier one is empty.
 
     Models identify references by their order, which an empty cell would shift.
     """
@@ -131,7 +131,7 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
 
 
 def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:
-    """The faults with those of the same code merged, since a sample has at most one problem per code."""
+    """Merge faults with the same code, since a sample has at most one problem per code."""
     messages: dict[str, list[str]] = {}
     for code, message in faults:
         messages.setdefault(code, []).append(message)

@@ -25,7 +25,7 @@ _LIST_LAYOUTS = (*TABLE_NAMES, _PAIRED)
 
 
 def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
-    """Read the clips of a folder, in the first layout that matches, in the order of `_read_layout`.
+    """Read the clips of a folder in the first layout that matches, in the order of `_read_layout`.
 
     Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or empty.
     """
@@ -54,12 +54,12 @@ def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> S
 
 
 def list_media(root: Path) -> list[str]:
-    """Paths of the videos and images below a folder, sorted, without hidden ones."""
+    """List the videos and images below a folder, sorted by path, without hidden ones."""
     return Listing(root).media
 
 
 def format_class_name(folder: str) -> str:
-    """Name of a class folder as separate words."""
+    """Convert the name of a class folder to separate words."""
     # Split CamelCase, but keep acronyms: `PlayTVGame` becomes `Play TV Game`.
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", folder)
     return " ".join(spaced.replace("_", " ").split())

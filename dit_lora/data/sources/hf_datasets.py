@@ -50,7 +50,7 @@ _MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 @dataclass(frozen=True)
 class DatasetCell:
-    """Encoded bytes in one cell of a dataset, read only when they are needed."""
+    """A media file in a cell of a Hugging Face dataset; its encoded bytes are read only when they are needed."""
 
     name: str
     location: str
@@ -83,7 +83,7 @@ class _DataFile(TypedDict):
 
 
 class _State(TypedDict):
-    """state.json of a dataset on disk; its files are next to it."""
+    """Contents of state.json of a Hugging Face dataset on disk; its files are next to it."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     _data_files: list[_DataFile]
@@ -109,7 +109,7 @@ _DAMAGE_ERRORS = (
 
 
 def is_saved_dataset(root: Path) -> bool:
-    """Whether the folder was written by `save_to_disk`."""
+    """True if the folder was written by `save_to_disk` of Hugging Face datasets."""
     return any((root / name).is_file() for name in _DATASET_FILES)
 
 
@@ -119,7 +119,7 @@ def get_dataset_hub_name(source: SourceConfig) -> str | None:
 
 
 def read_dataset(source: SourceConfig) -> Scan:
-    """Read the clips of the split `train`, or of the only split, without decoding or copying.
+    """Read the clips of a Hugging Face dataset's split `train`, or of its only split, without decoding or copying.
 
     The caption from a ClassLabel column is the name of the class. Raises `DitLoraError` if there is no column
     of media or of captions.
@@ -182,7 +182,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
 def _collect_extra_files(
     first_image: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
 ) -> tuple[list[Media], list[Fault]]:
-    """A sample's references in order, and the faults of its first image, mask and references."""
+    """Collect a sample's references in order, and the faults of its first image, mask and references."""
     faults = []
     named_cells = [("first image", first_image), (MASK, mask), *((REFERENCE, reference) for reference in references)]
     for part, cell in named_cells:
@@ -244,7 +244,7 @@ class _Columns(NamedTuple):
 
 
 def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
-    """The columns of media and of what belongs to them; raises `DitLoraError` if one is missing."""
+    """Choose a dataset's columns of media, captions and additional files; raises `DitLoraError` if one is missing."""
     from datasets import ClassLabel, Image, LargeList, List, Value, Video
 
     features = rows.features
@@ -294,7 +294,7 @@ def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
 
 
 def _take_rows(rows: Any, column: Any) -> Any:
-    """A column of the table behind the dataset in the order of the rows, which `select` or `shuffle` may change."""
+    """Take a column of the Arrow table in the order of the dataset's rows, which `select` or `shuffle` may change."""
     # `_indices` has no public equivalent, and getting the column from the dataset would read all of its bytes.
     return column if rows._indices is None else column.take(rows._indices.column(0))
 
@@ -313,7 +313,7 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of media whose cells are not decoded."""
+    """A column of media in a Hugging Face dataset, whose cells are not decoded."""
 
     path: str
     name: str
@@ -343,9 +343,10 @@ class _Column:
         read_head: Callable[[], bytes],
         list_index: int | None = None,
     ) -> _Cell:
-        """Contents of one cell; `size` is None if it has no bytes but a path, `list_index` if it is not a list.
+        """Read one cell of media without decoding.
 
-        `read_head` returns the first bytes; it is called only if the name does not tell the format.
+        `size` is None if it has no bytes but a path, `list_index` if it is not a list. `read_head` returns the first
+        bytes; it is called only if the name does not tell the format.
         """
         suffix: str | None = os.path.splitext(file_name or "")[1].lower()
         if size is None:
@@ -368,7 +369,10 @@ class _Column:
 
 
 def _iter_cells(path: str, rows: Any, name: str | None, is_from_hub: bool) -> Iterator[_Cell]:
-    """Yield the media of a column, or empty cells without a column; reads only sizes, names and some first bytes."""
+    """Yield the media of a dataset column, or empty cells without a column.
+
+    Reads only sizes, names and some first bytes.
+    """
     from pyarrow import compute
 
     if name is None:
@@ -385,7 +389,7 @@ def _iter_cells(path: str, rows: Any, name: str | None, is_from_hub: bool) -> It
 
 
 def _iter_list_cells(path: str, rows: Any, name: str, is_from_hub: bool) -> Iterator[list[_Cell]]:
-    """Yield the media of each row of a column whose cells may be lists."""
+    """Yield the media of each row of a dataset column whose cells may be lists."""
     if not hasattr(rows.features[name], "feature"):
         yield from ([cell] for cell in _iter_cells(path, rows, name, is_from_hub))
         return
@@ -406,17 +410,17 @@ def _list_table_rows(rows: Any) -> Sequence[int]:
 
 
 def _read_head_at(contents: Any, index: int) -> bytes:
-    """First bytes of the cell at an index of a column."""
+    """Read the first bytes of the cell at an index of a column."""
     return _read_head(contents[index])
 
 
 def _read_head(content: Any) -> bytes:
-    """First bytes of an Arrow scalar; slicing its buffer avoids copying the rest."""
+    """Read the first bytes of an Arrow scalar; slicing its buffer avoids copying the rest."""
     return content.as_buffer()[:64].to_pybytes()
 
 
 def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
-    """The file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
+    """Find the file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
     media = MediaFile(Path(name))
     if is_from_hub:
         from datasets import config

@@ -13,7 +13,7 @@ _MAX_LISTED = 5
 
 
 class KohyaFolder(NamedTuple):
-    """Caption and repeats for the pictures in a folder, from its name."""
+    """Caption and repeats of the pictures in a folder, parsed from the folder's name as kohya's trainer does."""
 
     caption: str
     """Caption of the pictures without one of their own, unchanged from the folder's name."""
@@ -21,7 +21,10 @@ class KohyaFolder(NamedTuple):
 
 
 def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
-    """Folders named as kohya does (`10_sks dog`: repeats, caption), by name. Empty if some media are in others."""
+    """Parse folder names of kohya's form (`10_sks dog`: repeats, caption).
+
+    Empty if some media are in other folders.
+    """
     tops = dict.fromkeys(name.partition("/")[0] for name in listing.media)
     matches = {top: _FOLDER_PATTERN.fullmatch(top) for top in tops}
     # One folder that is named differently means that the names are classes after all.
@@ -31,7 +34,7 @@ def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
 
 
 def describe_kohya_folders(folders: Mapping[str, KohyaFolder]) -> list[str]:
-    """A note about how the folder names were interpreted."""
+    """Note about how kohya's folder names were interpreted; empty without such folders."""
     if not folders:
         return []
     descriptions = [

@@ -19,7 +19,7 @@ _CLOCK_RESOLUTION_NS = 2_000_000_000
 
 @dataclass
 class Listing:
-    """Files below a folder by relative path, without hidden ones; links are followed."""
+    """Relative paths of the files below a folder, without hidden ones; links are followed."""
 
     root: Path
     media: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Listing:
                 self.other_files.append(name)
 
     def is_current(self) -> bool:
-        """Whether no folder has changed since it was listed."""
+        """True if no folder in the listing has changed since it was listed."""
         # With a coarse clock, a change right after the listing may have left the same modification time.
         newest = max(self._folder_times.values(), default=self._listed_ns)
         if newest > self._listed_ns - _CLOCK_RESOLUTION_NS:

@@ -17,7 +17,7 @@ from dit_lora.files import append_line, read_json_lines
 
 
 class GeneratedCaptions:
-    """The captions of a folder that one process generates."""
+    """File of the captions that one process generates for a folder."""
 
     def __init__(self, root: Path, rank: int = 0) -> None:
         self._folder = root / WORK_FOLDER
@@ -25,7 +25,7 @@ class GeneratedCaptions:
 
     @contextmanager
     def lock_folder(self) -> Iterator[None]:
-        """Lock the folder inside the context, for one command at a time; raises `DitLoraError` if another has it."""
+        """Lock a folder whose captions are generated, for one command; raises `DitLoraError` if another has it."""
         try:
             self._folder.mkdir(exist_ok=True)
             handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -43,11 +43,11 @@ class GeneratedCaptions:
             os.close(handle)
 
     def add(self, name: str, caption: str) -> None:
-        """Write a caption to the disk."""
+        """Append a generated caption to the file of this process."""
         append_line(self._file, to_json_text({"file": name, "caption": caption}))
 
     def merge_into_table(self, *, include_all: bool) -> int:
-        """Move the collected captions, of this process or of all, into metadata.jsonl; returns how many were added.
+        """Move generated captions, of this process or of all, into metadata.jsonl; returns how many were added.
 
         A caption that was added to the table in the meantime, for example in an editor, stays.
         """

@@ -30,7 +30,7 @@ Sample = TypeVar("Sample", Clip, Conversation)
 
 
 def scan_sources(data: DataConfig, cache: Path | None = None) -> Scan:
-    """Read every clip of the sources and every problem of a sample; the media files are not read.
+    """List every clip of the data sources and every problem of a sample, without reading the media files.
 
     The folder `cache` stores the indices of tars. With `data.sources`, ids begin with the source's name, which
     does not change if sources are appended later. Raises `DitLoraError` that lists every unreadable source.
@@ -47,7 +47,7 @@ def scan_sources(data: DataConfig, cache: Path | None = None) -> Scan:
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
-    """Read every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan_sources`."""
+    """List every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan_sources`."""
     scanned = scan_sources(data, cache)
     if scanned.problems:
         location = data.path or "data.sources"
@@ -86,7 +86,7 @@ def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
 def read_all_sources(
     data: DataConfig, read_source: Callable[[SourceConfig], tuple[list[Sample], list[ClipProblem]]]
 ) -> tuple[list[Sample], list[ClipProblem]]:
-    """Samples and problems of all sources; with `data.sources`, the sources' names and weights are applied.
+    """List samples and problems of all data sources; with `data.sources`, the sources' names and weights are applied.
 
     Raises one `DitLoraError` for all sources that `read_source` cannot read.
     """
@@ -118,7 +118,7 @@ def read_all_sources(
 
 
 def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
-    """Prefix of each source's ids: the name of its folder or file, with a number if that is taken."""
+    """Prefix of each source's sample ids: the name of its folder or file, with a number if that is taken."""
     names: list[str] = []
     for source in sources:
         base = Path(source.path).expanduser().absolute().name

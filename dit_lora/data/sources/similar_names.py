@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def describe_similar_name(path: Path) -> str | None:
-    """Message about a file with a similar name, if the wanted one does not exist; None if there is no similar one."""
+    """Message about a file with a similar name, if the requested one does not exist; None if there is none."""
     try:
         names = _list_file_names(str(path.parent), path.parent.stat().st_mtime_ns)
     except OSError:
@@ -23,7 +23,7 @@ def describe_similar_name(path: Path) -> str | None:
 
 @lru_cache(maxsize=64)
 def _list_file_names(folder: str, changed_ns: int) -> dict[str, str]:
-    """File names in a folder by their normalized form; `changed_ns` makes the cache notice changes."""
+    """File names in a folder by their Unicode-normalized form; `changed_ns` makes the cache notice changes."""
     return {_normalise_name(name): name for name in os.listdir(folder)}
 
 

@@ -38,7 +38,7 @@ _TableRows = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
 
 
 def read_table(table: Path, source: SourceConfig) -> Scan:
-    """Read the clips of a table: one per row, with files below the table's folder or below `media`.
+    """Read the clips of a table (metadata file): one per row, with files below the table's folder or `media`.
 
     Raises `DitLoraError` if the table cannot be read or lacks a column.
     """
@@ -82,7 +82,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
 
 
 def _list_names(cell: object) -> list[object]:
-    """The names in a cell, which has one, a list, or none; in CSV, a list is written as JSON."""
+    """File names in a table cell, which has one, a list, or none; in CSV, a list is written as JSON."""
     if isinstance(cell, str) and cell.startswith("["):
         # A file name may begin with a bracket too, and is not JSON then.
         with suppress(ValueError):
@@ -92,12 +92,12 @@ def _list_names(cell: object) -> list[object]:
 
 
 def get_caption_columns(source: SourceConfig) -> tuple[str, ...]:
-    """The columns that may contain the caption; the first that the table has is used."""
+    """Columns that may contain the caption; the first that the table has is used."""
     return (source.caption_column,) if source.caption_column else CAPTION_COLUMNS
 
 
 class ExtraCells(NamedTuple):
-    """Cells that name the additional files of a sample; None and "" are empty."""
+    """Table cells that name the additional files of a sample; None and "" are empty."""
 
     image: object = None
     references: tuple[object, ...] = ()
@@ -108,7 +108,7 @@ NO_EXTRA_CELLS = ExtraCells()
 
 
 class ListedFiles:
-    """Adds the files named in a list, which must be below the list's folder or the source's `media`."""
+    """Adds the samples named in a list file; their files must be below the list's folder or the source's `media`."""
 
     def __init__(self, folder: Path, source: SourceConfig, collector: SampleCollector) -> None:
         self._root = Path(source.media).expanduser() if source.media else folder
@@ -120,14 +120,14 @@ class ListedFiles:
         """Files that the list names, relative to the root."""
 
     def add_listed_names(self, cells: Iterable[object]) -> None:
-        """Remember the files that a row names in any column: they do not count as left out of the list."""
+        """Remember the files that a row names in any column, so that they are not reported as left out of the list."""
         for cell in cells:
             for name in _list_names(cell):
                 if isinstance(name, str) and name:
                     self._listed_names.add(resolve_below(self._root, name) or "")
 
     def describe_left_out(self, table: str) -> list[str]:
-        """Notes about files that the list does not name; none with `media`, which several lists may share."""
+        """Notes about media files that the list does not name; none with `media`, which several lists may share."""
         if self._source.media is not None:
             return []
         # Listing the folder is needed only for the notes; the samples come from the list.
@@ -163,7 +163,10 @@ class ListedFiles:
         self._collector.add(path, media, caption, image=image, references=ordered_references, mask=loss_mask)
 
     def _find_extra_file(self, role: str, cell: object, faults: list[Fault]) -> MediaFile | None:
-        """An additional file of a sample; None if there is none, with a fault if one was named."""
+        """Find an additional file of a sample, such as a mask.
+
+        None if there is none; adds a fault if one was named.
+        """
         if cell is None or cell == "":
             return None
         if not isinstance(cell, str):
@@ -185,7 +188,7 @@ class ListedFiles:
 
 
 def read_text(path: Path) -> str:
-    """Text of a UTF-8 file without byte order mark; raises `DitLoraError` if it cannot be read."""
+    """Read a UTF-8 text file, without its byte order mark; raises `DitLoraError` if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -42,7 +42,7 @@ Members = dict[str, MemberLocation]
 
 
 def is_tar(path: Path) -> bool:
-    """Whether the path is named as a tar, compressed or not, and is not a folder."""
+    """True if a path is named as a tar, compressed or not, and is not a folder."""
     return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
 
 
@@ -60,7 +60,7 @@ def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder
 
 
 def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
-    """Read the samples of one tar; ids are the members' names. Raises `DitLoraError` if the file does not exist."""
+    """Read the samples of one tar; sample ids are the members' names. Raises `DitLoraError` if it does not exist."""
     if not path.is_file():
         raise DitLoraError(f"no file {path}")
     gathered = SampleCollector(source.caption)
@@ -71,7 +71,7 @@ def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> Scan
 def _add_tar(
     path: Path, prefix: str, source: SourceConfig, collector: SampleCollector, memo_folder: Path | None
 ) -> None:
-    """Add the samples and problems of one tar to `collector`; ids begin with `prefix`."""
+    """Add the samples and problems of one tar to `collector`; sample ids begin with `prefix`."""
     file = prefix.rstrip("/") or path.name
     try:
         with path.open("rb") as stream:
@@ -92,7 +92,7 @@ def _add_tar(
 
 @dataclass
 class _TarIndex:
-    """Index of a tar, from the headers of its members."""
+    """Samples in a tar by key, built from the headers of its members, and refused members."""
 
     samples: dict[str, Members] = field(default_factory=dict)
     """Members of each sample by key; samples with a refused member are left out."""
@@ -110,7 +110,7 @@ class _StoredIndex(TypedDict):
 
 
 def _load_or_build_index(path: Path, stream: BinaryIO, memo_folder: Path | None) -> _TarIndex:
-    """Index of a tar, computed again only if the tar's size, times or inode differ from the memo."""
+    """Load the stored index of a tar, or build it if the tar's size, times or inode differ."""
     status = os.fstat(stream.fileno())
     if memo_folder is None:
         return _build_index(stream, status.st_size)
@@ -182,7 +182,7 @@ def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tar
 
 
 def _find_member_fault(member: tarfile.TarInfo, size: int, is_duplicate: bool) -> tuple[str, str] | None:
-    """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
+    """Code and message if a member must not be read from a tar of `size` bytes; None if it may be."""
     if member.issym() or member.islnk():
         return "unsafe_name", f"a link, to {member.linkname}"
     if not (member.isreg() or member.isdir()):
@@ -211,7 +211,7 @@ class _SampleAdder:
     stream: BinaryIO
 
     def add(self, key: str, members: Members) -> bool:
-        """Add a sample; returns False if the members are not a sample, or it is refused."""
+        """Add one sample of the tar; returns False if the members are not a sample, or it is refused."""
         extra = _ExtraMembers.from_members(members, self.source)
         ranks: dict[tuple[bool, bool], list[str]] = {}
         # References and masks are pictures too, so they are excluded first.
@@ -253,7 +253,7 @@ class _SampleAdder:
         return True
 
     def _read_caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
-        """The caption (then the second value is unused), or None with the code and message of the fault."""
+        """Read a sample's caption; returns it, or None with the code and message of the fault."""
         if self.source.caption is not None:
             return None, ("", "")
         if self.source.caption_column is not None:
@@ -291,7 +291,7 @@ def _list_media_extensions(members: Members) -> list[str]:
 
 @dataclass(frozen=True)
 class _ExtraMembers:
-    """Extensions of a sample's references, in order, and of its mask, such as `mask.png`."""
+    """Extensions of a sample's members that are references, in order, and masks, such as `mask.png`."""
 
     references: list[str]
     masks: list[str]
@@ -303,7 +303,10 @@ class _ExtraMembers:
 
     @classmethod
     def from_members(cls, members: Members, source: SourceConfig) -> "_ExtraMembers":
-        """Files that the source's columns name; by default, references are `reference.png`, `reference_1.jpg` ..."""
+        """Find a sample's references and masks among its tar members, by the source's columns.
+
+        By default, references are `reference.png`, `reference_1.jpg` ...
+        """
         by_middle: dict[str, list[str]] = {}
         for name in _list_media_extensions(members):
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
@@ -336,5 +339,5 @@ _REFERENCE_PATTERN = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
 
 
 def _get_suffix(extension: str) -> str:
-    """Suffix of an extension that may have several parts."""
+    """Suffix of a tar member's extension that may have several parts."""
     return f".{extension.rpartition('.')[2]}"

@@ -16,7 +16,7 @@ _BACKGROUND = (24, 24, 30)
 def write_shapes(
     out_folder: Path, *, clips: int, frames: int, height: int, width: int, fps: float, sound: bool = False
 ) -> list[Path]:
-    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
+    """Generate a data set of `clips` mp4 files with metadata.jsonl; each clip has a colour, a shape and a direction.
 
     With `sound`, each also has a tone. With one frame, png files are written instead, each with a .txt of the
     same name, as Sana's trainer reads them.
@@ -52,9 +52,10 @@ def write_shapes(
 def write_class_folders(
     out_folder: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
 ) -> list[Path]:
-    """Write `images` png files in one folder per class, such as red_disc; a class's images differ in the position.
+    """Generate a data set of `images` png files in one folder per class, such as red_disc.
 
-    With more than one frame, mp4 clips in which the shape moves are written instead.
+    A class's images differ in the position. With more than one frame, mp4 clips in which the shape moves are written
+    instead.
     """
     classes = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     paths = []

@@ -42,7 +42,10 @@ def write_conversations(
 
 
 def _choose_attributes(index: int) -> tuple[str, str, bool]:
-    """Colour, shape, and whether it moves right; any twelve consecutive indices cover all combinations."""
+    """Colour and shape of a generated clip, and whether it moves right.
+
+    Any twelve consecutive indices cover all combinations.
+    """
     colours, shapes = list(COLOURS), list(SHAPES)
     # After six clips, all colours and shapes have occurred, so the direction is swapped.
     per_side = len(colours) * len(shapes)

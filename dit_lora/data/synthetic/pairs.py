@@ -62,7 +62,10 @@ def write_edit_pairs(
 def _render_frames(
     kind: str, colours: torch.Tensor, positions: Sequence[Sequence[float]], height: int, width: int
 ) -> torch.Tensor:
-    """Frames, uint8 (frames, height, width, 3); `colours` of the shape and of the banded background are (2, 3)."""
+    """Render the frames of a generated edit pair, uint8 (frames, height, width, 3).
+
+    `colours` of the shape and of the banded background are (2, 3).
+    """
     radius = min(height, width) / 4
     rows, columns = torch.arange(height).view(-1, 1), torch.arange(width).view(1, -1)
     # Diagonal bands, (H, W).

@@ -15,7 +15,7 @@ TIMBRES = {"disc": (1.0,), "square": (1.0, 0.0, 1 / 3, 0.0, 1 / 5)}
 
 
 def make_tone(shape: str, moves_right: bool, seconds: float) -> Sound:
-    """Tone of a shape in two channels; it moves from one speaker to the other as the shape moves."""
+    """Generate the sound of a clip in two channels; it moves from one speaker to the other as the shape moves."""
     time = torch.arange(round(seconds * SAMPLE_RATE), dtype=torch.float64) / SAMPLE_RATE
     progress = time / seconds if moves_right else 1 - time / seconds
     # The phase is the integral of the pitch, which changes exponentially.

@@ -134,7 +134,7 @@ class ClassInfo(CheckpointInfo):
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
-            problem = f"validation.prompts: unknown classes {', '.join(map(repr, unknown_prompts))}; choose from"
+            problem = f"validation.prompts: unknown class {', '.join(map(repr, unknown_prompts))}; choose from"
             raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
         return info.with_classes(classes)
 

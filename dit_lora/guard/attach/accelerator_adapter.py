@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class Host:
-    """Device, ranks and prepared objects of the guarded loop; `accelerator` is None in plain PyTorch."""
+    """Device, process group and Accelerate objects of a guarded training loop.
+
+    `accelerator` is None in plain PyTorch.
+    """
 
     def __init__(self, accelerator: "Accelerator | None", device: torch.device) -> None:
         if accelerator is not None and not is_instance_of(accelerator, "accelerate:Accelerator"):
@@ -41,7 +44,7 @@ class Host:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that agree on each step; 1 once the loop has ended its process group."""
+        """Number of ranks that must agree on each step; 1 once the loop has destroyed its process group."""
         return get_num_processes() if self.is_shared else 1
 
     def detect_shared_training(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -97,7 +100,7 @@ class Host:
         return folder if self.is_shared or not self.process_rank else folder / f"process_{self.process_rank}"
 
     def log(self, message: str) -> None:
-        """Log a warning that begins with "guard: "; only rank 0 logs for ranks that train together."""
+        """Log a warning that begins with "guard: ". If ranks train one model together, only rank 0 logs."""
         if self.rank != 0:
             return
         if not self.is_shared and self.process_rank:
@@ -109,12 +112,18 @@ class Host:
 
     @property
     def syncs_gradients(self) -> bool:
-        """True if this backward is the last one before an optimizer step. Always true in a plain loop."""
+        """True if the current backward is the last one before an optimizer step (Accelerate).
+
+        Always true in a plain loop.
+        """
         return self.accelerator is None or self.accelerator.sync_gradients
 
     @property
     def is_step_due(self) -> bool:
-        """True if the loop calls `optimizer.step` after this backward, the last one of an accumulation."""
+        """True if the loop calls `optimizer.step` itself after the current backward; False under DeepSpeed.
+
+        It is also false for all but the last backward of gradient accumulation.
+        """
         return self.syncs_gradients and not self.uses_deepspeed
 
     @property
@@ -129,20 +138,20 @@ class Host:
 
     @property
     def folder(self) -> Path:
-        """The loop's output folder: Accelerate's `project_dir`, or `dit_lora_guard`."""
+        """Default output folder of a guarded loop: Accelerate's `project_dir`, or `dit_lora_guard` without one."""
         # `project_dir` is None unless the script has set it.
         project = self.accelerator.project_dir if self.accelerator is not None else None
         return Path(project) if project is not None else Path("dit_lora_guard")
 
     def unwrap_models(self, named_models: Sequence[nn.Module]) -> list[nn.Module]:
-        """The `named_models` models and those that Accelerate has prepared, unwrapped, each once."""
+        """Unwrap the `named_models` models and those that Accelerate has prepared, and return each once."""
         prepared = self.accelerator._models if self.accelerator is not None else []
         unwrapped = [unwrap_model(model) for model in [*named_models, *prepared]]
         # By id, since a model may be both named and prepared.
         return list({id(model): model for model in unwrapped}.values())
 
     def find_prepared_optimizer(self, optimizer: Any) -> Any:
-        """Accelerate's wrapper of this optimizer, which the loop steps; without Accelerate the optimizer itself."""
+        """Accelerate's wrapper of an optimizer, which the loop steps; without Accelerate the optimizer itself."""
         wrappers = self.accelerator._optimizers if self.accelerator is not None else []
         # The loop calls the wrapper's `step`, so that method has to be watched.
         return next((wrapper for wrapper in wrappers if wrapper.optimizer is optimizer), optimizer)
@@ -181,12 +190,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer without Accelerate's wrapper."""
+    """Unwrap an optimizer from Accelerate's wrapper."""
     return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
 
 
 def has_found_infinity(scaler: Any, optimizer: Any) -> bool:
-    """True if the scaler found an infinite gradient, including when a fused optimizer reads the flag on the device."""
+    """True if a gradient scaler found an infinite gradient, even if a fused optimizer reads its flag on the device."""
     # A disabled scaler has no per-optimizer state.
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     return any(bool(flag) for flag in state.get("found_inf_per_device", {}).values())

@@ -36,7 +36,9 @@ class BundleWriter:
     def write(
         self, call: CapturedCall, event: Mapping[str, Any], facts: Mapping[str, Any], *, is_shared: bool
     ) -> str | None:
-        """Write the inputs, weights and random state of a failed call; returns the bundle's relative path, or None.
+        """Write a replay bundle of a failed model call: inputs, weights and random state.
+
+        Returns its relative path, or None.
 
         With `is_shared`, every rank passes the same call, as sharded weights need, and the main process writes. A
         bundle must not end a run: failures are logged and raise nothing.
@@ -97,7 +99,7 @@ class BundleWriter:
 
 
 def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
-    """Convert a call to JSON values. Its tensors are collected in `writer`."""
+    """Convert a recorded model call to JSON values for a replay bundle. Its tensors are collected in `writer`."""
     packed: dict[str, Any] = {
         "args": [writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)],
         "kwargs": [[name, writer.to_node(value, name)] for name, value in call.kwargs.items()],
@@ -116,7 +118,7 @@ def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
 
 
 def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
-    """Rebuild the call in a bundle so that it runs on `model`.
+    """Rebuild a recorded model call from a replay bundle so that it runs on `model`.
 
     Raises:
         DitLoraError: If the bundle is incomplete or cannot be read.
@@ -154,7 +156,7 @@ def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Captu
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Class name and parameter shapes, which identify a model in a bundle."""
+    """Class name and parameter shapes of a model, which identify it in a replay bundle."""
     return {"class": get_original_class(model).__name__, "parameters": describe_parameters(model)}
 
 
@@ -164,7 +166,7 @@ def describe_parameters(model: nn.Module) -> list[str]:
 
 
 def list_package_versions() -> dict[str, str]:
-    """Installed versions of the packages in `_PACKAGES`, by name."""
+    """Installed versions of the packages that a replay bundle records, by name."""
     installed = {}
     for name in _PACKAGES:
         try:

@@ -21,9 +21,9 @@ def try_call(
     on_error: Callable[[Exception], None] = lambda error: None,
     reraised: tuple[type[BaseException], ...] = (),
 ) -> T | None:
-    """The result of `attempt()`.
+    """Call `attempt` and return its result.
 
-    If it raises an `Exception` not in `reraised`, calls `on_error(error)` and returns None.
+    If it raises an `Exception` not in `reraised`, call `on_error(error)` and return None.
     """
     try:
         return attempt()
@@ -39,7 +39,10 @@ def try_call(
 def try_or_warn(
     attempt: Callable[[], T], activity: str, *, reraised: tuple[type[BaseException], ...] = ()
 ) -> T | None:
-    """Call `attempt`, which should never fail, and log the first error of each kind as a warning."""
+    """Call `attempt` and return its result.
+
+    If it raises, log the first error of each kind as a warning and return None.
+    """
     try:
         return attempt()
     except reraised:
@@ -52,7 +55,7 @@ def try_or_warn(
 def warn_on_error(
     activity: str, *, reraised: tuple[type[BaseException], ...] = ()
 ) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-    """Decorator that applies `try_or_warn` to every call of a method."""
+    """Decorator for methods: an exception is logged as a warning instead of raised, as with `try_or_warn`."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T | None]:
         @functools.wraps(method)

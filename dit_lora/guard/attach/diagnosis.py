@@ -47,7 +47,7 @@ _OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a 
 
 
 class _EmptyBatch(MicroBatch):
-    """Stands for the calls of a step in a diagnosis of the state, which replays nothing."""
+    """Placeholder for a micro-batch when only weights and optimizer state are diagnosed. It cannot be replayed."""
 
     def forward(self) -> LossOutput:
         raise DitLoraError("there is nothing to replay")
@@ -67,7 +67,7 @@ def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> D
 
 @dataclass
 class CallDiagnoser:
-    """Diagnoses the calls of one failed step."""
+    """Diagnoses the recorded model calls of one failed step of a loop."""
 
     watched: WatchedModels
     namer: SampleNamer
@@ -79,7 +79,7 @@ class CallDiagnoser:
     """False to run no experiments, after many failed steps in a row."""
 
     def diagnose_micro_batches(self, rank_calls: RankCalls) -> list[RankDiagnosis[CapturedCall]]:
-        """One verdict per micro-batch with bad values, or per micro-batch if none has. Collective in lockstep."""
+        """Diagnose each micro-batch that has non-finite values, or all if none has. Collective for sharded models."""
         # A call without an output ended in an error, or its step is over.
         calls = [call for call in rank_calls.calls if call.outputs]
         # Calls are in order, so those of a micro-batch are neighbours, as groupby needs.
@@ -94,7 +94,7 @@ class CallDiagnoser:
     def find_bad_samples(
         self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall], rank: int
     ) -> list[RankDiagnosis[CapturedCall]]:
-        """Samples that were already bad when loaded, by name. Runs no experiment."""
+        """Samples that were already non-finite when loaded: names and descriptions. Replays nothing."""
         results = []
         for call in calls:
             diagnosis = self._diagnose_inputs(call, controls.get(id(call.owner)), rank)
@@ -109,7 +109,7 @@ class CallDiagnoser:
     def _diagnose_micro_batch(
         self, group: Sequence[CapturedCall], rank_calls: RankCalls
     ) -> RankDiagnosis[CapturedCall]:
-        """The verdict on the call where the bad values start.
+        """Diagnose the model call in which the non-finite values of one micro-batch start.
 
         A model's output is the next model's input; gradients flow in the opposite direction.
         """
@@ -141,7 +141,7 @@ class CallDiagnoser:
         return RankDiagnosis(_add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call)
 
     def _diagnose_inputs(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis | None:
-        """The verdict on an empty batch or on bad argument values; None if the inputs are good."""
+        """Diagnosis if the batch is empty or an argument has bad values; None if the inputs are good."""
         if call.num_samples == 0:
             return self._make_diagnosis(call, rank, "inputs", "the batch has no samples", (), {})
         tolerated = {part.path for part in _find_bad_parts(control)} if control else set()
@@ -179,7 +179,7 @@ class CallDiagnoser:
         return self._make_diagnosis(call, rank, "inputs", message, named_rows, evidence)
 
     def _diagnose_loss(self, call: CapturedCall, rank: int) -> Diagnosis:
-        """The verdict on a call whose output is good and whose output gradient is bad."""
+        """Diagnosis of a model call whose output is finite and whose output gradient is not: the loss is the cause."""
         rows = call.bad_gradient_rows
         evidence: dict[str, Any] = {"of_the_loop": True, "rows_with_bad_gradient": rows[:50]}
         items = self.namer.find_bad_items(call, len(rows))
@@ -285,7 +285,7 @@ def diagnose_missing_call(step: int, rank: int) -> Diagnosis:
 
 
 def _find_bad_parts(call: CapturedCall) -> list[SamplePart]:
-    """Parts of arguments with values that are not finite or whose square overflows fp32."""
+    """Parts of a call's arguments with values that are not finite or whose square overflows fp32."""
     if not call.is_intact:  # overwritten arguments are no longer those of the call
         return []
     return [
@@ -299,7 +299,7 @@ def _find_bad_parts(call: CapturedCall) -> list[SamplePart]:
 def _add_failing_rows(
     diagnosis: Diagnosis, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
 ) -> Diagnosis:
-    """Add the samples that fail when run individually, unless every sample does."""
+    """Add to a diagnosis the samples that fail when run individually, unless every sample does."""
 
     def fails(micro_batch: MicroBatch) -> bool:
         return not replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)
@@ -314,7 +314,7 @@ def _add_failing_rows(
 
 
 def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
-    """Add the model's name to a verdict if there are several models."""
+    """Prefix the message of a diagnosis with the model's name, if there are several models."""
     if not prefix or diagnosis.cause == "transient":
         return diagnosis
     # A prefix is a model's name with a dot, as in the names of its parameters.
@@ -324,7 +324,7 @@ def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
 
 
 def _format_descriptions(descriptions: Mapping[str, str]) -> str:
-    """The description of one sample, or of each sample with its name."""
+    """Format descriptions of bad samples as one text; names are omitted if there is only one sample."""
     if len(descriptions) == 1:
         return next(iter(descriptions.values()))
     return "; ".join(

@@ -20,7 +20,7 @@ _TORCH_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore everything that running the models changes, apart from gradients.
+    """Restore everything that running models changes, apart from gradients, when the context ends.
 
     Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
     Python's and NumPy's generators. Hooks on accumulated gradients, such as an optimizer in the backward, do not run.
@@ -53,7 +53,7 @@ def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _AttributeBackup:
-    """A copy of a module's plain attributes and containers, without its tensors and submodules."""
+    """Backup of a module's plain attributes and containers, without its tensors and submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -87,7 +87,7 @@ class _AttributeBackup:
 
 
 class _BufferBackup:
-    """Copies of the modules' buffers, up to 1 GiB, to undo what a forward writes to them."""
+    """Backup of modules' buffers, up to 1 GiB, to undo what a forward pass writes to them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._saved_buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []

@@ -19,7 +19,7 @@ def find_trained_models(
     called_models: Sequence[nn.Module] = (),
     required: nn.Module | None = None,
 ) -> Models:
-    """Models with parameters in the optimizers, and those in `called_models`, which a loss passes through, in order.
+    """Find the models that a loop trains: those with parameters in its optimizers, and those a loss passes through.
 
     Optimizer parameters outside every model (a textual inversion's vector, say) form an extra model, which is never
     called.

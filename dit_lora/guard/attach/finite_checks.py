@@ -44,7 +44,7 @@ def validate_check_names(names: Collection[str]) -> frozenset[str]:
 
 
 def _compute_peak(tensors: Sequence[torch.Tensor]) -> float:
-    """Largest magnitude of tensors of any kind; NaN if any value is."""
+    """Largest magnitude among tensors of any layout and dtype; 0.0 without values, NaN if any value is NaN."""
     peaks = [values.abs().max() for t in tensors if (values := to_strided_real(t)).numel()]
     if not peaks:
         return 0.0
@@ -53,7 +53,10 @@ def _compute_peak(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
-    """Largest magnitude among tensors of any kind and size; NaN if any value is NaN."""
+    """Largest magnitude among tensors of any layout and dtype, computed in few operations for many small ones.
+
+    NaN if any value is NaN.
+    """
     joined: list[torch.Tensor] = []
     unjoined: list[torch.Tensor] = []
     for tensor in tensors:
@@ -70,7 +73,7 @@ def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class OptimizerChecks:
-    """Checks of the gradients and weights that one optimizer trains.
+    """Finiteness checks of the gradients and weights that one optimizer trains.
 
     Args:
         parameters: The trained parameters, by name.
@@ -149,7 +152,7 @@ class OptimizerChecks:
         return 0 < norms < SQUARE_LIMIT
 
     def _join_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
-        """The gradients of a group of parameters as one tensor; None if there are none."""
+        """Concatenate the gradients of a group of parameters; None if there are none."""
         # Scalars have no dimension to concatenate along.
         join = torch.cat if group[0].ndim else torch.stack
         if not self._lacks_gradients:
@@ -161,7 +164,7 @@ class OptimizerChecks:
         return join(grads) if grads else None
 
     def compute_gradient_peak(self) -> float:
-        """Largest magnitude of the current gradients; 0 without gradients, NaN if any value is NaN."""
+        """Largest magnitude of the optimizer's current gradients; 0 without gradients, NaN if any value is NaN."""
         small = [grad for p in self._small if (grad := p.grad) is not None]
         large = [grad for p in self._large if (grad := p.grad) is not None]
         with torch.no_grad():
@@ -191,14 +194,14 @@ class OptimizerChecks:
         return max(peaks, key=lambda peak: (peak != peak, peak))
 
     def is_bad_gradient(self, peak: float) -> bool:
-        """True for NaN, Inf, and finite gradients whose square overflows in an optimizer with second moments."""
+        """True for a gradient peak of NaN or Inf, or whose square overflows if the optimizer has second moments."""
         if not isfinite(peak):
             return True
         has_large_square = peak > SQUARE_LIMIT and self._has_second_moments
         return has_large_square and not all(p.dtype is torch.float64 for _, p in self.parameters)
 
     def find_bad_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient is bad. Slow; used for failed steps."""
+        """Names of the parameters whose gradient is not finite or too large. Slow; used for failed steps."""
         return [
             name for name, p in self.parameters if p.grad is not None and self.is_bad_gradient(_compute_peak([p.grad]))
         ]
@@ -225,7 +228,7 @@ class OptimizerChecks:
         return not self._unjoined or isfinite(self._find_peak([], self._unjoined))
 
     def _has_current_views(self) -> bool:
-        """False if a weight has been moved to other memory with `.data`.
+        """False if a parameter has been moved to other memory with `.data`, so that views of it are outdated.
 
         Each call checks the first weight and an eighth of all weights.
         """

@@ -15,7 +15,7 @@ SQUARE_LIMIT = 1.8e19
 
 
 def to_strided_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of any layout or dtype as a strided real tensor; the local shard of a sharded tensor."""
+    """Convert a tensor of any layout or dtype to a strided real tensor; for a sharded tensor, the local shard."""
     values = get_strided_values(get_local_tensor(tensor.detach()))
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -29,12 +29,12 @@ def is_finite_tensor(tensor: torch.Tensor) -> bool:
 
 
 def has_nonfinite_values(value: Any) -> bool:
-    """True if any tensor or array in a value is not finite."""
+    """True if any tensor or array in a nested value is not finite."""
     return not all(is_finite_tensor(tensor) for _, tensor in iter_tensors(value))
 
 
 def find_bad_tensors(value: Any, tolerated_names: Collection[str], scalar_names: Collection[str]) -> list[str]:
-    """Describe the tensors in a value that are not finite.
+    """Describe the non-finite tensors in an object that is about to be saved.
 
     Args:
         value: The object to save: a module, a state dict, a dict of these.
@@ -55,7 +55,7 @@ def find_bad_tensors(value: Any, tolerated_names: Collection[str], scalar_names:
 
 
 def find_infinite_names(model: torch.nn.Module) -> list[str]:
-    """Names of weights and buffers that hold Inf but no NaN, as masks do."""
+    """Names of a model's weights and buffers that hold Inf but no NaN, as masks do."""
     # NaN is never intended; Inf may be, as in attention masks.
     named = [*model.named_parameters(), *model.named_buffers()]
     bad = [(name, to_strided_real(tensor)) for name, tensor in named if not is_finite_tensor(tensor)]

@@ -13,7 +13,7 @@ _MAX_DAMAGED = 2
 
 
 class LoopFrozenRecord(FrozenRecord):
-    """Digests of the frozen weights and buffers that the loop itself does not change.
+    """Digests of the frozen weights and buffers that the training loop itself does not change.
 
     Excluded are buffers that a model call writes to, tensors that differ after a healthy step, such as counters and
     scales, and tensors that code changed later in many places at once. Faulty memory changes a tensor without raising
@@ -42,7 +42,7 @@ class LoopFrozenRecord(FrozenRecord):
         self._versions_at_call, self._addresses_at_call = (self._read_versions(), self._read_addresses())
 
     def after_call(self) -> None:
-        """Exclude the buffers that the model has written to since its call started, healthy or not."""
+        """After a model call, stop watching the buffers that the model has written to since the call started."""
         # Writes raise the version counter; a new tensor in its place has another address.
         written = _find_differing(self._versions_at_call, self._read_versions())
         written |= _find_differing(self._addresses_at_call, self._read_addresses())
@@ -50,7 +50,7 @@ class LoopFrozenRecord(FrozenRecord):
         self._changed_by_loop |= {name for name in written if name.startswith("buffer ")}
 
     def calibrate(self) -> None:
-        """Exclude the tensors that a healthy step has changed.
+        """Stop watching the frozen tensors that a healthy step has changed.
 
         A weight that changed without a recorded write is excluded only if the next healthy step changes it too.
         """
@@ -67,7 +67,10 @@ class LoopFrozenRecord(FrozenRecord):
         self._digests_after_first, self.is_calibrated = None, True
 
     def has_damage(self) -> bool:
-        """True if a tensor changed although no code wrote to it. Other changes are excluded from now on."""
+        """True if a frozen tensor changed although no code wrote to it.
+
+        Tensors that code changed are no longer watched.
+        """
         # Bits that differ from the start, apart from tensors that the loop is known to change.
         altered = set(super()._find_changed()) - self._changed_by_loop
         damaged = self._find_damaged(altered)
@@ -75,17 +78,17 @@ class LoopFrozenRecord(FrozenRecord):
         return bool(damaged)
 
     def is_changed_by_loop(self, description: str) -> bool:
-        """True if the described tensor, "<kind> <name> ...", is changed by the loop itself."""
+        """True if a description, "<kind> <name> ...", is of a frozen tensor that the loop itself changes."""
         # Names are "weight <name>" or "buffer <name>".
         kind, name, *_ = description.split(" ")
         return f"{kind} {name}" in self._changed_by_loop
 
     def _find_damaged(self, altered: set[str]) -> set[str]:
-        """The altered tensors that only faulty memory can explain."""
+        """Of frozen tensors with changed bits, those whose change only faulty memory can explain."""
         return _keep_if_few(altered - self._find_traced(altered), _MAX_DAMAGED)
 
     def _find_traced(self, altered: set[str]) -> set[str]:
-        """The altered tensors that code has written to.
+        """Of frozen tensors with changed bits, those that code has written to.
 
         Code that bypasses the version counter with `.data`, such as averages and fused adapters, writes to many
         tensors at once or replaces their storage.

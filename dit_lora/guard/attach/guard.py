@@ -44,7 +44,10 @@ _GUARD_ATTRIBUTE = "_dit_lora_guard"
 
 
 class _GuardReference:
-    """Keeps a guard alive as long as its optimizer. Copies and pickles of the optimizer contain None instead."""
+    """Attribute of an optimizer that keeps its guard alive.
+
+    Copies and pickles of the optimizer contain None instead.
+    """
 
     def __init__(self, guard: "Guard") -> None:
         self.guard = guard
@@ -57,7 +60,7 @@ class _GuardReference:
 
 
 class _GatedMethod:
-    """Wraps the `step` of a schedule or an average, which does nothing for a skipped step."""
+    """Replacement for the `step` of a schedule or moving average, which does nothing for a skipped step."""
 
     def __init__(self, owner: Any, should_skip: Callable[[Any], bool]) -> None:
         self._owner = weakref.ref(owner)
@@ -71,7 +74,10 @@ class _GatedMethod:
 
 
 class Guard:
-    """Watches the models and optimizers of a loop. Create it with `attach` or `watch`."""
+    """Watches the models and optimizers of a training loop, and skips or repairs steps with NaN or Inf.
+
+    Create it with `attach` or `watch`.
+    """
 
     def __init__(
         self,
@@ -136,7 +142,7 @@ class Guard:
             optimizer: The prepared optimizer, or a list.
             lr_scheduler: A schedule that Accelerate has not prepared, or a list: a skipped step does not advance it.
             ema: An average with a `step` method, as Diffusers' `EMAModel`: a skipped step does not advance it.
-            config: A `LoopConfig`, or a `LadderConfig`, whose default ladder ends in a stop.
+            config: A `LoopConfig`, or a `LadderConfig`, whose default recovery actions end in a stop.
             folder: Receives guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
             checks: The checks to run, by default all of `CHECKS`.
             loader: No longer needed: every DataLoader of the process is followed.
@@ -208,7 +214,7 @@ class Guard:
         checks: Collection[str] = CHECKS,
         discovery: ModelDiscovery | None = None,
     ) -> "Guard":
-        """Guard a loop with or without an accelerator, and with or without named models.
+        """Create a guard for a loop with or without an accelerator, and with or without named models.
 
         `discovery` may have searched for models before the guard existed.
         """
@@ -241,17 +247,17 @@ class Guard:
 
     @property
     def step(self) -> int:
-        """Number of the current optimizer step, from 1."""
+        """Number of the training loop's current optimizer step, from 1."""
         return self._step_hooks.number
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The records of events.jsonl, one dict per line."""
+        """Records of events.jsonl that this guard has written, one dict per line."""
         return self._recovery.events
 
     @property
     def context(self) -> DiagnosisContext:
-        """The diagnosis context of the first model: the parts that a diagnosis may inspect and switch off."""
+        """Context for diagnosing the first watched model: the parts that a diagnosis may inspect and switch off."""
         return next(iter(self._watched.contexts.values()))
 
     @contextmanager
@@ -276,7 +282,7 @@ class Guard:
             log.sample_names, log.generator = (), None
 
     def before_save(self, saved: Any = None) -> None:
-        """Restore the last good state if trained weights are bad, and report values in `saved` that are not finite.
+        """Check values that are about to be saved: restore bad trained weights, and report other bad values.
 
         `torch.save` and safetensors do this automatically while a guard lives; call it before saving in another way.
         Not collective: the rank that saves may call it without the others.
@@ -284,7 +290,7 @@ class Guard:
         self._step_hooks.before_save(saved, "what is saved")
 
     def before_clipping(self) -> None:
-        """Call this before clipping with a function other than `clip_grad_norm_`, to have the bad gradient named."""
+        """Record bad gradients before clipping with a function other than `clip_grad_norm_`, to have them named."""
         self._step_hooks.before_clipping()
 
     def add_schedule(self, schedule: Any) -> None:
@@ -297,7 +303,7 @@ class Guard:
         return any(watched.inner is optimizer for watched in self._step_hooks.optimizers)
 
     def detach(self) -> None:
-        """Stop guarding the loop, and report the number of steps that were not taken."""
+        """Stop guarding the training loop, and report the number of steps that were not taken."""
         self._log_summary()
         EVENTS.remove(self._step_hooks)
         self._watched.stop()
@@ -325,7 +331,7 @@ class Guard:
         self._write_counts()
 
     def format_summary(self) -> str | None:
-        """One line on the number of steps that were not taken; None if all were."""
+        """Summary of the steps that were not taken, on one line; None if all were taken."""
         return self._recovery.budget.format_summary()
 
     def _install_hooks(self, schedules: list[Any], ema: MovingAverage | None) -> None:
@@ -355,7 +361,7 @@ class Guard:
         EVENTS.follow_accelerate()
 
     def _gate_step(self, owner: Any) -> None:
-        """Make `owner.step` do nothing in a skipped step: neither the learning rate nor an average may move."""
+        """Make the `step` of a learning rate schedule or moving average do nothing in a skipped step."""
         gated = _GatedMethod(owner, self._step_hooks.should_skip_update)
         self._gated_methods.append(gated)
         self._interceptions.intercept_method(owner, "step", gated.step)
@@ -389,7 +395,7 @@ class Guard:
 
 
 def _to_list(value: Any) -> list[Any]:
-    """The value as a list; None becomes an empty list."""
+    """Wrap a single value in a list; None becomes an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

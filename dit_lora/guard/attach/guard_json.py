@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 
 
 class GuardFile:
-    """One guard's entry in its folder's guard.json. The main process writes it."""
+    """Writes one guard's entry in guard.json of its folder. Only the main process writes."""
 
     def __init__(self, host: Host, folder: Path | None) -> None:
         self.id = secrets.token_hex(4)
@@ -45,7 +45,10 @@ class GuardFile:
         }
 
     def update(self, **facts: Any) -> None:
-        """Update the entry and write it. If the folder cannot be written, logs that once and goes on."""
+        """Update the guard's entry in guard.json and write it.
+
+        If the folder cannot be written, logs that once and goes on.
+        """
         self._entry |= {"ranks": self._host.num_ranks, **facts}
         if self._path is None or self._host.rank != 0:
             return

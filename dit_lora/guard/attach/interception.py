@@ -22,7 +22,7 @@ models nor optimizers alive that the loop has dropped.
 
 
 def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
-    """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
+    """Keep dynamo from compiling a function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):
@@ -32,7 +32,7 @@ def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 class _WeakHandler:
-    """A weakly held bound method; like `weakref.WeakMethod`, at a tenth of the cost per access."""
+    """Weak reference to a bound method, like `weakref.WeakMethod` at a tenth of the cost per access."""
 
     __slots__ = ("function", "owner")
 
@@ -47,7 +47,7 @@ class _WeakHandler:
 
 
 class _ClassMethodPatch:
-    """One method of one class, replaced for the objects in `handlers`."""
+    """Replacement of one method of a class, for the objects in `handlers` only."""
 
     def __init__(self, cls: type, name: str) -> None:
         self.cls = cls
@@ -132,7 +132,7 @@ class Interceptions:
         self._undo_functions: list[Callable[[], None]] = []
 
     def intercept_method(self, owner: Any, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` instead of `owner.name(...)`, for this object only.
+        """Call `handler(original, ...)` instead of the method `owner.name(...)`, for this object only.
 
         If the object has an instance attribute of that name, as an optimizer has once a schedule was created for it,
         that attribute is replaced by a function with the same markers.
@@ -148,7 +148,7 @@ class Interceptions:
         self._undo_functions.append(lambda: patch.remove(key, handler))
 
     def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
-        """Call `handler(original, self, ...)` instead of a method of every object of the class."""
+        """Call `handler(original, self, ...)` instead of a method, for every object of the class."""
         self.intercept_function(cls, name, handler)
 
     def intercept_function(self, holder: ModuleType | type, name: str, handler: Handler) -> None:

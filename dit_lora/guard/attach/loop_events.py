@@ -24,7 +24,7 @@ from dit_lora.guard.finite_gate import NonFiniteError
 
 
 class LoopListener(Protocol):
-    """The interface through which a guard receives these events."""
+    """Interface of a guard that is notified of a loop's backward passes, clipping, scaler steps and saves."""
 
     def before_backward(self, tensors: Any) -> None: ...
 
@@ -37,7 +37,7 @@ class LoopListener(Protocol):
     def take_scaler_step(
         self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Handle the step of a scaler; NotImplemented for another guard's optimizer."""
+        """Handle a gradient scaler's step of an optimizer; NotImplemented if the optimizer is another guard's."""
 
     def before_save(self, value: Any, path: str) -> None: ...
 
@@ -45,7 +45,7 @@ class LoopListener(Protocol):
 
 
 class LoopEvents:
-    """Forwards the events of a process to its guards."""
+    """Intercepts the functions that training loops call, and forwards their events to the guards of this process."""
 
     def __init__(self) -> None:
         self.batches = LoadedBatches()
@@ -59,7 +59,7 @@ class LoopEvents:
         """Called after each backward of the loop."""
 
     def add(self, listener: LoopListener) -> None:
-        """Notify a guard of every event from now on."""
+        """Register a guard, which is notified of every event of the training loop from now on."""
         # When the loop drops its guard, stop intercepting.
         self._listeners.append(weakref.ref(listener, lambda _ref: self._uninstall_if_unused()))
         self._install()
@@ -70,7 +70,7 @@ class LoopEvents:
 
     @contextmanager
     def intercept(self) -> Iterator[None]:
-        """Intercept the loop's functions inside the context, even before a guard exists."""
+        """Intercept the functions that a training loop calls inside the context, even before a guard exists."""
         self.acquire()
         try:
             yield
@@ -86,7 +86,7 @@ class LoopEvents:
         self._uninstall_if_unused()
 
     def follow_accelerate(self) -> None:
-        """Follow Accelerate's loaders too, if the loop has imported it since."""
+        """Start following Accelerate's data loaders too, if the loop has imported Accelerate since."""
         if self._interceptions is not None:
             self._loaders.follow_accelerate(self._interceptions)
 
@@ -225,7 +225,7 @@ class LoopEvents:
 
     @contextmanager
     def pause_save_checks(self) -> Iterator[None]:
-        """Check nothing that is saved inside the context."""
+        """Pause the checks of saved values inside the context."""
         was_saving, self._is_saving = self._is_saving, True
         try:
             yield

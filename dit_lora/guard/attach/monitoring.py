@@ -41,7 +41,10 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class HealthyStepChecks:
-    """The optional checks of healthy steps. Every rank calls the same methods in the same order."""
+    """Optional checks of healthy steps: statistics, spikes, preflight checks.
+
+    Every rank calls the same methods in the same order.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class HealthyStepChecks:
             add_listener(self._record_attention)
 
     def before_call(self, step: int) -> None:
-        """Hook the modules if this step gets statistics."""
+        """Before a model call, finish the previous step's statistics and hook the modules if this step gets some."""
         # This call belongs to the next step, so finish the measured one first.
         self.before_step()
         is_due = self._interval_steps and step % self._interval_steps == 0
@@ -99,7 +102,7 @@ class HealthyStepChecks:
         self._hooks.enter_context(self._monitor.record_outputs())
 
     def record_gradients(self, parameters: Parameters) -> None:
-        """Measure the gradients before clipping, once per step."""
+        """Measure the gradient norms of a step, once and before clipping."""
         if self._monitor is not None and not self._has_gradients:
             self._monitor.record_gradient_norms()
             self._has_gradients = True
@@ -107,7 +110,10 @@ class HealthyStepChecks:
             self._gradient_norm = self._compute_norm([p.grad for p in parameters.values() if p.grad is not None])
 
     def check_step(self, step: int, optimizer: Any, parameters: Parameters, losses: Sequence[torch.Tensor]) -> None:
-        """Check a step that is about to be taken. Collective."""
+        """Run the checks that are due on a healthy step before it is taken: preflight, spikes, statistics.
+
+        Collective.
+        """
         if self._should_run_preflight:
             self._run_preflight(step, optimizer, parameters)
         if self._spikes is not None:
@@ -120,12 +126,12 @@ class HealthyStepChecks:
             self._measured_step = step
 
     def discard_step(self) -> None:
-        """Discard the measurements of a failed step."""
+        """Discard the gradient norm and statistics measured in a failed step."""
         self._gradient_norm = None
         self._reset()
 
     def before_step(self) -> None:
-        """Write the statistics of the previous step, whose last optimizer has stepped. Collective."""
+        """Write the statistics of the previous step, once its last optimizer has stepped. Collective."""
         if not self._measured_step:
             return
         monitor, step = self._monitor, self._measured_step
@@ -184,7 +190,10 @@ class HealthyStepChecks:
                 self._report(make_observation_event(step, "spike", spike.message))
 
     def _run_preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
-        """Check the first healthy step. Each failed check is logged; none stops the loop. Collective."""
+        """Run the preflight checks after the first healthy step.
+
+        Each failed one is logged; none stops the loop. Collective.
+        """
         start_s = time.perf_counter()
         self._should_run_preflight = False
         remove_listener(self._record_attention)
@@ -206,7 +215,7 @@ class HealthyStepChecks:
         self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
 
     def _disable_backends(self, step: int, wrong_backends: list[str]) -> None:
-        """Switch off on all ranks the backends that are wrong on any rank. Collective."""
+        """Disable attention backends on all ranks that are wrong on any rank. Collective."""
         fallbacks = {fallback.name: fallback for fallback in list_attention_fallbacks()}
         # Sorted, so that all ranks switch off and report in the same order.
         for backend in sorted(set(self._host.gather_objects(wrong_backends))):
@@ -219,6 +228,6 @@ class HealthyStepChecks:
             self._report(make_kernel_event(step, "preflight", message, name, cause="attention_backend"))
 
     def _report(self, event: Event) -> None:
-        """Log and write an event."""
+        """Log an event and write it to events.jsonl."""
         self._write(replace(event, facts={"guard": self._guard_id}))
         self._host.log(f"guard: step {event.step}: {event.message}")

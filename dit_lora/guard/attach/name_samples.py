@@ -24,12 +24,15 @@ _MAX_REPLACED = 64
 
 @dataclass
 class SampleNamer:
-    """Matches rows of a failed call with the items that data loaders have returned."""
+    """Finds names for the samples of a failed model call: matches its rows with items that data loaders returned."""
 
     batches: LoadedBatches
 
     def find_name(self, call: CapturedCall, part: SamplePart) -> str | None:
-        """Name of the sample that a part belongs to: set by the loop, or a proven dataset index; else None."""
+        """Name of the sample that a part of a call belongs to: set by the loop, or a proven dataset index.
+
+        None if unknown.
+        """
         # Names that the loop has set need no proof.
         if call.sample_names and part.row is not None and len(call.sample_names) == part.num_parts:
             return call.sample_names[part.row]
@@ -37,7 +40,7 @@ class SampleNamer:
         return name if name is not None else self.batches.find_single_item(call.argument_ids)
 
     def use_file_names(self, samples: Mapping[str, str], bad: Sequence[SamplePart]) -> dict[str, str]:
-        """Replace row names by file names for datasets that return ready batches, where a row number says little.
+        """Replace row numbers in a diagnosis by file names, for datasets that return ready batches.
 
         The files are read again: as many of them must hold a bad value as there are samples.
         """
@@ -50,7 +53,7 @@ class SampleNamer:
         return dict(zip(sorted(files), samples.values(), strict=True))
 
     def add_proven_names(self, call: CapturedCall) -> CapturedCall:
-        """The call with sample names, if all floating-point tensors of each row agree on its name.
+        """Copy a recorded call with sample names, if all floating-point tensors of each row agree on its name.
 
         For ranks that exchange calls: a copy of a call's tensors can no longer be matched with batches.
         """
@@ -70,7 +73,7 @@ class SampleNamer:
         return replace(call, sample_names=tuple(names))
 
     def find_bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
-        """Items with bad values in the call's batch, with their descriptions.
+        """Items with bad values in the data loader's batch that a call used, with their descriptions.
 
         A batch may be bad although no row of the call is: values may be transformed before a model sees them, or go
         only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
@@ -89,7 +92,7 @@ class SampleNamer:
         return named if named and len(named) == len({name for name, _ in items}) and covers_batch else {}
 
     def find_row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
-        """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
+        """Name of the only sample whose replacement by another one of the batch makes the call healthy, or None.
 
         For models that need several samples at once, such as those with batch norm.
         """
@@ -116,7 +119,7 @@ class SampleNamer:
         model: nn.Module,
         micro_batch: MicroBatch,
     ) -> tuple[str, ...]:
-        """Names of the rows that fail when run individually.
+        """Names of the samples that fail when run individually.
 
         A row is named by the argument that carries the failure, found by exchanging arguments with a healthy row.
 
@@ -171,7 +174,10 @@ def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model:
 
 
 def _carries_failure(failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module) -> bool:
-    """True if exchanging one argument between a failing and a healthy row exchanges which of them fails."""
+    """True if an argument carries the failure of a row.
+
+    Exchanging the argument between a failing and a healthy row then exchanges which of them fails.
+    """
     failed_tensor = collect_named_tensors(failed.arguments).get(path)
     healthy_tensor = collect_named_tensors(healthy.arguments).get(path)
     if (

@@ -58,7 +58,7 @@ _MAX_SHOWN = 10
 
 @dataclass(frozen=True)
 class LoopFailure(StepFailure):
-    """A failed step of another loop, with everything needed to diagnose it."""
+    """A failed step of an external training loop, with everything needed to diagnose it."""
 
     calls: Sequence[CapturedCall] = ()
     gradients: Sequence[str] = ()
@@ -75,7 +75,7 @@ class LoopFailure(StepFailure):
     """True if torch itself raises an error for this step right after."""
 
     def has_bad_weights(self, diagnoses: Sequence[Diagnosis]) -> bool:
-        """True if trained state is damaged, so that skipping this step is not enough."""
+        """True if weights or optimizer state are damaged, so that skipping the failed step is not enough."""
         if self.kind in BAD_STATE_KINDS or self.has_nonfinite_weights:
             return True
         return any(
@@ -87,7 +87,7 @@ class LoopFailure(StepFailure):
 
 @dataclass
 class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
-    """Finds the cause of a failed step and acts on it, identically on all ranks."""
+    """Finds the cause of a failed step in an external training loop and acts on it, identically on all ranks."""
 
     # The guard cannot repeat a step of a loop that it does not run, nor take samples out of its data.
     unsupported_actions: ClassVar[frozenset[str]] = frozenset({"retry", "quarantine"})
@@ -123,7 +123,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """Recover from a failed step. True if weights were restored.
 
         Raises:
-            NonFiniteError: On every rank, if the ladder has a `stop` and no other action fits.
+            NonFiniteError: On every rank, if the recovery actions include `stop` and no other fits.
         """
         self._is_independent = self.host.is_independent
         with self.host.limit_collectives():
@@ -171,7 +171,10 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         return action
 
     def replace_impossible(self, failure: LoopFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
-        """The action, or a replacement if it needs a snapshot and no finite one is held. Collective."""
+        """Replace a recovery action that needs a snapshot by a skip or stop, if no finite snapshot is held.
+
+        Collective.
+        """
         # Leaving out a step does not repair weights that are bad already.
         needs_snapshot = action.kind == "rollback" or (failure.has_bad_weights(diagnoses) and action.kind != "stop")
         if not needs_snapshot or self.state.find_newest_snapshot(self.host.gather_objects) is not None:
@@ -304,7 +307,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """Report that a gradient scaler has lowered its loss scale until gradients no longer fit fp16.
 
         Raises:
-            NonFiniteError: If the ladder has a `stop`.
+            NonFiniteError: If the recovery actions include `stop`.
         """
         message = f"gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or a lower learning rate"
         if self._can_stop:
@@ -394,7 +397,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         return [RankDiagnosis(replace(state, cause="unknown", words=message, evidence={}))]
 
     def _may_be_temporary(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
-        """True if the next step may be healthy.
+        """True if the step after a failed one may be healthy, because the failure is not tied to a sample.
 
         If no sample is named, or every sample fails, a replay cannot show whether only this step fails. A loop in fp16
         expects to lose some steps to its range.
@@ -411,7 +414,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         return is_general and allowed and not failure.has_bad_weights(diagnoses)
 
     def _restore_snapshot(self, gather: Callable[[Sequence[str]], list[str]] | None = None) -> int | None:
-        """Restore the newest good snapshot and return its step; None if none fits.
+        """Restore weights from the newest good snapshot and return its step; None if none fits.
 
         Collective, unless `gather` asks only this rank.
         """
@@ -454,7 +457,7 @@ def _are_weights_all_nan(diagnosis: Diagnosis) -> bool:
 
 
 def _add_bad_gradients(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
-    """Add the parameters with bad gradients to a verdict, unless a replay has found the module."""
+    """Add the parameters with bad gradients to a diagnosis, unless a replay has found the module."""
     if not names or diagnosis.cause in (*_NON_LOSS_CAUSES, *_SAMPLE_CAUSES):
         return diagnosis
     diagnosis = replace(diagnosis, evidence={**diagnosis.evidence, "gradients": list(names[:20])})

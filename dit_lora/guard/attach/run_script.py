@@ -47,7 +47,7 @@ def run_script(
     Returns the guards that are still alive.
 
     Raises:
-        NonFiniteError: If the ladder of `config` has a `stop` and the guard ends the script.
+        NonFiniteError: If the recovery actions of `config` include `stop` and the guard ends the script.
         Exception: Any exception of the script.
     """
     config = LoopConfig.from_ladder(config)
@@ -99,7 +99,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
 
 
 def _load_code(script: str, *, module: bool) -> tuple[CodeType, ModuleType]:
-    """The code of a script, or with `module` of a module by its name, and a `__main__` module to run it in."""
+    """Load the code of a script, or with `module` of a module by its name, and a `__main__` module to run it in."""
     scope = ModuleType("__main__")
     if not module:
         vars(scope).update(__file__=script, __builtins__=builtins, __spec__=None, __package__=None)
@@ -156,7 +156,10 @@ class SubprocessGuard:
 
 
 class _FirstStepHook:
-    """Wraps the step of an optimizer that is not guarded yet, since its closure may be the first to call a model."""
+    """Replacement for the step of an optimizer that has no guard yet.
+
+    It starts guarding before the step, because the step's closure may be the first to call a model.
+    """
 
     def __init__(self, script_guard: "ScriptGuard", optimizer: torch.optim.Optimizer) -> None:
         self._script_guard = script_guard
@@ -171,7 +174,7 @@ class _FirstStepHook:
 
 
 class ScriptGuard:
-    """Records the optimizers and schedules of a loop, and guards it from the first call of a trained model."""
+    """Guards a script's training loop: records its optimizers, and starts at the first call of a trained model."""
 
     def __init__(self, config: LoopConfig, folder: Path, log: LogFunction) -> None:
         self._config = config
@@ -189,12 +192,12 @@ class ScriptGuard:
 
     @property
     def guards(self) -> list[Guard]:
-        """The guards that are alive. A guard ends with its optimizers."""
+        """Guards in this script that are still alive. A guard ends with its optimizers."""
         return [guard for ref in self._guards if (guard := ref()) is not None]
 
     @contextmanager
     def watch_script(self) -> Iterator[None]:
-        """Record the optimizers and schedules that are created inside the context."""
+        """Record the optimizers and schedules that a script creates inside the context."""
         self._interceptions.intercept_class_method(torch.optim.Optimizer, "__init__", self._intercept_optimizer_init)
         self._interceptions.intercept_class_method(LRScheduler, "__init__", self._intercept_schedule_init)
         EVENTS.after_backward.append(self._start_if_gradients)
@@ -213,7 +216,7 @@ class ScriptGuard:
             self._interceptions.undo()
 
     def end(self) -> None:
-        """Check the trained state once more, and report what was not guarded."""
+        """Check the trained state at the end of a script, and report optimizers that were not guarded."""
         for guard in self.guards:
             guard.check_state()
         for optimizer in self._list_unguarded():
@@ -222,7 +225,7 @@ class ScriptGuard:
             self._log("nothing was guarded: the script created no torch.optim.Optimizer")
 
     def start_if_unguarded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Start guarding at the first step at the latest. True if this optimizer was not guarded before."""
+        """Start guarding an optimizer at its first step at the latest. True if it was not guarded before."""
         if not any(ref() is optimizer for ref, _ in self._unguarded):
             return False
         self._start_guard()
@@ -262,7 +265,7 @@ class ScriptGuard:
 
     @contextmanager
     def _check_call(self, call: OutermostCall) -> Iterator[None]:
-        """Start guarding if an optimizer trains the module."""
+        """Start guarding if the called module has parameters that an optimizer trains."""
         try_or_warn(lambda: self._start_if_trained(call.module), "beginning the guard")
         yield
 

@@ -7,7 +7,7 @@ from dit_lora.guard.attach.accelerator_adapter import unwrap_optimizer
 
 
 class StepCounter:
-    """Counts each optimizer's steps, whether they were taken or skipped."""
+    """Counts each optimizer's steps, and remembers which optimizers were skipped last."""
 
     def __init__(self) -> None:
         self._num_steps: Counter[int] = Counter()
@@ -18,7 +18,7 @@ class StepCounter:
         """The optimizer's step count when a schedule last advanced, by the schedule's id."""
 
     def count(self, optimizer: Any, *, skipped: bool) -> None:
-        """Count a step of the optimizer, which is passed without Accelerate's wrapper."""
+        """Count a step of an optimizer, which is passed without Accelerate's wrapper."""
         key = id(optimizer)
         self._num_steps[key] += 1
         if skipped:
@@ -27,9 +27,10 @@ class StepCounter:
             self._skipped_ids.discard(key)
 
     def should_skip(self, owner: Any) -> bool | None:
-        """True if a schedule advances for a skipped step; None if its optimizer has not stepped, or it has none.
+        """True if a learning rate schedule is about to advance for a skipped step.
 
-        A schedule that advances once after several steps, as at the end of an epoch, is not held.
+        None if its optimizer has not stepped, or if it has none. A schedule that advances once after several steps, as
+        at the end of an epoch, is not held.
         """
         # Schedules do not know Accelerate's wrapper.
         key = id(unwrap_optimizer(vars(owner).get("optimizer")))

@@ -34,7 +34,7 @@ class SkipBudget:
     """Number of lost steps without a named sample."""
 
     def has_known_causes(self, diagnoses: Sequence[Diagnosis]) -> bool:
-        """True if the only causes are samples already known to be bad as stored."""
+        """True if all diagnoses name only samples that are already known to be bad as stored."""
         return bool(diagnoses) and all(
             diagnosis.cause in _STORED_DATA_CAUSES
             and diagnosis.sample_ids
@@ -62,7 +62,7 @@ class SkipBudget:
         }
 
     def count_lost(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
-        """Count a step that not all of its optimizers have taken, for any recovery action."""
+        """Count a step that was lost, because not all of its optimizers have taken it, for any recovery action."""
         named = _list_named_samples(diagnoses)
         # Another optimizer took this step before this one failed: it no longer counts as taken.
         self.num_taken -= int(step == self._last_taken_step)
@@ -77,7 +77,7 @@ class SkipBudget:
         self.num_consecutive_lost = 0
 
     def format_summary(self) -> str | None:
-        """One line on the lost steps; None if none was lost."""
+        """Summary of the lost steps on one line; None if none was lost."""
         if not self.num_lost:
             return None
         line = f"{self.num_lost} of {self.num_taken + self.num_lost} optimizer steps were not taken"
@@ -93,5 +93,8 @@ class SkipBudget:
 
 
 def _list_named_samples(diagnoses: Sequence[Diagnosis]) -> list[str]:
-    """Each named sample once, in order of appearance. A set would have a different order in each run."""
+    """Names of all samples in diagnoses, each once, in order of appearance.
+
+    A set would have a different order in each run.
+    """
     return list(dict.fromkeys(s for v in diagnoses for s in v.sample_ids if is_sample_name(s)))

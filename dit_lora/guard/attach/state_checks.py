@@ -17,7 +17,7 @@ _GROWTH_FACTOR = 100.0
 
 
 class StateChecks:
-    """Checks of trained weights, optimizer state, averages and frozen weights."""
+    """Checks of a loop's trained weights, optimizer state, moving averages and frozen weights."""
 
     def __init__(self, host: Host, state: LoopState, watched: WatchedModels) -> None:
         self._host = host
@@ -27,7 +27,7 @@ class StateChecks:
         """Largest magnitude of the trained state when a snapshot was last due."""
 
     def is_suspect(self) -> bool:
-        """True if this rank's trained state is not finite, or memory has altered an element. Cheap."""
+        """True if this rank's trained state is not finite, or memory has altered an element of it. Cheap."""
         peak = compute_max_magnitude(self._state.drop_infinite(self._state.collect_tensors()).values())
         previous_peak, self._peak = self._peak, peak
         if not isfinite(peak):
@@ -36,7 +36,7 @@ class StateChecks:
         return peak > _GROWTH_FACTOR * previous_peak > 0 and bool(describe_altered_state(self._watched.joint_context))
 
     def has_bad_moment(self) -> bool:
-        """True if this rank's optimizer state holds a value that is not finite for an element of a weight."""
+        """True if this rank's optimizer state has a non-finite value in a tensor of a weight's shape, as a moment."""
         # Moments have the shape of their weight; scalars such as step counts do not matter here.
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(

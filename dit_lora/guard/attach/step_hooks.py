@@ -39,11 +39,11 @@ _MAX_REPORTS = 10
 
 
 class _SkipStepError(Exception):
-    """Aborts an optimizer's step from within its closure, before it changes anything."""
+    """Raised in an optimizer's closure to abort its step before it changes anything."""
 
 
 class WatchedOptimizer:
-    """One optimizer of the loop, with the checks of its parameters."""
+    """One optimizer of the training loop, with the finiteness checks of its parameters."""
 
     def __init__(self, hooks: "StepHooks", optimizer: Any) -> None:
         self._hooks = hooks
@@ -54,7 +54,7 @@ class WatchedOptimizer:
         self.checks = OptimizerChecks([], optimizer)
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `optimizer.step`: takes the step only if the gradients are finite, and recovers if they are not."""
+        """Replacement for `optimizer.step`: takes the step only if gradients are finite, and recovers otherwise."""
         return self._hooks.step(self, original, *args, **kwargs)
 
 
@@ -120,7 +120,7 @@ class StepHooks:
         self._watched.before_call()
 
     def refresh(self) -> None:
-        """Record the parameters of each optimizer, after the watched models have changed."""
+        """Update the recorded parameters of each optimizer, after the watched models have changed."""
         self._num_parameters = self._watched.count_parameters()
         self._state.record_infinite()
         names = {id(p): name for name, p in self._state.parameters.items()}
@@ -147,7 +147,7 @@ class StepHooks:
 
     @warn_on_error("looking at a loss")
     def before_backward(self, tensors: Any) -> None:
-        """Record a loss, and whether its backward starts new gradients."""
+        """Handle a backward pass that begins: record its losses, and note if it starts new gradients."""
         if self._is_diagnosing:
             return
         self._has_new_backward = True
@@ -157,16 +157,16 @@ class StepHooks:
                 watched.checks.bad_before_clipping = []
 
     def on_backward_error(self, error: RuntimeError) -> None:
-        """Report the cause before anomaly mode's error ends the loop."""
+        """Report the cause of a non-finite gradient before the error of PyTorch's anomaly mode ends the loop."""
         self._diagnose_before_error("non_finite_gradient")
 
     def before_gradient_norm(self) -> None:
-        """Measure gradients that are about to be clipped."""
+        """Measure gradients whose norm is about to be computed for clipping."""
         if not self._is_diagnosing:
             self._healthy_checks.record_gradients(self._state.parameters)
 
     def on_bad_norm(self, *, raises: bool) -> None:
-        """Record the gradients that make the norm infinite or NaN. If torch raises for it, log the cause now."""
+        """Record the bad gradients after their norm was Inf or NaN. If torch raises for it, log the cause now."""
         if self._is_diagnosing:
             return
         for watched in self.optimizers:
@@ -175,7 +175,7 @@ class StepHooks:
             self._diagnose_before_error("non_finite_gradient")
 
     def before_clipping(self) -> None:
-        """Record bad gradients, for loops that clip with their own functions."""
+        """Record non-finite gradients, for loops that clip with their own functions."""
         self.before_gradient_norm()
         for watched in self.optimizers:
             if not watched.checks.has_healthy_gradients():
@@ -187,13 +187,13 @@ class StepHooks:
             self._was_loaded = True
 
     def load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `load_state_dict` of an optimizer and Accelerate's `load_state`."""
+        """Replacement for `load_state_dict` of an optimizer and Accelerate's `load_state`."""
         result = original(*args, **kwargs)
         self._was_loaded = True
         return result
 
     def before_save(self, value: Any, path: str) -> None:
-        """Check the values that the loop saves. Bad trained weights are restored before they are saved."""
+        """Check values that the loop is about to save. Bad trained weights are restored first."""
         if self._is_diagnosing or "weights" not in self._checks:
             return
         # A thread that saves while the loop trains must not write to weights.
@@ -216,14 +216,14 @@ class StepHooks:
             self._recover(self.optimizers[0], kind, between_steps=True, required=may_raise)
 
     def should_skip_update(self, owner: Any) -> bool:
-        """True if a schedule or an average is about to advance for a skipped step."""
+        """True if a learning rate schedule or moving average is about to advance for a skipped step."""
         is_skipped = self._step_counter.should_skip(owner)
         return self.was_skipped if is_skipped is None else is_skipped  # an average has no optimizer
 
     # One optimizer step
 
     def step(self, watched: WatchedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Check a step of an optimizer, and take it or skip it."""
+        """Check the gradients of an optimizer's step, and take the step or skip it."""
         if self._is_diagnosing:  # a hook called it inside a replay
             return None
         if self._host.accelerator is not None and not self._host.is_step_due:
@@ -244,7 +244,7 @@ class StepHooks:
         return result
 
     def _should_skip(self, watched: WatchedOptimizer) -> bool:
-        """Check a step that is about to be taken. True if it was diagnosed and must be skipped."""
+        """Check an optimizer's step before it is taken. True if it failed, was diagnosed and must be skipped."""
         if self._recovery.has_given_up:
             return False
         kind = self._check_step(watched)
@@ -270,7 +270,7 @@ class StepHooks:
         return True
 
     def _begin_step(self, watched: WatchedOptimizer) -> None:
-        """Start a new step of the loop, unless this optimizer's step is part of the current one."""
+        """Start counting a new step of the loop, unless this optimizer's step belongs to the current one."""
         key = id(watched.optimizer)
         # The first optimizer of a step has started it; a scaler reports its skip within a started step.
         begins = self._has_new_backward or not self._stepped_ids or key in self._stepped_ids
@@ -287,7 +287,7 @@ class StepHooks:
 
     @warn_on_error("judging a step", reraised=(NonFiniteError,))
     def _check_step(self, watched: WatchedOptimizer) -> str | None:
-        """The kind of failure that any rank's gradients show; None if they are good. Reads the device once."""
+        """Kind of failure that any rank's gradients show; None if they are good. Reads the device once."""
         self._begin_step(watched)
         bad_gradient, is_zero = False, False
         # A gradient scaler is responsible if gradients are scaled, or if it has found infinity itself.
@@ -340,7 +340,7 @@ class StepHooks:
 
     @warn_on_error("looking at weights", reraised=(NonFiniteError,))
     def _after_step(self, watched: WatchedOptimizer) -> None:
-        """Check the weights after a step, before the loop copies, averages or saves them."""
+        """Check the weights after an optimizer's step, before the loop copies, averages or saves them."""
         is_good = True
         if self._checks_weights and self._host.num_ranks == 1 and not self._recovery.has_given_up:
             is_good = watched.checks.has_finite_weights()
@@ -363,7 +363,7 @@ class StepHooks:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Take a step whose closure computes the gradients; those of its first run are checked.
+        """Take an optimizer's step whose closure computes the gradients; those of its first run are checked.
 
         Optimizers that run the closure more than once, such as LBFGS, handle a bad trial themselves.
         """
@@ -468,7 +468,7 @@ class StepHooks:
             self._watched.rebuild_contexts()
 
     def _take_due_snapshot(self) -> bool:
-        """Take a snapshot unless the state is bad; True if optimizer state is not finite. Collective.
+        """Take a snapshot unless the trained state is bad; True if optimizer state is not finite. Collective.
 
         Weights that are only large may be intended.
         """
@@ -553,7 +553,7 @@ class StepHooks:
             self.number += int(syncs)
 
     def _mark_optimizers(self) -> None:
-        """Tell Accelerate's schedules whether the step was taken; a scaler does so itself."""
+        """Tell Accelerate's schedules whether the optimizer's step was taken; a scaler does so itself."""
         if self._host.accelerator is None:
             return
         for watched in self.optimizers:

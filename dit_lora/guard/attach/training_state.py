@@ -56,7 +56,10 @@ class LoopState:
         """Optimizer state keys and group settings that are infinite by design, such as bounds and best scores."""
 
     def collect_optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """Optimizer state by name, `<parameter>/<name>` and `group <number>/<name>`. Numbers become new tensors."""
+        """Collect optimizer state by name, `<parameter>/<name>` and `group <number>/<name>`.
+
+        Numbers become new tensors.
+        """
         return {
             f"{prefix}/{key}": convert_to_tensor(value)
             for prefix, state in self._iter_named_optimizer_states()
@@ -71,7 +74,7 @@ class LoopState:
         return {**weights, **self.collect_optimizer_tensors(), **averages}
 
     def record_infinite(self) -> None:
-        """Record optimizer state that is infinite from the start. torch's optimizers have no such state."""
+        """Record which optimizer state is infinite from the start. torch's optimizers have no such state."""
         for name, tensor in self.collect_optimizer_tensors().items():
             if name.startswith("group ") and bool(torch.isinf(tensor).any()):
                 self.infinite_names.add(name)
@@ -88,7 +91,7 @@ class LoopState:
                         self.infinite_names.add(key)
 
     def drop_infinite(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors without those that are infinite in a healthy loop."""
+        """Copy named tensors without those that were infinite from the start."""
         return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
 
     def _is_infinite(self, name: str) -> bool:
@@ -98,7 +101,7 @@ class LoopState:
         return bool(self.interval_steps) and self.snapshots.is_due(step)
 
     def take(self, step: int) -> None:
-        """Take a snapshot of the current state as that of `step`, if snapshots are enabled."""
+        """Take a snapshot of the trained state and schedules after `step`, if snapshots are enabled."""
         if not self.interval_steps:
             return
         self.snapshots.take(step)
@@ -119,7 +122,7 @@ class LoopState:
             self.snapshots.drop(step)
 
     def find_newest_snapshot(self, gather: Callable[[Sequence[str]], list[str]]) -> int | None:
-        """The newest snapshot that is finite on every rank, or None. Drops those that are not. Collective."""
+        """Step of the newest snapshot that is finite on every rank, or None. Drops those that are not. Collective."""
         for step in self.snapshots.steps:
             # All ranks must drop a snapshot that is bad on one of them.
             bad = [n for n in self.snapshots.find_nonfinite(step) if not self._is_infinite(n)]
@@ -141,7 +144,7 @@ class LoopState:
             self.ema.optimization_step = self._ema_steps[step]
 
     def scale_learning_rates(self, factor: float) -> None:
-        """Multiply every learning rate, now and in the schedules."""
+        """Multiply every learning rate, in the optimizers and in their schedules."""
         for group in self._list_param_groups():
             group["lr"] *= factor
         for schedule in self.schedules:
@@ -152,7 +155,7 @@ class LoopState:
 
     @torch.no_grad()
     def restore_bad_buffers(self) -> list[str]:
-        """Restore buffers that are not finite and were finite at the snapshot; returns their names."""
+        """Restore buffers that are not finite now and were finite at the snapshot; returns their names."""
         restored = []
         for name, buffer in self._iter_float_buffers():
             saved = self._buffers.get(name)

@@ -67,7 +67,7 @@ class WatchedModels:
         self.infinities: dict[int, list[str]] = {}
         """Names of the weights and buffers of each model, by its id, that held infinity when it was first watched."""
         self.disabled_names: set[str] = set()
-        """Names of switches that diagnoses have turned off."""
+        """Names of components that diagnoses have disabled."""
         self.on_refresh: Callable[[], None] = lambda: None
         """Called when the set of watched models has changed."""
         self._host = host
@@ -92,7 +92,7 @@ class WatchedModels:
         return [*self.models.values(), *self._parts.values()]
 
     def refresh(self) -> None:
-        """Find the parameters that the optimizers train, and the models that they belong to."""
+        """Update the list of parameters that the optimizers train, and of the models that they belong to."""
         named = self._host.unwrap_models(self._named_models)
         discovered = [model for model in self._discovered if not any(model is candidate for candidate in named)]
         # A discovered module inside a named model is a part of that model.
@@ -124,7 +124,7 @@ class WatchedModels:
         self.on_refresh()
 
     def find_models(self) -> bool:
-        """End the search for models once a step shows them. True if new models were found.
+        """End the search for trained models once a step shows them. True if new models were found.
 
         The search continues while an optimizer holds weights of no called model.
         """
@@ -142,7 +142,7 @@ class WatchedModels:
         return bool(new)
 
     def rebuild_contexts(self) -> None:
-        """Record the current weights, buffers and switches as those that training starts with."""
+        """Rebuild the diagnosis contexts: current weights and buffers count as those that training starts with."""
         models = self.models
         called = models | self._parts
         self.prefixes = {id(model): prefix for prefix, model in called.items()}
@@ -161,10 +161,10 @@ class WatchedModels:
         }
 
     def share_calls(self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]) -> list[RankCalls]:
-        """The calls that this rank must diagnose: its own or, in lockstep, those of all ranks. Collective.
+        """Recorded model calls that this rank must diagnose. Collective.
 
-        In lockstep, empty if the arguments of a call cannot be sent to other ranks: no rank may run a sharded model
-        without the others.
+        These are its own or, for a sharded model, those of all ranks. For a sharded model the list is empty if the
+        arguments of a call cannot be sent to other ranks: no rank may run the model without the others.
         """
         if not self.collective_forward:
             return [RankCalls(self._host.rank, calls, controls)]
@@ -177,7 +177,7 @@ class WatchedModels:
         return self._compute_fingerprint() != self._last_fingerprint
 
     def count_parameters(self) -> int:
-        """Number of parameters that the optimizers hold."""
+        """Number of parameters in all optimizers of the loop."""
         count = 0
         for optimizer in self._state.optimizers:
             for group in optimizer.param_groups:
@@ -219,7 +219,7 @@ class WatchedModels:
         )
 
     def before_call(self) -> None:
-        """Record frozen weights and buffers before a model call, until the changes made by healthy calls are known."""
+        """Record frozen weights and buffers before a model call, until it is known what healthy calls change."""
         if self.frozen_record is not None and not self.frozen_record.is_calibrated:
             self.frozen_record.before_call()
 
@@ -237,7 +237,7 @@ class WatchedModels:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopDiagnosisContext(DiagnosisContext):
-    """A watched model, or all of them together, with the state of their loop."""
+    """Context for diagnosing a watched model, or all of them together, with the state of their training loop."""
 
     state: LoopState
     prefix: str

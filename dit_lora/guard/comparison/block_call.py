@@ -19,7 +19,7 @@ _COLLECTOR_VARIABLE = "output_collector"
 
 
 class BlockCall:
-    """One call of a block that can be repeated.
+    """One call of a transformer block that can be repeated, to compare its values with and without a kernel.
 
     `grad_flags` says which of its floating-point inputs require a gradient; all of them, if its length does not match.
     With `outer_model`, the model, the outputs of the block's submodules are compared too. With `adds_second_row`,
@@ -58,7 +58,7 @@ class BlockCall:
         self.inputs = [x.detach() for x in float_inputs]
 
     def compute_values(self, *, uses_fp32: bool) -> Values:
-        """Compute the outputs and the gradients of a randomly weighted sum of them, with the current switches.
+        """Compute a block's outputs and the gradients of a randomly weighted sum of them, with the current kernels.
 
         With `uses_fp32`, half-precision inputs are converted to fp32.
         """
@@ -119,7 +119,7 @@ class BlockCall:
 
 
 def _call_uncaptured(call: Callable[[], Any]) -> Any:
-    """Call the function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
+    """Call a function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
     # Run in a copy of the context, so that the variable is unchanged after the call.
     context_copy = copy_context()
     for variable in context_copy:

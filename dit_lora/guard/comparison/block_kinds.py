@@ -16,7 +16,7 @@ BlockInputs = dict[str, list[Hashable]]
 
 @contextmanager
 def record_block_inputs(model: nn.Module) -> Iterator[BlockInputs]:
-    """Record each block's inputs during training forward passes: shapes, dtypes and which require a gradient."""
+    """Record each block's inputs during training forward passes: shapes, dtypes, and which require a gradient."""
     calls: BlockInputs = {}
 
     def record(name: str, _block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def select_block_per_kind(
     calls: Mapping[str, Sequence[Hashable]],
     fused_ops: Collection[tuple[str, str]],
 ) -> list[str]:
-    """The last block of each kind, in order: the deepest, whose inputs are the largest.
+    """Select one block of each kind, in order: the last, whose inputs are the largest.
 
     Blocks are of one kind if they agree in class, submodules, weights, buffers, settings, inputs and the positions of
     fused ops. `fused_ops` holds these positions as pairs of an op and a module.

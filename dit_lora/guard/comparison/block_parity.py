@@ -31,7 +31,7 @@ _MAX_BACKEND_ERROR = 0.02
 
 @dataclass(frozen=True)
 class BlockDifference:
-    """The place where a kernel differs from the reference code, or from itself in another run."""
+    """A place in a model where a kernel differs from the reference code, or from itself in another run."""
 
     location: str
     error: float
@@ -41,7 +41,7 @@ class BlockDifference:
 
 @dataclass
 class Coverage:
-    """Names of the compared blocks, and the reason for each block that was not compared."""
+    """Names of the blocks that a kernel comparison covered, and the reason for each block that it did not."""
 
     compared: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ GradFlags = dict[str, tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Options of a comparison, apart from the model and the function that runs it."""
+    """Options of a kernel comparison, apart from the model and the function that runs it."""
 
     grad_flags: GradFlags | None = None
     """Which block inputs require a gradient in training; None to find out in an extra pass."""
@@ -88,7 +88,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 @contextmanager
 def hook_blocks(model: nn.Module, names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
-    """Call `hook` with name, block, args and kwargs inside the context, before each call of one of these blocks."""
+    """Call `hook` with name, block, args and kwargs before each call of one of these blocks, inside the context."""
     with ExitStack() as stack:
         for name in names:
             handle = model.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True)
@@ -110,7 +110,7 @@ def record_grad_flags(model: nn.Module) -> Iterator[GradFlags]:
 
 @dataclass
 class BlockComparison:
-    """Compares the model with a switch on and off, in every block that a forward pass reaches.
+    """Compares a model with a kernel on and off, in every block that a forward pass reaches.
 
     `differences` holds the places that differ, in order of execution.
     """
@@ -128,7 +128,7 @@ class BlockComparison:
     differences: list[BlockDifference] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
-        """Run the model once with its reference code, and compare each block on the way."""
+        """Run the model once with its reference code, and compare the kernel in each block on the way."""
         names = [self.inner_block] if self.inner_block is not None else find_blocks(self.model)
         names = [name for name in names if self.options.block_names is None or name in self.options.block_names]
         # Spread `min_passes` over all blocks. A block needs at least two passes to compare with each other.
@@ -146,7 +146,7 @@ class BlockComparison:
 
     @contextmanager
     def _enable_kernel(self) -> Iterator[None]:
-        """Turn the switch on inside the context; the reference code runs outside it."""
+        """Turn the fused kernel on inside the context; outside it, the model runs the reference code."""
         self._disabled_kernel.close()
         try:
             yield
@@ -219,7 +219,7 @@ class BlockComparison:
             self.differences.append(BlockDifference(*difference, is_deterministic=True))
 
     def _compare_in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
-        """The first difference in fp32, or None, and the reference code's fp32 values."""
+        """Compare a block in fp32; returns the first difference, or None, and the reference code's fp32 values."""
         with ExitStack() as stack:
             # Autocast would compute in half precision again.
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
@@ -264,7 +264,7 @@ class BlockComparison:
 
 
 def is_list_element(block: str) -> bool:
-    """True if the block is an element of a module list."""
+    """True if a block is an element of a `ModuleList`."""
     return block.rpartition(".")[2].isdigit()
 
 

@@ -34,7 +34,7 @@ from dit_lora.numerics.ranks import gather_object
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a kernel differs from its reference, or from itself in another run."""
+    """First place in a model where a kernel differs from its reference, or from itself in another run."""
 
     fallback: str
     module: str
@@ -65,13 +65,13 @@ def find_first_difference(
     disabled_fallbacks: Sequence[Fallback] = (),
     options: ComparisonOptions | None = None,
 ) -> Difference | None:
-    """The first place where outputs or gradients with the kernel differ from those without it, or between runs.
+    """Find the first place where outputs or gradients with a kernel differ from those without it, or between runs.
 
     None if there is none. `disabled_fallbacks` are off all the time. Pass losses of several different samples:
     OpenDiT's fused modulation used the first sample's scale and shift for all of them, and was correct for a batch of
     one. Blocks are compared one at a time on the reference model's inputs; those in half precision also in fp32, which
-    tells a small error from rounding. Switches that are not part of a block (torch.compile, another attention for a
-    whole model) are compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks
+    tells a small error from rounding. A fallback that concerns no single block (torch.compile, another attention for a
+    whole model) is compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks
     together.
     """
     options = options or ComparisonOptions()
@@ -101,10 +101,11 @@ def find_first_difference(
 def iter_differences(
     fallbacks: Sequence[Fallback], compare: Callable[[Fallback, Sequence[Fallback]], Difference | None]
 ) -> Iterator[tuple[Fallback, Difference]]:
-    """Yield every switch whose kernels differ. If a whole differs, its parts are compared separately, all others off.
+    """Yield every fallback whose kernel differs from the reference.
 
-    `compare` receives a switch and the switches to turn off meanwhile, so that one kernel's error is not attributed to
-    another. Turn off each yielded switch before asking for the next: then the whole is compared once more.
+    If a whole component differs, its parts are compared separately, with all others disabled. `compare` receives a
+    fallback and the other fallbacks to use meanwhile, so that one kernel's error is not attributed to another. Disable
+    each yielded component before asking for the next one: then the whole is compared once more.
     """
     wholes = [fallback for fallback in fallbacks if fallback.parent is None]
     # Compilation and kernels that add rounding come last: they run on top of the others, which must be correct first.
@@ -182,7 +183,7 @@ def _compare_blocks(
 
 
 def _select_first_difference(block_differences: Sequence[BlockDifference], model: nn.Module) -> BlockDifference | None:
-    """The first nondeterministic place, else the first place; the same on all ranks of a sharded model."""
+    """Select the first nondeterministic difference, else the first one; equal on all ranks of a sharded model."""
     # The next comparison is collective, so all ranks must choose the same place.
     lists_by_rank = gather_object([list(block_differences)]) if needs_all_ranks(model) else [block_differences]
     all_differences = [candidate for rank_differences in lists_by_rank for candidate in rank_differences]
@@ -233,7 +234,7 @@ def _compare_modules(
 
 
 def _compute_values(compute_losses: LossFunction, model: nn.Module, modules: Sequence[str]) -> Values:
-    """These modules' outputs in order of execution, then every trained parameter's gradient, all on the CPU."""
+    """Run the model; returns these modules' outputs in order, then every trained parameter's gradient, on the CPU."""
     values: Values = {}
     with record_outputs(model, modules, values), torch.random.fork_rng(get_cuda_devices(model)):
         grads = _compute_gradients(compute_losses().mean(), dict(model.named_parameters()))
@@ -241,7 +242,10 @@ def _compute_values(compute_losses: LossFunction, model: nn.Module, modules: Seq
 
 
 def _compute_gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:
-    """Gradients by parameter name. The parameters' `grad` attributes are unchanged afterwards."""
+    """Compute the gradients of the loss by parameter name.
+
+    The parameters' `grad` attributes are unchanged afterwards.
+    """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
         # autograd.grad bypasses the hooks on accumulated gradients, which DDP would take for its step's.

@@ -28,7 +28,10 @@ class Limits(NamedTuple):
     """Gradients below this share of the largest are not compared: an exact zero (a key's bias) is rounding only."""
 
     def add_rounding_error(self, error: float) -> "Limits":
-        """The limits for a kernel whose rounding adds this relative error; the gradient limit grows in proportion."""
+        """Raise the limits for a kernel whose rounding adds this relative error.
+
+        The gradient limit grows in proportion.
+        """
         # Gradients get the same relative widening as outputs.
         grown = 1 + error / self.output
         # Where gradients nearly cancel (Sana's query, whose magnitude its attention divides out), the small remainder
@@ -57,7 +60,7 @@ def find_first_mismatch(
     inputs: Sequence[torch.Tensor] = (),
     exact_values: Values | None = None,
 ) -> tuple[str, float] | None:
-    """The first value that differs from its reference, with the relative error of its worst sample; None if none does.
+    """Find the first value that differs from its reference, with the relative error of its worst sample, or None.
 
     A block's output is measured relative to the change that it adds to the nearest of `inputs`. A value that is hardly
     farther from its `exact_values` value than the reference is does not differ, although in half precision both may be
@@ -113,7 +116,10 @@ def _is_parameter_gradient(name: str) -> bool:
 
 
 def compute_max_error(references: Values, other_values: Values) -> float:
-    """The largest relative error of any value; 0 only if all values are bitwise equal."""
+    """The largest relative error of any value compared with its reference; 0 only if all are bitwise equal.
+
+    It is infinite if a value is missing, NaN, or of another shape.
+    """
     worst = 0.0
     for name, reference in references.items():
         value = other_values.get(name)
@@ -133,7 +139,7 @@ def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _get_block_name(name: str) -> str:
-    """`transformer_blocks.3` for any parameter in it; the first component of other names."""
+    """Block that a parameter's name belongs to, such as `transformer_blocks.3`; the first component of other names."""
     # `transformer_blocks.3.attn.to_q.weight` gives `transformer_blocks.3`.
     parts = name.removeprefix(GRADIENT_PREFIX).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
@@ -154,7 +160,10 @@ def _measure_output_error(value: torch.Tensor, reference: torch.Tensor, inputs: 
 def _measure_relative_error(
     value: torch.Tensor, reference: torch.Tensor, min_size: float, *, is_per_row: bool
 ) -> float:
-    """The error of the worst row. Rows are samples, and a mean over the batch would hide a bad sample."""
+    """Relative error of a tensor compared with its reference, for the worst row. Rows are samples.
+
+    A mean over the batch would hide a bad sample.
+    """
     if not reference.numel():
         return 0.0
     measure = _compute_row_rms if is_per_row else _compute_rms
@@ -194,7 +203,7 @@ def name_outputs(name: str, output: Any) -> Values:
 
 
 def name_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
-    """The gradients that are not None, named as in `Values`."""
+    """Name the gradients that are not None, as in `Values`."""
     return {f"{GRADIENT_PREFIX}{name}": value for name, value in values.items() if value is not None}
 
 

@@ -97,7 +97,7 @@ class VideoChat2Config(PreTrainedConfig):
 
     @property
     def layer_norm_eps(self) -> float:
-        """Epsilon of the Q-Former's LayerNorms and the one before it.
+        """Epsilon of the LayerNorms in the Q-Former and before it.
 
         At 1e-12, the gradient of a constant row has a factor of 1e6.
         """
@@ -151,7 +151,7 @@ AutoConfig.register("videochat2", VideoChat2Config)
 
 
 def fill_defaults(values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The defaults updated with `values`. Raises `DitLoraError` for an unknown key."""
+    """Update default options with `values`, and return the result. Raises `DitLoraError` for an unknown key."""
     unknown = sorted(set(values or {}) - set(defaults))
     if unknown:
         raise DitLoraError(format_list(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown))

@@ -53,7 +53,7 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Conversion:
-    """Report on what happened to every tensor."""
+    """Report of a checkpoint conversion: what happened to every tensor."""
 
     path: Path
     tensors: Mapping[str, int]
@@ -67,7 +67,7 @@ class Conversion:
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The report as lines of text."""
+        """Lines of text that report what a conversion did with every tensor."""
         return [
             f"{self.path}: {sum(self.tensors.values())} tensors",
             *(f"  {count} of {file}" for file, count in self.tensors.items()),
@@ -193,7 +193,10 @@ def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
 
 
 def _require_language_model(files: Sequence[ReleasedFile]) -> str:
-    """`mistral`, `llama` or `phi`. Raises `DitLoraError` unless all files agree."""
+    """Kind of the language model that all files belong to: `mistral`, `llama` or `phi`.
+
+    Raises `DitLoraError` if they differ.
+    """
     by_file = {file.path: find_language_model(file.tensors) for file in files}
     # Files without a language model do not count.
     kinds = {kind for kind in by_file.values() if kind}
@@ -222,7 +225,7 @@ def _read_text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedC
 
 
 def _initialize_extra_queries(sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int) -> tuple[str, ...]:
-    """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
+    """Initialize the `extra_query_tokens` if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
     # A separate generator, so that the values depend only on the seed.
@@ -232,7 +235,7 @@ def _initialize_extra_queries(sources: Sources, expected: Mapping[str, tuple[int
 
 
 class _Adapter:
-    """The LoRA found in the files, at scale alpha / rank."""
+    """The LoRA of the language model found in the released files, at scale alpha / rank."""
 
     def __init__(self, sources: Sources, alpha: float) -> None:
         self.sources, self.alpha, self.report = sources, alpha, ""
@@ -244,7 +247,10 @@ class _Adapter:
         self.update_square_sum = self.rounding_square_sum = 0.0
 
     def merge(self) -> None:
-        """Replace each W by W + alpha / rank * B A, computed in fp32 and rounded once when the tensor is read."""
+        """Merge a LoRA into the language model: W + alpha / rank * B A.
+
+        The sum is computed in fp32 and rounded once, when the tensor is read.
+        """
         for module in self.sources.lora:
             name = f"{module}.weight"
             # Merging is delayed until the shard with this tensor is written.
@@ -252,7 +258,10 @@ class _Adapter:
             self.sources.weights[name] = TensorOnDisk(base.file, base.shape, partial(self._merge_weight, module, base))
 
     def _merge_weight(self, module: str, base: TensorOnDisk) -> torch.Tensor:
-        """The merged weight. Also updates the report with the rounding error so far."""
+        """Merge one layer's LoRA into its weight and return it.
+
+        Also updates the report with the rounding error so far.
+        """
         lora, weight = self.sources.lora[module], base.read()
         update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
         exact = weight.float() + update
@@ -269,7 +278,7 @@ class _Adapter:
         return merged
 
     def save(self, folder: Path) -> None:
-        """Write the LoRA in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+        """Write a converted LoRA in PEFT's format: adapter_config.json and adapter_model.safetensors."""
         if not self.sources.lora:
             raise DitLoraError("keep_adapter needs a file of stage 3 or later, which has a LoRA; these have none")
         tensors = {}
@@ -336,12 +345,12 @@ def _write_shards(
 
 
 def _shard_name(number: int) -> str:
-    """Temporary file name: the final one contains the number of shards."""
+    """Temporary file name of a shard; the final name contains the number of shards, which is not known yet."""
     return f"shard-{number}.safetensors"
 
 
 def _iter_shards(sources: Sources, names: Sequence[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors in groups of up to `shard_bytes`, or a single larger one.
+    """Yield tensors in groups of up to `shard_bytes`, or a single larger one.
 
     Each group is read when requested.
     """

@@ -25,7 +25,7 @@ _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_mode
 
 @dataclass(frozen=True)
 class TensorOnDisk:
-    """A tensor in a file, which `read` loads."""
+    """A tensor in a file, with its shape; `read` loads the values."""
 
     file: Path
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorOnDisk:
 
 @dataclass
 class Sources:
-    """Where each of our tensors comes from. Later files override earlier ones."""
+    """Files that each tensor of the converted model comes from. Later files override earlier ones."""
 
     # By our name.
     weights: dict[str, TensorOnDisk] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def _iter_pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 
 def check_tensors(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one `DitLoraError` with every tensor that is unknown, missing or of another shape."""
+    """Raise one `DitLoraError` that lists every unknown or missing tensor, and every tensor of another shape."""
     problems = [f"{name}: unknown" for name in sources.unknown]
     # Tensors that the model lacks, or that have another shape.
     for name, stored in sources.weights.items():

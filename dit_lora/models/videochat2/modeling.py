@@ -29,7 +29,7 @@ QUERY_STD = 0.02
 
 
 class VideoChat2PreTrainedModel(PreTrainedModel):
-    """Initialization and Transformers' feature flags, for the trunk and for the full model."""
+    """Base class of the VideoChat2 models: initialization of weights and Transformers' feature flags."""
 
     config_class = VideoChat2Config
     config: VideoChat2Config
@@ -56,7 +56,7 @@ class VideoChat2PreTrainedModel(PreTrainedModel):
 
 
 class VideoChat2Model(VideoChat2PreTrainedModel):
-    """The trunk: tokens and pixels to the language model's last hidden state, without the output head."""
+    """VideoChat2 without the output head: from tokens and pixels to the language model's last hidden state."""
 
     extra_query_tokens: nn.Parameter | None
 
@@ -105,9 +105,10 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         return self.projection(query_outputs).unflatten(0, (len(views), -1)).flatten(1, 2)
 
     def _split_views(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Cut (B, F, 3, H, W) into views (B, V, F, 3, tile, tile): tiles by row, then the full frame, resized in fp32.
+        """Cut frames (B, F, 3, H, W) into views (B, V, F, 3, tile, tile).
 
-        If there is only one tile, it is the full frame; the original's HD model then reads it twice.
+        Views are the tiles by row, then the full frame, resized in fp32. If there is only one tile, it is the full
+        frame; the original's HD model then reads it twice.
         """
         size = self.config.tile_size
         rows, columns = self.config.tile_grid(*pixels.shape[-2:])

@@ -138,7 +138,10 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
 
 
 class VideoChat2QFormerEncoder(nn.Module):
-    """The layers. Every `cross_attention_frequency`-th, starting with the first, attends to the vision tokens."""
+    """Stack of Q-Former layers.
+
+    Each `cross_attention_frequency`-th, starting with the first, attends to vision tokens.
+    """
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ _UNUSED_REASONS = {
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where a released tensor belongs in our model."""
+    """Name and part of the converted model's tensor that a released tensor becomes."""
 
     name: str
     """Name of our tensor; for LoRA, of our module."""
@@ -54,7 +54,7 @@ class TensorTarget:
 
 
 def map_tensor_name(name: str) -> TensorTarget | None:
-    """Where a released tensor belongs in our model; None for an unknown name."""
+    """Tensor of the converted VideoChat2 model that a released tensor becomes; None for an unknown name."""
     # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
         return TensorTarget(map_language_model_name(match[2]), "A" if match[3] == "A" else "B")
@@ -72,9 +72,9 @@ def map_tensor_name(name: str) -> TensorTarget | None:
 
 
 def map_language_model_name(name: str) -> str:
-    """Our name for a tensor of the causal language model, from its name in the language model's folder.
+    """Translate a tensor name from the language model's own folder to the converted VideoChat2 model.
 
-    `model.layers.0...` is below `model.language_model` in our model; the output head stays at the top level.
+    `model.layers.0...` moves below `model.language_model`; the output head stays at the top level.
     """
     if name.startswith("model."):
         return f"model.language_model.{name.removeprefix('model.')}"
@@ -82,7 +82,7 @@ def map_language_model_name(name: str) -> str:
 
 
 def unused_reason(name: str, *, blocks: int, use_text: bool) -> str | None:
-    """Why the model does not need this tensor; None if it does, or if the name is unknown.
+    """Why VideoChat2 does not need a released tensor; None if it does, or if the name is unknown.
 
     Args:
         name: The released name.
@@ -102,7 +102,7 @@ def unused_reason(name: str, *, blocks: int, use_text: bool) -> str | None:
 
 
 def find_language_model(names: Mapping[str, Any]) -> str | None:
-    """`mistral`, `llama` or `phi`, from the tensor names; None if they have no language model."""
+    """Kind of the language model by its tensor names: `mistral`, `llama` or `phi`; None without such a model."""
     for name in names:
         for pattern in (_PROJECTION, _LANGUAGE_MODEL):
             if match := pattern.fullmatch(name):
@@ -111,7 +111,7 @@ def find_language_model(names: Mapping[str, Any]) -> str | None:
 
 
 def is_instruction_tuned(names: Mapping[str, Any]) -> bool:
-    """True if the names are of a stage-3 or stage-4 file: with LoRA, or with a Q-Former that reads text.
+    """True if tensor names are of a stage-3 or stage-4 VideoChat2 file: with LoRA, or with a Q-Former that reads text.
 
     Stage 2 drops the Q-Former's text half (videochat2_pt_mistral.py: word_embeddings = None). Only the code
     of stage 3 and later sets the BOS position to the constant of its id.

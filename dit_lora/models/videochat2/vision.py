@@ -40,7 +40,7 @@ class DropPath(nn.Module):
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Rates that increase linearly from 0 at the first layer to `rate` at the last.
+    """Drop rates of stochastic depth that increase linearly from 0 at the first layer to `rate` at the last.
 
     As in vit.py and Qformer.py (torch.linspace).
     """

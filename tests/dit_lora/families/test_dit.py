@@ -306,7 +306,7 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
         ("data", {"height": 64}, "data.height must be 32; got 64"),
         ("data", {"frames": 9, "fps": 8}, "data.frames must be 1, for images; got 9"),
         ("data", {"image_dropout": 0.1}, "data.image_dropout: family dit does not use this"),
-        ("validation", {"prompts": ["red disc", "red dog"]}, "unknown classes 'red dog'; choose from"),
+        ("validation", {"prompts": ["red disc", "red dog"]}, "unknown class 'red dog'; choose from"),
         ("data", {"path": "nowhere"}, "the folder nowhere does not exist"),
     ],
 )

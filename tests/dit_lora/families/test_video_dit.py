@@ -296,7 +296,7 @@ def test_labels_outside_the_table_are_refused(tiny_checkpoints: Tiny) -> None:
     pipeline = opened(tiny_checkpoints, "video-dit-class").sampler.pipeline(torch.float32)
     with pytest.raises(DitLoraError, match=r"class_labels must be in 0\.\.6"):
         pipeline(class_labels=torch.tensor([1, 7]))
-    with pytest.raises(DitLoraError, match=r"no class a horse; there are(.|\n)*red disc"):
+    with pytest.raises(DitLoraError, match=r"unknown class a horse; choose from(.|\n)*red disc"):
         pipeline("a horse")
     with pytest.raises(DitLoraError, match="give one of prompt, class_labels"):
         pipeline()
@@ -373,7 +373,7 @@ def test_options_that_do_not_apply_are_refused(
     with pytest.raises(DitLoraError, match=r"data\.image_dropout: family"):
         prepared(data={"image_dropout": 0.1})
     if variant == "video-dit-class":
-        with pytest.raises(DitLoraError, match=r"validation\.prompts: no class 'a horse'"):
+        with pytest.raises(DitLoraError, match=r"validation\.prompts: unknown class 'a horse'"):
             prepared(validation={"prompts": ["red disc", "a horse"]})
 
 

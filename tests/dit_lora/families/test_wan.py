@@ -170,7 +170,7 @@ def test_torn_weights_of_an_expert_or_an_encoder_are_refused(
         path = Path(shutil.copytree(tiny_checkpoints[variant], tmp_path / variant))
         (file,) = (path / component).glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-4])
-        with pytest.raises(DitLoraError, match=f"is not whole.*\n.*{component}/"):
+        with pytest.raises(DitLoraError, match=f"is incomplete.*\n.*{component}/"):
             opened(path)
 
 

@@ -29,7 +29,7 @@ else:
 
 
 class LightningGuard(Callback):
-    """Guards a `Trainer`: `Trainer(callbacks=[LightningGuard()])`.
+    """Callback that guards a Lightning `Trainer`: `Trainer(callbacks=[LightningGuard()])`.
 
     Events go to `events.jsonl` in the trainer's log folder. A skipped step leaves weights, optimizers and schedules as
     they were. Before each checkpoint, the trained state is checked and restored if it is not finite.
@@ -53,7 +53,7 @@ class LightningGuard(Callback):
         self._is_following = False
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Follow the data loaders, which Lightning creates before `on_train_start`."""
+        """Start following the data loaders, which Lightning creates before `on_train_start`."""
         # `fit` may be called again with the same callback.
         self._detach()
         EVENTS.acquire()
@@ -89,7 +89,7 @@ class LightningGuard(Callback):
             self.guard.check_state()
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Detach from the trainer. Its last checkpoints are written by now."""
+        """Detach the guard from Lightning's trainer. Its last checkpoints are written by now."""
         self._detach()
 
     def _intercept_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # seconds to import, for an annotation
 
 
 class GuardCallback(TrainerCallback):
-    """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
+    """Callback that guards a Transformers `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
 
     Events go to `events.jsonl` in the trainer's output folder. A skipped step leaves weights, optimizer and schedule
     unchanged; its loss still reaches the trainer's log. The end of training reports the number of skipped steps.
@@ -52,7 +52,10 @@ class GuardCallback(TrainerCallback):
     def on_step_end(
         self, args: "TrainingArguments", state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the state before a checkpoint: the trainer saves after its callbacks if `should_save` is still set."""
+        """Check the trained state before Transformers' `Trainer` saves a checkpoint.
+
+        It saves after its callbacks if `should_save` is still set.
+        """
         if self.guard is not None and control.should_save:
             self.guard.check_state()
 

@@ -14,7 +14,7 @@ _MAX_LOSSES = 64
 
 
 class BackwardPasses:
-    """The backward passes of a loop.
+    """Tracks the backward passes of a loop, to tell which of them add to the same gradients.
 
     Args:
         parameters: Returns all trained parameters that are checked.
@@ -34,7 +34,10 @@ class BackwardPasses:
         """A parameter that had a gradient. If it has none now, the loop has cleared its gradients."""
 
     def begin_backward(self, tensors: Any) -> bool:
-        """Record the losses of a backward that begins. Returns True if the loop has cleared the earlier gradients."""
+        """Record the losses of a backward pass that begins.
+
+        Returns True if the loop has cleared the earlier gradients.
+        """
         if self.has_stepped:
             self.has_stepped = False
             self.losses.clear()
@@ -61,7 +64,10 @@ class BackwardPasses:
         return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
 
     def track_parameter(self) -> None:
-        """Choose a parameter with a nonzero gradient. Once that is gone, the loop has cleared all gradients."""
+        """Choose a parameter with a nonzero gradient to watch.
+
+        Once that gradient is gone, the loop has cleared all gradients.
+        """
         if self._tracked_parameter is not None and self._tracked_parameter() is not None:
             return
         for parameter in self._parameters():

@@ -12,14 +12,14 @@ from dit_lora.numerics.objectives import LossOutput
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallBatch(MicroBatch):
-    """A recorded call as a micro-batch. Its noise comes from the loop and cannot be drawn again."""
+    """A micro-batch made from a recorded model call of a loop. Its noise comes from the loop and cannot be redrawn."""
 
     call: CapturedCall
     model: nn.Module
     failed_call: CapturedCall | None
     """The call that failed in the step, whose random state a healthy call is run with; None if there is none."""
     cutter: RowCutter | None
-    """Cuts single samples; None if samples cannot be told apart."""
+    """Extracts single samples from the call; None if samples cannot be told apart."""
 
     @classmethod
     def from_call(

@@ -15,7 +15,7 @@ _MAX_OUTPUTS = 64
 
 
 class CallLog:
-    """Model calls in order, kept until no current gradient comes from them."""
+    """Log of recorded model calls in order. A call is kept until no current gradient comes from it."""
 
     def __init__(self, batches: LoadedBatches) -> None:
         self.calls: list[CapturedCall] = []
@@ -28,7 +28,7 @@ class CallLog:
         self.generator: torch.Generator | None = None
         """The loop's random generator, whose state is recorded with each call; None if it uses torch's."""
         self.on_begin: Callable[[], None] = lambda: None
-        """Called when a call begins."""
+        """Function that is called when the recording of a model call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
         self.get_batch_number: Callable[[], int | None] = batches.get_current_number
@@ -50,10 +50,10 @@ class CallLog:
         self.on_end()
 
     def renew_gradients(self) -> None:
-        """Start a new generation of gradients.
+        """Note that the loop has cleared its gradients and started new ones.
 
-        Calls that the loop differentiates twice (create_graph=True) move to the new generation, since they are part of
-        its loss.
+        Calls that the loop differentiates twice (create_graph=True) count for the new gradients, since they are part
+        of its loss.
         """
         for call in self.calls:
             if call.is_differentiated_twice and call.generation == self.generation:
@@ -64,7 +64,7 @@ class CallLog:
         self.calls[:] = [logged for logged in self.calls if logged is not call]
 
     def drop_stale(self) -> None:
-        """Drop calls that no current or future gradient comes from, before the next call takes memory."""
+        """Drop recorded model calls that no current or future gradient comes from, before a new call takes memory."""
         live_generation: int | None = self.generation
         if self.is_step_over:
             self.is_step_over = False
@@ -81,7 +81,10 @@ class CallLog:
             ]
 
     def get_current(self) -> list[CapturedCall]:
-        """Calls that the current gradients come from; if there are none, those that no gradient has reached yet."""
+        """Recorded model calls that the current gradients come from.
+
+        If there are none, those that no gradient has reached yet.
+        """
         current = [call for call in self.calls if call.generation == self.generation]
         calls = current or [call for call in self.calls if call.generation < 0]
         # Renumber micro-steps from the first call whose gradients the loop has kept.

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("dit_lora")
 
 @dataclass
 class Recorder:
-    """Records every training call of a model in a log."""
+    """Records every training call of one model in a log, with its output and the gradient of its output."""
 
     model: nn.Module
     log: CallLog
@@ -32,7 +32,7 @@ class Recorder:
     _has_warned: bool = False
 
     def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the model's `__call__`."""
+        """Replacement of the model's `__call__`, which runs the original and records training calls."""
         # Replays and calls inside a call of this model are not the loop's own.
         if self.is_paused or self.is_open or not is_training_call() or has_redirected_forward(self.model):
             return original(*args, **kwargs)
@@ -47,7 +47,7 @@ class Recorder:
         return output
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
-        """Begin a call, before the model runs."""
+        """Record a model call's arguments and random state, before the model runs."""
         log = self.log
         log.drop_stale()
         versions: list[tuple[torch.Tensor, int]] = []
@@ -95,7 +95,7 @@ class Recorder:
         return call
 
     def end(self, call: CapturedCall, output: Any) -> None:
-        """Complete a call with the model's output."""
+        """Add the model's output to a recorded call, and hooks that record the output's gradients."""
         self.log.end(output)
         tensors = find_main_outputs(output)
         if not tensors:  # no tensor in the output: there is nothing to replay
@@ -114,7 +114,7 @@ class Recorder:
 
     @property
     def can_get_gradient(self) -> bool:
-        """True while a graph of one of the model's outputs lives."""
+        """True while an autograd graph of one of the model's outputs is alive, so that a gradient can still arrive."""
         return any(call.can_get_gradient for call in self.log.calls if call.owner is self.model)
 
     def drop_calls(self) -> None:
@@ -142,7 +142,10 @@ class Recorder:
 
 
 class _GradientHook:
-    """Records the gradient of one output of a call. Lives as long as the output's graph."""
+    """Autograd hook that records the gradient of one output of a model call.
+
+    It lives as long as the output's graph.
+    """
 
     def __init__(self, recorder: Recorder, call: "weakref.ref[CapturedCall]", number: int) -> None:
         self._recorder = recorder

@@ -31,7 +31,7 @@ def _name_arguments(arguments: Arguments) -> dict[str, Any]:
 
 
 def count_samples(arguments: Arguments) -> int:
-    """Number of samples in a call: rows of its text or hidden states, else of the first argument that has rows.
+    """Number of samples in a model call: rows of its text or hidden states, else of the first argument that has rows.
 
     A list of tensors, as Z-Image takes, has one element per sample.
     """
@@ -56,7 +56,7 @@ def is_tensor_list(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SamplePart:
-    """The part of one argument that belongs to one sample: a row of a tensor, or an element of a list."""
+    """The part of one call argument that belongs to one sample: a row of a tensor, or an element of a list."""
 
     path: str
     values: torch.Tensor
@@ -66,7 +66,7 @@ class SamplePart:
 
 
 def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
-    """Yield the parts of each floating-point argument: one per sample if the argument is split by sample."""
+    """Yield for each floating-point argument of a call its parts: one per sample if it is split by sample."""
     count = count_samples(arguments)
     for name, value in _name_arguments(arguments).items():
         if _is_list_of_samples(value, count):
@@ -90,14 +90,14 @@ def _is_list_of_samples(value: Any, count: int) -> bool:
 
 @dataclass(frozen=True)
 class RowCutter:
-    """Cuts one sample out of a call, or out of any value that has a part for each sample."""
+    """Extracts one sample from a model call's arguments and outputs."""
 
     count: int
     patches: Mapping[str, tuple[tuple[int, int], ...]]
     """Start and end of each sample's part, by keyword argument, for packed patches and their grids."""
 
     def cut(self, arguments: Arguments, row: int) -> Arguments:
-        """The arguments of one sample. Arguments without a part for each sample are shared by all samples."""
+        """Arguments of a model call with only one sample. Values that are not split by sample stay unchanged."""
         args, kwargs = arguments
         parts = {}
         for name, value in kwargs.items():
@@ -117,7 +117,7 @@ class RowCutter:
         return map_tensors(part, value)
 
     def replace_row(self, arguments: Arguments, row: int, source: int) -> Arguments | None:
-        """The arguments with sample `row` replaced by sample `source`; None if the samples differ in size."""
+        """Copy the arguments with sample `row` replaced by sample `source`; None if the samples differ in size."""
         # The samples may have different numbers of packed patches.
         if self.patches:
             return None
@@ -146,7 +146,9 @@ class RowCutter:
 
 
 def make_row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
-    """Make a cutter of single samples; None if the packed patches of several samples cannot be told apart.
+    """Create an object that extracts single samples from a model call; None if that is impossible.
+
+    It is impossible if the packed patches of several samples cannot be told apart.
 
     Args:
         arguments: Positional and keyword arguments of the call.
@@ -174,7 +176,7 @@ def make_row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
 
 
 def _count_patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
-    """Count the tokens of each sample that stand for patches. None if the call has no ids or token types."""
+    """Number of tokens of each sample that stand for image patches. None if the call has no ids or token types."""
     ids, types = kwargs.get("input_ids"), kwargs.get("mm_token_type_ids")
     if isinstance(token, int) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         # (B, L) -> B counts.

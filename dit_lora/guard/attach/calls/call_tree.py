@@ -29,7 +29,7 @@ _STORABLE_DTYPES = (
 
 
 class CallWriter:
-    """Converts values to JSON nodes, and collects their tensors and the values that cannot be stored."""
+    """Converts the values of a model call to JSON nodes; collects their tensors and values that cannot be stored."""
 
     def __init__(self, generator: tuple[torch.Generator, torch.Tensor] | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -40,7 +40,7 @@ class CallWriter:
         self._numbers: dict[int, str] = {}
 
     def to_node(self, value: Any, path: str) -> Node:
-        """Convert a value to a JSON node; `path` names it in messages."""
+        """Convert one value of a model call to a JSON node; `path` names it in messages."""
         kind = type(value)
         if kind in (torch.Tensor, nn.Parameter):
             # safetensors stores neither sparse nor nested tensors.
@@ -77,7 +77,7 @@ class CallWriter:
 
 
 class CallReader:
-    """Converts JSON nodes back to values, with tensors on a device."""
+    """Converts the JSON nodes of a stored model call back to values, with tensors on a device."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device, generator: torch.Generator | None
@@ -87,7 +87,7 @@ class CallReader:
         self._generator = generator
 
     def read_node(self, node: Node) -> Any:
-        """The value of a node.
+        """Convert a stored JSON node back to its value.
 
         Raises:
             DitLoraError: If this version does not know the node's kind.

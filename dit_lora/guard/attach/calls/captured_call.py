@@ -34,7 +34,7 @@ _LOG = logging.getLogger("dit_lora")
 
 @dataclass
 class CapturedCall:
-    """One forward call of a model, and the gradient of its output."""
+    """A recorded forward call of a model: arguments, random state, outputs, and the gradients of the outputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -77,14 +77,14 @@ class CapturedCall:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The loop's sample names, else names made from row numbers."""
+        """Names of a recorded call's samples: those that the loop has set, else names made from row numbers."""
         count = self.num_samples
         if len(self.sample_names) == count:
             return self.sample_names
         return tuple(format_row_name(row, self.micro_step) for row in range(count))
 
     def collect_row_tensors(self) -> dict[str, torch.Tensor]:
-        """Tensor arguments that have a row for each sample, by name."""
+        """Tensor arguments of a recorded call that have a row for each sample, by name."""
         count = self.num_samples
         return {n: t for n, t in collect_named_tensors(self.arguments).items() if has_rows(t, count)}
 
@@ -98,13 +98,13 @@ class CapturedCall:
 
     @property
     def has_bad_gradient(self) -> bool:
-        """True if a gradient of an output is not finite, or its square overflows fp32."""
+        """True if a gradient of a recorded call's output is not finite, or its square overflows fp32."""
         gradients = [g for g in self.output_gradients if g is not None and g.is_floating_point()]
         return any(bool(find_bad_rows(g.reshape(1, -1))) for g in gradients if g.numel())
 
     @property
     def bad_gradient_rows(self) -> list[int]:
-        """Numbers of the samples whose output gradient is bad."""
+        """Row numbers of the samples whose output gradient is not finite, or whose square overflows fp32."""
         gradients = self.output_gradients
         # A list of outputs has one tensor per sample.
         if len(gradients) > 1:
@@ -114,28 +114,28 @@ class CapturedCall:
 
     @property
     def gradient_peak(self) -> float:
-        """Largest magnitude of the output gradients; 0.0 if there are none."""
+        """Largest magnitude of a recorded call's output gradients; 0.0 if there are none."""
         gradients = [g for g in self.output_gradients if g is not None and g.numel()]
         return max((float(g.float().abs().max()) for g in gradients), default=0.0)
 
     @property
     def can_get_gradient(self) -> bool:
-        """True while the call runs, and as long as its output's graph lives."""
+        """True while a recorded call runs, and as long as the autograd graph of its output is alive."""
         if self.graph_ref is None:
             return not self.outputs
         return self.graph_ref() is not None
 
     @property
     def is_intact(self) -> bool:
-        """False if an argument has been overwritten since the call, so that a replay proves nothing."""
+        """False if an argument of a recorded call has been overwritten since, so that a replay would prove nothing."""
         return all(tensor._version == version for tensor, version in self.tensor_versions)
 
     def make_cutter(self) -> RowCutter | None:
-        """A cutter of single samples; None if samples cannot be told apart."""
+        """Create an object that extracts single samples from a recorded call; None if samples cannot be told apart."""
         return make_row_cutter(self.arguments, getattr(self.owner, "config", None))
 
     def select_row(self, row: int, cutter: RowCutter) -> "CapturedCall":
-        """The same call with one sample."""
+        """Copy a recorded call with only the sample at this row."""
         args, kwargs = cutter.cut(self.arguments, row)
         return replace(
             self,
@@ -147,7 +147,7 @@ class CapturedCall:
         )
 
     def replay(self, model: nn.Module) -> LossOutput:
-        """Run the call again.
+        """Run a recorded call again with its random state.
 
         Returns per-sample sums of output times recorded gradient, so that their backward repeats the recorded one.
         """
@@ -182,7 +182,7 @@ class CapturedCall:
 
     @contextmanager
     def _restore_generator(self) -> Iterator[None]:
-        """Set the loop's generator to its state at the call, and restore its current state on exit."""
+        """Set the loop's random generator to its state at a recorded call, and restore its current state on exit."""
         if self.generator is None:
             yield
             return
@@ -196,9 +196,10 @@ class CapturedCall:
 
 
 def find_main_outputs(output: Any) -> list[torch.Tensor]:
-    """The tensors that the loss is computed from: the first with a gradient, in a tuple, a ModelOutput or an object.
+    """The tensors of a model's output that the loss is computed from.
 
-    If that tensor is in a list of tensors, as Z-Image returns one per sample, the whole list.
+    These are the first tensor with a gradient in a tuple, a ModelOutput or an object. If that tensor is in a list of
+    tensors, as Z-Image returns one per sample, they are the whole list.
     """
     if isinstance(output, torch.Tensor):
         return [output] if _is_differentiable(output) else []

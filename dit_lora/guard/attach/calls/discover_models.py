@@ -12,7 +12,7 @@ from dit_lora.guard.attach.containment import try_or_warn
 
 
 class ModelDiscovery:
-    """Records calls of unknown models, so that the step in which they first appear can be diagnosed too.
+    """Records calls of models before it is known which are trained, so that the first step can be diagnosed too.
 
     It may start before the guard exists.
     """
@@ -33,7 +33,7 @@ class ModelDiscovery:
         remove_listener(self._record_call)
 
     def take_trained_models(self) -> list[nn.Module]:
-        """End the search and return the models with weights whose output received a gradient.
+        """End the search for trained models; returns those with weights whose output received a gradient.
 
         A model whose output may still receive one, as a generator's does after the discriminator's step, stays for the
         next search. Other models, such as a frozen encoder or a collator's table, are not trained.

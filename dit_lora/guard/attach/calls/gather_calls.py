@@ -15,7 +15,7 @@ from dit_lora.numerics.ranks import gather_object, get_process_index, is_true_on
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The calls of one rank in the failed step."""
+    """The recorded model calls of one rank in a failed step."""
 
     rank: int
     calls: Sequence[CapturedCall]
@@ -29,9 +29,9 @@ def gather_rank_calls(
     models: Sequence[nn.Module],
     device: torch.device,
 ) -> list[RankCalls] | None:
-    """The calls of every rank that has a non-finite value, or of all ranks if none has. Equal on all ranks.
+    """Gather the recorded model calls of ranks with a non-finite value, or of all ranks if none has one. Collective.
 
-    None if an argument of a call cannot be sent to another rank. Collective.
+    The result is equal on all ranks. None if an argument of a call cannot be sent to another rank.
     """
     # Models are not sent: each rank has its own, at the same position of this list.
     model_numbers = {id(model): number for number, model in enumerate(models)}
@@ -71,7 +71,10 @@ def gather_rank_calls(
 
 
 def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
-    """Move a call to the host, without the model, which every rank has, and without the loop's generators."""
+    """Copy a recorded call to the CPU for other ranks.
+
+    The model, which every rank has, and the loop's generators are left out.
+    """
     cpu_call = _move_to_device(call, torch.device("cpu"))
     return replace(cpu_call, owner=None, generator=None, tensor_versions=(), graph_ref=None), numbers[id(call.owner)]
 

@@ -17,7 +17,7 @@ from dit_lora.guard.attach.calls.call_recorder import has_redirected_forward, is
 
 @dataclass
 class OutermostCall:
-    """One call of a module by the loop; `output` is set once the module has run."""
+    """A model call that no other model's call contains; `output` is set once the model has run."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ _running_modules: list[nn.Module] = []
 
 
 def add_listener(listener: Listener) -> None:
-    """From now on, call the listener for each call of a model that no other model's call contains."""
+    """Register a listener for every model call that no other model's call contains."""
     if listener not in _list_listeners():
         _listeners.append(weakref.WeakMethod(listener))
     # While a call runs, torch's method stays in place until it ends.

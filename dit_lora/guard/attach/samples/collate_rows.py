@@ -27,7 +27,7 @@ _MAX_VECTORS = 16
 
 @dataclass
 class TaggedBatch:
-    """A batch with its row information, on its way from `collate_fn`, perhaps in a worker, to the loop.
+    """Wrapper of a batch that records which row is which dataset item, between `collate_fn` and the loop.
 
     It is unwrapped before the loop receives the batch.
     """
@@ -41,12 +41,18 @@ class TaggedBatch:
     """Files that the dataset opened for each item."""
 
     def pin_memory(self, device: Any = None) -> "TaggedBatch":
-        """Called by the DataLoader's pinning thread instead of the batch's `pin_memory`."""
+        """Pin the wrapped batch.
+
+        The DataLoader's pinning thread calls this instead of the batch's own `pin_memory`.
+        """
         return replace(self, batch=pin_memory(self.batch, device))
 
 
 class TaggingCollate:
-    """Calls a loader's `collate_fn` and records which row is which item. Can be pickled for spawned workers."""
+    """Replacement for a loader's `collate_fn` that also records which row of the batch is which dataset item.
+
+    It can be pickled for spawned workers.
+    """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
         self.collate_fn = collate_fn

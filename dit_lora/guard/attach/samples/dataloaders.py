@@ -27,7 +27,7 @@ _is_unwrapping = False
 
 
 def _install_unwrapping() -> None:
-    """Make iterators return batches without their tags, from now on.
+    """Make DataLoader iterators return batches without their row information, from now on.
 
     This is never undone: an iterator that was followed returns tagged batches even after the guard is gone.
     """
@@ -56,7 +56,7 @@ def _install_unwrapping() -> None:
 
 
 class _ObservedDataset:
-    """Wraps a dataset while a batch is fetched, and records the files that each item was read from."""
+    """Wrapper of a dataset while a batch is fetched, which records the files that each item was read from."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -85,7 +85,7 @@ class DataLoaderFollower:
         """Number of Accelerate wrappers that are fetching. They pass the batch, or a copy, to the loop later."""
 
     def follow(self, interceptions: Interceptions) -> None:
-        """Follow all loaders. Iterators that already exist are not followed."""
+        """Start following all DataLoaders of the process. Iterators that already exist are not followed."""
         _followers.add(self)
         self._follows_accelerate = False
         interceptions.intercept_class_method(_BaseDataLoaderIter, "__init__", self._intercept_init)
@@ -131,7 +131,7 @@ class DataLoaderFollower:
         iterator._collate_fn = TaggingCollate(iterator._collate_fn, is_batched=iterator._auto_collation)
 
     def _intercept_fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Record which files the dataset opens for each item."""
+        """Record which files the dataset opens for each item of a batch that is fetched."""
         if not isinstance(fetcher.collate_fn, TaggingCollate):
             return original(fetcher, index)
         dataset = fetcher.dataset
@@ -147,7 +147,7 @@ class DataLoaderFollower:
         return tagged
 
     def _intercept_reset(self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
-        """Handle a new epoch of persistent workers: the indices of the last epoch no longer apply."""
+        """Forget the indices of the last epoch when a DataLoader with persistent workers starts a new one."""
         if iterator in self._pending_indices:
             self._pending_indices[iterator].clear()
         original(iterator, *args, **kwargs)
@@ -159,7 +159,7 @@ class DataLoaderFollower:
         return index
 
     def drop_index(self, iterator: Any) -> None:
-        """Drop the oldest index, after the dataset or a worker failed to produce its batch."""
+        """Drop the oldest batch index, after the dataset or a worker failed to produce that batch."""
         if self._pending_indices.get(iterator):
             self._pending_indices[iterator].popleft()
 

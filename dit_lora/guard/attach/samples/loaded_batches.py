@@ -36,17 +36,17 @@ _ITEM_ROW_NAME = re.compile(r"row \d+ of dataset index ")
 
 
 def is_sample_name(name: str) -> bool:
-    """True for a name that stays with a sample, False for a row number in one micro-batch."""
+    """True if a name identifies a sample for the whole run, False if it is a row number in one micro-batch."""
     return _ROW_NAME.fullmatch(name) is None
 
 
 def is_micro_batch_row(name: str) -> bool:
-    """True for a row number in one micro-batch about which nothing else is known."""
+    """True if a name is only a row number in one micro-batch, so that nothing else is known about the sample."""
     return not is_sample_name(name) and not is_item_row(name)
 
 
 def is_item_row(name: str) -> bool:
-    """True for a row of a ready batch from a dataset, whose number says little to its user."""
+    """True if a name is a row of a ready batch from a dataset, whose number says little to its user."""
     return _ITEM_ROW_NAME.match(name) is not None
 
 
@@ -73,7 +73,7 @@ def format_index_name(dataset: Any, index: object) -> str | None:
 
 @dataclass
 class _LoadedTensor:
-    """One tensor of a batch as the loader returned it."""
+    """Weak reference to one tensor of a batch as the data loader returned it, with the dataset items of its rows."""
 
     path: str
     tensor: weakref.ref[torch.Tensor]
@@ -82,14 +82,14 @@ class _LoadedTensor:
     """The item of each row; None if unknown."""
 
     def get_unchanged(self) -> torch.Tensor | None:
-        """The tensor, if it is alive and nothing was written to it; otherwise None, since its rows prove nothing."""
+        """The loaded tensor if it is alive and unmodified; otherwise None, because its rows prove nothing."""
         tensor = self.tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
 
 
 @dataclass
 class LoadedBatch:
-    """One batch as a loader returned it."""
+    """One batch as a data loader returned it, with its items' names and files."""
 
     item_names: tuple[str | None, ...]
     """Names of its items; empty if they are unknown."""
@@ -106,7 +106,7 @@ class LoadedBatch:
     """Number of batches that the loop took before it; -1 until the loop takes it."""
 
     def find_row_name(self, loaded: _LoadedTensor, row: int) -> str | None:
-        """Name of a row of one of the batch's tensors, or None."""
+        """Name of the dataset item in a row of one of the batch's tensors, or None."""
         tensor = loaded.tensor()
         if self.column_names and tensor is not None and len(tensor) == len(self.column_names):
             return self.column_names[row]
@@ -122,20 +122,23 @@ class LoadedBatch:
         return self.find_item_name(item)
 
     def find_item_name(self, item: int) -> str | None:
-        """Name of an item, with its file if it was read from exactly one."""
+        """Name of an item of the batch, with its file if it was read from exactly one."""
         name = self.item_names[item]
         files = select_data_files(self.item_files[item]) if item < len(self.item_files) else ()
         return f"{name} ({Path(files[0]).name})" if name and len(files) == 1 else name
 
     def list_bad_files(self) -> list[str]:
-        """Names of the batch's tensor files that hold a value which is not finite."""
+        """Names of the batch's data files that hold a value which is not finite. Reads the files again."""
         files = [path for item_paths in self.item_files for path in select_data_files(item_paths)]
         return [f"file {Path(path).name}" for path in find_bad_files(files)]
 
 
 @dataclass
 class LoadedBatches:
-    """Remembers returned batches by weak references. Tensors of the newest batches in host memory are kept alive."""
+    """Remembers the batches that data loaders returned, by weak references.
+
+    Tensors of the newest batches in host memory are kept alive.
+    """
 
     _batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=_MAX_BATCHES))
     _kept_tensors: deque[tuple[list[torch.Tensor], int]] = field(default_factory=deque)
@@ -155,7 +158,7 @@ class LoadedBatches:
         files: Sequence[Sequence[str]] = (),
         is_prebatched: bool = False,
     ) -> LoadedBatch:
-        """Remember a batch.
+        """Remember a batch that a data loader returns.
 
         Args:
             batch: The batch that the loader returns.
@@ -184,7 +187,7 @@ class LoadedBatches:
         return loaded
 
     def mark_taken(self, loaded: LoadedBatch) -> None:
-        """Record that the loop received this batch."""
+        """Record that the loop received this batch from the data loader."""
         loaded.number = self._num_taken
         self._num_taken += 1
         # Release the objects of all but the last few batches.
@@ -193,7 +196,10 @@ class LoadedBatches:
                 older.objects.clear()
 
     def find_single_item(self, passed_ids: Iterable[int]) -> str | None:
-        """Name of a batch's only item that is itself one of these arguments, which are given by `id()`; else None."""
+        """Name of the only item of a batch, if that item itself was passed to the model; else None.
+
+        `passed_ids` are the `id()` of the call's arguments.
+        """
         argument_ids = set(passed_ids)
         for batch in reversed(self._batches):
             if len(batch.item_names) == 1 and any(
@@ -257,7 +263,7 @@ class LoadedBatches:
         return None if self._is_prefetching or not self._num_taken else self._num_taken - 1
 
     def find_item_name(self, values: torch.Tensor) -> str | None:
-        """Name of the item that these values, one sample's part of a tensor, are proven to be; else None."""
+        """Name of the dataset item that one sample's part of a tensor is proven to be; else None."""
         match = self._locate_values(values)
         if match is not None:
             batch, loaded, rows = match
@@ -283,7 +289,10 @@ class LoadedBatches:
         return match[0].list_bad_files() if match is not None else []
 
     def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
-        """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
+        """Find the loaded batch, tensor and rows that a tensor is a view of.
+
+        None if it is not a view, or if the loaded tensor was written to.
+        """
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
         # A view has the storage of the tensor that it was taken from.
@@ -303,7 +312,7 @@ class LoadedBatches:
         return None
 
     def _find_by_content(self, row: torch.Tensor) -> str | None:
-        """Name of the only returned item with this content; None unless exactly one matches."""
+        """Name of the only loaded item with the same content as this row; None unless exactly one matches."""
         # A single number is too little to identify an item by.
         if row.numel() < 2 or row.layout is not torch.strided:
             return None
@@ -328,7 +337,7 @@ def _record_tensors(
 
 
 def _find_rows_sharing_memory(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
-    """The rows of a tensor that the values in its memory cover: one, several or all; None for any other part."""
+    """Rows of a tensor that `values`, a view of it, cover: one, several or all; None for any other part."""
     if tensor.shape == values.shape and tensor.data_ptr() == values.data_ptr():
         return range(len(tensor))
     if tensor.stride(0) == 0:
@@ -400,7 +409,7 @@ def describe_values(name: str, values: torch.Tensor) -> str:
 
 
 def _read_column_names(batch: Any) -> tuple[str, ...]:
-    """Names of the rows from the batch's first column that holds names; also searches dicts inside a list."""
+    """Names of a batch's rows, from its first column that holds names; also searches dicts inside a list."""
     # Batches are dicts, or short tuples that contain one.
     parts = [batch, *batch] if isinstance(batch, (list, tuple)) and len(batch) <= 8 else [batch]
     for columns in parts:

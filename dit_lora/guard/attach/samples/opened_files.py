@@ -66,7 +66,7 @@ def _record_and_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> A
 
 
 def select_data_files(paths: Sequence[str]) -> tuple[str, ...]:
-    """Each path once, without captions and other text files."""
+    """Remove duplicates, captions and other text files from a list of opened paths."""
     return tuple(dict.fromkeys(p for p in paths if Path(p).suffix.lower() not in _TEXT_SUFFIXES))
 
 
