@@ -70,7 +70,7 @@ def test_texts_with_control_tokens_of_the_format_are_refused(name: str, tiny: di
             with pytest.raises(DitLoraError) as refused:
                 prompt(tiny[name], replace(ASKED, turns=(ASKED.turns[0], turn)))
             assert f"its text contains {token}, which" in str(refused.value)
-        with pytest.raises(DitLoraError, match="its text holds"):
+        with pytest.raises(DitLoraError, match="its text contains"):
             prompt(tiny[name], replace(ASKED, system=token))
     other_markers = {"###", "<|end|>"} - set(CONTROL[name])
     assert all(marker in prompt(tiny[name], _saying(f"A {marker} mark.")) for marker in other_markers)
