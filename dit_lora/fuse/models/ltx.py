@@ -60,7 +60,10 @@ class LTXProcessor(AcrossHeadsProcessor):
         return self.compute_attention(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """The tables unchanged, (B, S, D): the kernel takes a row with the angles of all heads for each token."""
+        """LTX-Video's rotary tables (B, S, D), unchanged.
+
+        The kernel takes a row with the angles of all heads for each token.
+        """
         return cos, sin
 
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
