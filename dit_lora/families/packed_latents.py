@@ -16,13 +16,13 @@ PACK_SIZE = 2
 
 
 def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of the image tokens of latents (..., H, W)."""
+    """Rows and columns of the token grid of image latents (..., H, W)."""
     height, width = latents.shape[-2:]
     return height // PACK_SIZE, width // PACK_SIZE
 
 
 def describe_packed_noise(latents: torch.Tensor) -> DrawFunctions:
-    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame, for `Denoiser.draw_functions`."""
+    """Random tensor for a training step: noise (S, P) for each sample of latents (B, C, ..., H, W) of one frame."""
     rows, columns = compute_token_grid(latents)
     return {"noise": partial(normal, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}
 
@@ -32,6 +32,6 @@ def append_references(
     batch: Mapping[str, torch.Tensor],
     pack_latents: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Tokens (B, S, P), followed by those of each of the batch's references, clean."""
+    """Tokens (B, S, P) with the tokens of each of the batch's references appended, clean."""
     references = [pack_latents(latents.float()).to(hidden_states.dtype) for latents in get_reference_latents(batch)]
     return torch.cat([hidden_states, *references], dim=1)

@@ -61,12 +61,15 @@ class VideoClassTable(ClassTable):
 
 
 def compute_size_multiple(info: CheckpointInfo) -> int:
-    """VAE factor times patch size: height and width must be multiples of it."""
+    """Number of pixels that height and width must be a multiple of: VAE factor times patch size."""
     return compute_spatial_factor(info.vae_config) * info.transformer_config["patch_size"]
 
 
 def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
-    """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
+    """Error messages for a video DiT's shape.
+
+    Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16).
+    """
     # Positions are computed for any size, so only whole patches matter.
     frame_step, step = info.transformer_config["patch_size_t"], info.size_multiple
     return multiple_errors(
@@ -76,7 +79,7 @@ def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextVideoDiTInfo(CheckpointInfo):
-    """The facts of a video DiT that is conditioned on text."""
+    """Info (configs, supported shapes) of a video DiT that is conditioned on text."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
 
@@ -90,7 +93,7 @@ class TextVideoDiTInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassVideoDiTInfo(ClassInfo):
-    """The facts of a video DiT that is conditioned on classes, with the classes it is trained on."""
+    """Info of a video DiT that is conditioned on classes, with the classes it is trained on."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
     num_classes_key = "num_classes"
@@ -103,7 +106,7 @@ class ClassVideoDiTInfo(ClassInfo):
         return find_patch_errors(self, shape)
 
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
-        """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
+        """Always raise `DitLoraError` for new classes: a LoRA cannot train rows of this label table."""
         problem = (
             f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
             "correct them, or take train.mode: full or a model of text"
@@ -122,7 +125,7 @@ class TextVideoDiTEncoders(Encoders):
         return {"pooled_projections": (torch.Size((self.info.transformer_config["text_dim"],)), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Maps texts to CLIP's pooled output, (B, D)."""
+        """Text encoder that maps captions to CLIP's pooled output, (B, D)."""
         pipeline = self.load_text_pipeline(dtype, device)
         # encode_prompt disables gradients itself.
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
@@ -199,7 +202,7 @@ class ClassVideoDiTSampler(Sampler):
         return self._load_pipeline(dtype, transformer, False, id2label=self.info.trained_classes.labels())
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label table. The pipeline adds the null class itself."""
+        """Pipeline arguments for a prompt: its rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
             return {"class_labels": torch.tensor([self.info.get_row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
@@ -209,21 +212,21 @@ class ClassVideoDiTSampler(Sampler):
 
 
 def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
-    """Load the transformer, with rows for the classes that are trained if it is conditioned on classes."""
+    """Load a video DiT, with rows for the classes that are trained if it is conditioned on classes."""
     if isinstance(info, ClassVideoDiTInfo):
         return info.load_transformer(VideoDiTTransformer3DModel, dtype, grow_label_table)
     return load_or_init(VideoDiTTransformer3DModel, info.path, dtype, info.from_scratch, info.part)
 
 
 def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
-    """Extend the label table, (classes + 1, width), and the config to these classes."""
+    """Extend a video DiT's label table, (classes + 1, width), and its config to these classes."""
     weight = classes.grow_weight(transformer.class_embed.weight.data, old_classes)
     transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
     transformer.register_to_config(num_classes=classes.count)
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or broken weight files."""
+    """Read the configs of a video DiT. Raises `DitLoraError` for another pipeline or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)
