@@ -42,7 +42,7 @@ from dit_lora.version import __version__
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files a run has written. Filled on the main process only."""
+    """The files that a run has written as its result, and their verification. Filled on the main process only."""
 
     path: Path | None = None
     """The adapter's file, or the pipeline's folder."""
@@ -90,7 +90,7 @@ def _write_final_weights(
 def _try_verification(
     setup: AnySetup, path: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification | None:
-    """Verify the result; None, with a warning, if memory does not suffice."""
+    """Verify the run's result; None, with a warning, if memory does not suffice."""
     try:
         with unify_out_of_memory_errors(), fail_if_unreadable():
             return verify_result(setup, path, metadata, weights)
@@ -212,7 +212,7 @@ def require_verified(session: Session, verification: Verification | None) -> Non
 
 
 def summary(session: Session, adapter: Path, verification: Verification | None, report: Path | None) -> str:
-    """The closing lines: what was written, where, and by how much the eval loss fell."""
+    """The closing lines of a run: what was written, where, and by how much the eval loss fell."""
     losses = read_eval_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]

@@ -71,7 +71,7 @@ class PlannedSample:
 
 
 class ValidationPrompt(NamedTuple):
-    """A validation prompt's encoding jobs."""
+    """Encoding jobs of a validation prompt and its negative prompt."""
 
     text: Job
     negative: Job
@@ -117,7 +117,7 @@ def make_plan(
     quiet: bool,
     sampling_encoders: Encoders | None = None,
 ) -> Plan:
-    """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
+    """Read a recipe's sources, and files that have not been read before. Their digests are saved unless `quiet`.
 
     `sampling_encoders` are those of the checkpoint that samples are generated with, if it differs.
     """
@@ -158,7 +158,7 @@ def make_plan(
 
 
 def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
-    """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
+    """A sample with its encoding jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
     references = ReferenceMedia.from_sample(sample)
