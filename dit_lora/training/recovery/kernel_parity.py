@@ -86,7 +86,10 @@ class ParityWatch:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """Switches to compare: kernels that are on, and attention backends that the recipe names.
+        """Kernels and attention backends to compare with the unpatched model.
+
+        They are the kernels that are on, and the backends that the recipe names. torch.compile is left out once the
+        run has started: compiled code is compared only before the first step.
 
         Without torch.compile once the run has started: compiled code is compared only before the first step.
         """
