@@ -65,19 +65,19 @@ def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
 
 
 class ReferenceModel(ABC):
-    """One checkpoint as its own library loads it."""
+    """Base class for a checkpoint as its library (Diffusers or Transformers) loads it, without this package's code."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the loading class, for messages."""
+        """Name of the class that loads a result, for messages."""
 
     @abstractmethod
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
-        """How to draw random inputs for a model trained on these clips. `full_size` keeps height and width."""
+        """Describe random inputs for a model trained on these clips. `full_size` keeps height and width."""
 
     def has_all_inputs(self, input_spec: InputSpec) -> bool:
-        """False for inputs of an earlier version, which do not have the noise level."""
+        """False if recorded inputs cannot be reproduced: those of earlier versions lack the noise level."""
         return True
 
     @abstractmethod
