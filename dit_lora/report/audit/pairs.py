@@ -17,7 +17,7 @@ _TINT_OPACITY = 0.6
 
 @dataclass(frozen=True)
 class Card:
-    """One sample with its pictures, each a data URI or an empty string."""
+    """Card of one sample for the audit page, with its pictures, each a data URI or an empty string."""
 
     sample: AuditedSample
     picture: str
