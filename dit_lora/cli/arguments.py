@@ -14,28 +14,28 @@ from dit_lora.files import read_json
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Return recipes for `init`, and the families that stand for one."""
+    """Shell completion for `init`: names of recipes, and of the families that stand for their default recipe."""
     return _filter_by_prefix([*FAMILIES, *list_recipe_names()], incomplete)
 
 
 def complete_families(incomplete: str) -> list[str]:
-    """Return the families with recipes."""
+    """Shell completion: names of the model families that have recipes."""
     return _filter_by_prefix(FAMILIES, incomplete)
 
 
 def complete_launch_config_names(incomplete: str) -> list[str]:
-    """Return the Accelerate configs by name."""
+    """Shell completion: names of the shipped Accelerate configs."""
     return _filter_by_prefix(list_accelerate_configs(), incomplete)
 
 
 def complete_tiny_names(incomplete: str) -> list[str]:
-    """Return the names of tiny checkpoints, and `shapes`."""
+    """Shell completion for `tiny`: names of the tiny checkpoints, and `shapes`."""
     names = [name for family in get_families().values() for name in family.tiny_variants]
     return _filter_by_prefix([*names, "shapes"], incomplete)
 
 
 def complete_recipe_files(incomplete: str) -> list[str]:
-    """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
+    """Shell completion: YAML files and folders. A folder that is the only choice is entered."""
     entries = _list_entries(incomplete)
     # Follow folders that are the only choice, down to the first with several entries.
     while len(entries) == 1 and entries[0].endswith("/"):
@@ -44,7 +44,10 @@ def complete_recipe_files(incomplete: str) -> list[str]:
 
 
 def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return `key.path=`; with the values or the default of a key that is the only choice."""
+    """Shell completion for overrides: `key.path=`.
+
+    If only one key fits, its possible values or its default are added.
+    """
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash makes three words of key=value: files, for the value
     # The schema file has all keys, without an import of the recipe's classes.
@@ -71,7 +74,7 @@ ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, o
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder that a verb fills. Raises `DitLoraError` where there is one, or none can be."""
+    """Create the output folder of a command. Raises `DitLoraError` if it exists or cannot be created."""
     try:
         # Fails if the folder exists, even if it is empty.
         folder.mkdir(parents=True)
@@ -101,7 +104,7 @@ def _list_entries(incomplete: str) -> list[str]:
 def _iterate_keys(
     schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield every key that holds a value, with the values that the schema names."""
+    """Yield every recipe key that holds a value, with the values that the JSON schema names."""
     for name, entry in section["properties"].items():
         # An optional key is a choice between its type and null.
         options = [entry, *entry.get("anyOf", [])]
