@@ -57,7 +57,7 @@ def refresh_casts(model: nn.Module) -> None:
 
 
 def _is_current(layer: nn.Module, cast: _CachedCast) -> bool:
-    """True if the layer still has the A and B of this cast, at full size and on the same device."""
+    """True if a cached cast is current: the layer has the same LoRA A and B, unsharded and on the same device."""
     # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
     pairs = (("lora_A", cast.a, cast.factors[0]), ("lora_B", cast.b, cast.factors[1]))
     for part, tensor, low in pairs:

@@ -98,7 +98,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_observers(layers: Sequence[nn.Module]) -> bool:
-    """True if calling any of the layers runs hooks: the layer's own or PyTorch's global module hooks."""
+    """True if calling any of the layers runs hooks. They are hooks of the layer or PyTorch's global module hooks."""
     if _has_any_global_hook():
         return True
     for layer in layers:  # noqa: SIM110 - runs at every layer's call, and a generator doubles the time

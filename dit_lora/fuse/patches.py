@@ -61,7 +61,7 @@ class Fusion:
 
     @contextmanager
     def use_stock_code(self) -> Iterator[None]:
-        """Context in which the model runs its stock code everywhere."""
+        """Context in which a fused model runs its stock code everywhere."""
         was_stock, self.stock = self.stock, True
         try:
             yield
@@ -70,7 +70,7 @@ class Fusion:
 
     @contextmanager
     def use_default_backend(self) -> Iterator[None]:
-        """Context in which PyTorch chooses the attention backend."""
+        """Context in which PyTorch, not the user's setting, chooses the attention backend of a fused model."""
         old_backend, self.backend = self.backend, None
         try:
             yield

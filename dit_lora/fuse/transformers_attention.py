@@ -90,7 +90,10 @@ class AttentionChoice:
         _restore_implementations(self._previous)
 
     def build_fallbacks(self, model: PreTrainedModel) -> list[Fallback]:
-        """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
+        """Fallbacks with which the guard switches a model to PyTorch's attention.
+
+        Empty if the model already uses it.
+        """
         if self.name == DEFAULT_IMPLEMENTATION:
             return []
 
