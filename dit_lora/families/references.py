@@ -63,7 +63,7 @@ class ReferenceEncoder(Protocol):
     """Protocol of a `VideoEncoder` that also encodes a sample's references."""
 
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        """Encode references, each uint8 (frames, 3, height, width) at its own size. `shape` is the sample's."""
+        """Encode a sample's references, each uint8 (frames, 3, height, width) at its size. `shape` is the sample's."""
 
 
 @dataclass(frozen=True)

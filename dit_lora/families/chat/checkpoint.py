@@ -62,7 +62,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTextCheckpoint(ChatCheckpoint):
-    """An opened checkpoint of a Transformers video chat model."""
+    """An opened checkpoint of a video chat model that Transformers supports."""
 
     layout: PictureLayout
 

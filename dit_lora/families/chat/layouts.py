@@ -56,7 +56,7 @@ class PictureLayout(Protocol):
         """Size at which the model sees pictures stored as height x width; `budget` is data.height and data.width."""
 
     def placeholder(self, frames: int) -> str:
-        """Text that the chat template puts in place of a picture or video. `expansion` replaces it."""
+        """Placeholder text that the chat template writes for a picture or video. `expansion` replaces it."""
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         """Prompt text of a picture or video of this shape, with the tokens that stand for the model's features."""
@@ -98,7 +98,7 @@ class SquareFrames(ABC):
 
     @abstractmethod
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of an image stored as height x width, after scaling."""
+        """Height and width of an image stored as height x width, after scaling to the model's limits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ class LTX2ImageEncoders(LTX2Encoders):
         return self.add_sound_encoder(encode, device)
 
     def _encode_image_latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
-        """The image's latents (C, 1, H, W), made by the pipeline's own method for a video of one frame."""
+        """Latents (C, 1, H, W) of a first image, encoded by the pipeline's method for a video of one frame."""
         # A stand-in for the pipeline, with the attributes that prepare_latents reads.
         pipeline_stub: Any = SimpleNamespace(
             vae=vae,

@@ -198,7 +198,7 @@ class ReferenceTokens(Conditioning):
 
 @dataclass(frozen=True)
 class _ClipEncoder:
-    """Encodes clips, and their references as the pipeline does."""
+    """VAE encoder of clips that also encodes their references, as the pipeline does."""
 
     encoders: LTX2InContextEncoders
     vae: Any
@@ -212,7 +212,7 @@ class _ClipEncoder:
         return name_reference_latents([self._encode_reference(clip, shape) for clip in references])
 
     def _encode_reference(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-        """The reference's latents (C, F, H, W), made by the pipeline's own method."""
+        """Latents (C, F, H, W) of a reference clip, encoded by the pipeline's method."""
         vae, info, pipeline = self.vae, self.encoders.info, self.encoders.info.pipeline_class
         # `frames` collects the latents before they are packed.
         ratio, frames = vae.spatial_compression_ratio, []

@@ -70,7 +70,7 @@ class LTX2Info(CheckpointInfo):
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
     def text_width(self, modality: str) -> int:
-        """Width of a caption's tensors for `video` or `audio`."""
+        """Width of a caption's cached tensors for one modality, `video` or `audio`."""
         # The connectors' output has as many channels as their attention.
         heads, width = (
             self.connectors[f"{modality}_connector_{name}"] for name in ("num_attention_heads", "attention_head_dim")

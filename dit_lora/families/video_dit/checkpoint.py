@@ -53,7 +53,7 @@ from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 @dataclass(frozen=True)
 class VideoClassTable(ClassTable):
-    """A table of classes whose last row is the null class."""
+    """Class table of a video DiT, whose last row is the null class."""
 
     @property
     def null_row(self) -> int:

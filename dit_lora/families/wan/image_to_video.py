@@ -193,7 +193,7 @@ class WanImageSampler(WanSampler):
 
 
 def get_image_latents(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-    """The images' latents of TI2V-5B, (B, C, 1, H, W)."""
+    """Normalized latents (B, C, 1, H, W) of the first images, for Wan's TI2V-5B."""
     return batch["image_latents"].float()
 
 
