@@ -110,6 +110,8 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
 def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
     """Message if the base model's output differs from its record at the end of the run; None if they match.
 
+    Collective.
+
     Every rank runs the model's own code without kernels or adapters, with trained base weights as they were loaded.
     """
     if fingerprint.record is None:

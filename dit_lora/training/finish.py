@@ -179,7 +179,7 @@ def verify_result(
 
 
 def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict[str, Any]:
-    """Record the model's output with its present weights, and whatever is wrong with the model. Collective.
+    """Record the model's output with its present weights, and every fault found in the model. Collective.
 
     If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """

@@ -78,7 +78,7 @@ class Journal:
         self._eval_steps = {line["step"] for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl so far."""
+        """All lines of metrics.jsonl so far, parsed."""
         return read_json_lines(self.dir / "metrics.jsonl").objects
 
     def write_step(self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None) -> None:
@@ -160,7 +160,7 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that a full disk refused before."""
+        """Write the log lines that could not be written while the disk was full."""
         # In order: a line that waits for the disk also holds back the later ones.
         while self._unwritten:
             name, text = self._unwritten[0]
@@ -195,7 +195,7 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 
 
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """A run's eval losses so far, by step."""
+    """Eval losses of a run so far, by step."""
     lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
     return {line["step"]: get_eval_loss(line) for line in lines}
 

@@ -49,7 +49,7 @@ class Engine:
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
-        """The unwrapped model, with its own parameter names, for replays, sampling and saving."""
+        """The unwrapped model, with its original parameter names. Used for replays, sampling and saving."""
         # Cached: each call takes 2 ms to check whether DeepSpeed is installed.
         return self.accelerator.unwrap_model(self.model)
 

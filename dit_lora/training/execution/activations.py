@@ -61,7 +61,7 @@ class _Ledger:
         self._current_block: _BlockRecord | None = None
 
     def record_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pack hook of autograd: called with each tensor that it saves."""
+        """Count a tensor that autograd saves for backward. Used as a pack hook of autograd's saved tensors."""
         # Tensors saved outside of blocks are kept in every mode.
         saved = self.saved_outside_blocks if self._current_block is None else self._current_block.saved
         saved |= self._register_activations([tensor])

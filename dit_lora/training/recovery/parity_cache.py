@@ -86,7 +86,7 @@ def _build_cache_key(setup: AnySetup, parity_watch: ParityWatch, batches: Sequen
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Properties that identify a device, as JSON values."""
+    """Properties that identify a device (as JSON values), for the key of cached kernel comparisons."""
     if device.type != "cuda":
         return {"name": device.type, "capability": torch.backends.cpu.get_cpu_capability()}
     gpu = torch.cuda.get_device_properties(device)

@@ -100,7 +100,7 @@ def diagnose_differing_rank(
 
 
 def _find_minority_ranks(digests: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[int]:
-    """Ranks whose bits differ from the majority's; empty without a majority."""
+    """Ranks whose tensors differ bitwise from those of the majority; empty without a majority."""
     at_fault = set()
     for name in names:
         values = [by_name.get(name) for by_name in digests]

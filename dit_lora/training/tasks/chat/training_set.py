@@ -58,7 +58,7 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatEntry:
-    """One conversation, with everything that is known without decoding."""
+    """One entry of a chat training set: a conversation, with everything that is known without decoding."""
 
     conversation: Conversation
     header: VideoHeader | None

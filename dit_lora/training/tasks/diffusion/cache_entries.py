@@ -202,7 +202,7 @@ class Encoding:
         return DecodedSample(video, image, references, mask, sound)
 
     def make_silence(self, shape: VideoShape) -> Sound | None:
-        """Silence as long as a sample of this shape; None without sound."""
+        """Silent audio as long as a sample of this shape; None if no sound is trained."""
         if self.sound is None or self.recipe.data.fps is None:
             return None
         samples = self.sound.count_samples(shape.frames, self.recipe.data.fps)

@@ -97,14 +97,14 @@ class Plan:
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
-        """Keys of all clips and of all captions that the recipe uses."""
+        """Cache keys of all clips and of all captions that the recipe uses."""
         videos = {job.key for planned in self.planned_samples for job in planned.videos}
         of_samples = (job for planned in self.planned_samples for job in planned.texts)
         return videos, {job.key for job in (self.empty, *self.prompt_jobs, *of_samples)}
 
     @property
     def prompt_jobs(self) -> tuple[Job, ...]:
-        """Jobs of the validation prompts and their empty prompts."""
+        """Encoding jobs of the validation prompts and their empty prompts."""
         return tuple(job for prompt in self.validation_prompts for job in prompt)
 
 
