@@ -117,7 +117,7 @@ class DiffusionReferenceModel(ReferenceModel):
         return torch.stack(output) if isinstance(output, list) else output  # a list of samples
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh transformer with the checkpoint's weights, on the CPU."""
+        """Load a fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.denoiser.load_transformer(dtype).eval()
 
     def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:

@@ -56,7 +56,7 @@ def share_model_weights(
 
 
 def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
-    """Why a fresh model cannot share this model's weights; None if it can."""
+    """Reason why a fresh model cannot share this model's weights; None if it can."""
     if is_sharded(trained_model):
         return "the run's weights are spread over ranks"
     if len({parameter.device.type for parameter in trained_model.parameters()}) > 1:
@@ -86,10 +86,10 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model with the checkpoint's weights, on the CPU."""
+        """Load a fresh model with the checkpoint's weights, on the CPU."""
 
     def load_meta_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model on the meta device; its buffers have values."""
+        """Build a fresh model on the meta device; its buffers have values."""
         # Parameters are created on meta, and no weight file is read.
         with init_empty_weights(), build_from_configs():
             model = self.load_model(dtype)

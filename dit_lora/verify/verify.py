@@ -284,7 +284,7 @@ def _silence_libraries() -> Iterator[None]:
 
 
 def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module) -> list[str]:
-    """Layers that the config's target modules match, by PEFT's rule."""
+    """Names of the layers that the config's target modules match, by PEFT's rule."""
     if not config or not config.get("target_modules"):
         return []
     target_config = peft.LoraConfig(target_modules=config["target_modules"])
@@ -296,7 +296,7 @@ def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module
 
 
 def _read_ranks(file_tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Ranks of A and of B in the file, by module."""
+    """Ranks of LoRA A and LoRA B in an adapter file, by module."""
     ranks = {}
     for name, a in file_tensors.items():
         # A is (rank, inputs) and B is (outputs, rank).
