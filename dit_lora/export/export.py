@@ -263,7 +263,7 @@ def _load_adapters(
 
 
 def build_empty_model(denoiser: Denoiser) -> Any:
-    """A model of this checkpoint without weights; its configs are enough."""
+    """Build a model of this checkpoint without weights; its configs are enough."""
     # Sums and scales need no base weights, only the names and shapes of the architecture.
     with torch.device("meta"), build_from_configs():
         model = denoiser.load_transformer(torch.float32)
