@@ -79,7 +79,7 @@ def build_cache(target: str, overrides: Sequence[str]) -> None:
 
 
 def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
-    """Read every entry and check its digest and values."""
+    """Read every entry of the caches and check its digest and values."""
 
     def verify_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.VerifiedCache:
         return maintenance.verify_cache(cache, mark_bad=mark_bad, on_progress=on_progress)
