@@ -273,7 +273,7 @@ def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
 
 
 def _to_number(value: Any) -> float | None:
-    """A media property as a finite float, else None."""
+    """A media property of a sample as a finite float, else None."""
     # bool is a subclass of int, but not a measurement.
     real = isinstance(value, Real) and not isinstance(value, bool)
     return float(value) if real and math.isfinite(value) else None

@@ -25,7 +25,7 @@ class Card:
 
 
 def make_card(sample: AuditedSample, pictures: PagePictures) -> Card:
-    """Make a sample's card, with as many of its pictures as the page has space for."""
+    """Make a sample's card for the audit page, with as many of its pictures as the page has space for."""
     picture = sample.thumbnail
     if picture is not None and sample.mask is not None:
         picture = tint_picture(picture, sample.mask, is_video="seconds" in sample.facts)

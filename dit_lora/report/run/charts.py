@@ -40,7 +40,7 @@ class Curve:
     """The curve's steps if they differ from the run's, drawn as dots; else empty."""
 
     def data(self) -> dict[str, object]:
-        """The curve as JSON values for page.js."""
+        """One line of a chart as JSON values for the script page.js."""
         # If points combine several values, the page draws their range instead of the values.
         thinned = self.faint and count_values_per_point(len(self.values)) > 1
         return {
@@ -66,7 +66,7 @@ class LineChart:
     from_zero: bool
 
     def data(self) -> dict[str, object]:
-        """The chart as JSON values for page.js."""
+        """A line chart as JSON values for the script page.js."""
         return {"log": self.log, "fromZero": self.from_zero, "curves": [curve.data() for curve in self.curves]}
 
 
@@ -124,7 +124,7 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
 
 
 def build_curve_data(run: RunFiles) -> dict[str, object]:
-    """Data for page.js that all charts share: steps, and the guard's messages by step."""
+    """Data for page.js that all charts of a run share: steps, and the guard's messages by step."""
     steps = run.metrics.steps
     return {
         # Each point stands at the last of the steps that it combines.
