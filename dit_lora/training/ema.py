@@ -33,12 +33,15 @@ class TrainedEMA:
         self.bounds = AverageBounds()
 
     def _local_weights(self) -> list[Any]:
-        """The trained weights; local shards of DTensors, because PyTorch cannot deep-copy lists of DTensors."""
+        """The trained weights for the moving averages; local shards of DTensors.
+
+        PyTorch cannot deep-copy lists of DTensors.
+        """
         values = self._parameters.values()
         return [get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
     def step(self, number: int) -> None:
-        """Update the averages after optimizer step `number`, counted from 1."""
+        """Update the moving averages of the weights after optimizer step `number`, counted from 1."""
         # Diffusers counts its own calls; set by the step, the decay is the same after a resume or a rollback.
         self._ema_model.optimization_step = number - 1
         self._ema_model.step(self._local_weights())

@@ -78,6 +78,6 @@ class RunDiagnosisContext(DiagnosisContext):
 
 
 def make_replayable(setup: AnySetup, batch: Batch, position: BatchPosition) -> ReplayableBatch:
-    """Move a batch to the device, as a micro-batch at this position of the run."""
+    """Move a batch to the device, and wrap it as a micro-batch at this position of the run."""
     on_device = batch.to(setup.session.accelerator.device)
     return ReplayableBatch.from_batch(WeightedLoss(setup.checkpoint), setup.transformer, on_device, position)

@@ -129,7 +129,10 @@ class _ForwardRecorder:
             yield
 
     def take_peak(self) -> float:
-        """Largest magnitude of any module's output. Callable once, because it clears the statistics."""
+        """Largest magnitude of any module's output in a recorded forward pass.
+
+        Callable once, because it clears the statistics.
+        """
         statistics = self._monitor.collect().values()
         return max(values["abs_max"] for values in statistics if "abs_max" in values)
 

@@ -113,7 +113,7 @@ def converse(
 
 
 def read_prompts(read: Callable[[str], str] = input) -> Iterator[str]:
-    """Yield what a person types, line by line, until the end of input; empty lines are skipped."""
+    """Yield the questions that a user types, line by line, until the end of input; empty lines are skipped."""
     while True:
         try:
             line = read("> ").strip()

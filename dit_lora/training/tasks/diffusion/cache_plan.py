@@ -32,7 +32,7 @@ AUDIT_FILE = "audit.jsonl"
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample and the cache entries it needs."""
+    """One sample and the encoding jobs for its cache entries."""
 
     sample: BucketedSample
     video: Job
@@ -170,7 +170,7 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
 
 
 def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
-    """Jobs of a sample's captions without the trigger, and the factor of their loss."""
+    """Encoding jobs of a sample's captions without the trigger word, and the factor of their loss."""
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
