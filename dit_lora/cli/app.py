@@ -65,7 +65,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def _add_verb(verb_path: str, panel: str) -> None:
-    """Add a verb, or a group of verbs, to its panel, with its examples below its help."""
+    """Add a command, or a group of commands, to its help panel, with its examples below its help."""
     # A verb without a dot is in the file with the same name.
     file, _, name = verb_path.rpartition(".")
     module = import_module(f"dit_lora.cli.{file or name}")

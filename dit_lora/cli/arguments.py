@@ -103,7 +103,7 @@ def _list_entries(incomplete: str) -> list[str]:
 def _iterate_keys(
     schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield every key that holds a value, with the values that the schema names."""
+    """Yield every recipe key that holds a value, with the values that the JSON schema names."""
     for name, entry in section["properties"].items():
         # An optional key is a choice between its type and null.
         options = [entry, *entry.get("anyOf", [])]

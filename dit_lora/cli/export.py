@@ -104,7 +104,7 @@ def extract(
 
 
 def _parse_rank_choice(rank: str, energy: float | None) -> "RankChoice":
-    """Parse --rank and --energy; raises `DitLoraError` for values that they do not take."""
+    """Parse the options --rank and --energy. Raises `DitLoraError` for values that they do not accept."""
     from dit_lora.export.low_rank import RankChoice
 
     if rank == "auto":
@@ -123,7 +123,10 @@ def _parse_rank_choice(rank: str, energy: float | None) -> "RankChoice":
 def _print_report(
     context: typer.Context, as_json: bool, results: "Sequence[LowRankResult]", output_folder: Path
 ) -> None:
-    """Print what the ranks keep, and the folder; with `--json` the report only."""
+    """Print how much each layer's new rank keeps, and the output folder.
+
+    With `--json`, only the report is printed, as JSON.
+    """
 
     def print_lines() -> None:
         for result in results:

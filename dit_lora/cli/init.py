@@ -102,7 +102,7 @@ def _list_next_commands(recipe: PackagedRecipe, folder: Path, config: str) -> li
 
 
 def _print_recipes(records: list[dict[str, Any]]) -> None:
-    """Print a table in 80 columns, where only a model's name is folded."""
+    """Print the list of recipes as a table in 80 columns. Only the names of models are wrapped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -126,7 +126,10 @@ def _print_recipes(records: list[dict[str, Any]]) -> None:
 
 
 def _extract_memory_or_time(text: str) -> str:
-    """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
+    """Extract the first number with its unit from a recipe's text on memory or time.
+
+    The result is `-` if the text does not begin with one.
+    """
     # A number and its unit, after an optional `about` or `computed:`.
     match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", text)
     if match is None:

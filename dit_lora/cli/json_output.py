@@ -31,7 +31,7 @@ JsonFlag = Annotated[
 def write_answer(
     context: typer.Context, as_json: bool, record: Any, print_text: Callable[[], object], *, passed: bool = True
 ) -> None:
-    """Print what a verb found out, as the one JSON document or as `print_text` does; exit 1 if it did not pass."""
+    """Print a command's result, as one JSON document or with `print_text`. Exits with code 1 if it did not pass."""
     if as_json:
         stream: TextIO = context.meta[_OUTPUT_KEY]
         stream.write(json.dumps(record, indent=2) + "\n")
@@ -44,7 +44,10 @@ def write_answer(
 
 @contextlib.contextmanager
 def _divert_stdout() -> Iterator[TextIO]:
-    """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
+    """Context that yields standard output.
+
+    Inside it, all other output, also of child processes, goes to standard error.
+    """
     # The stream that the document is written to.
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
@@ -69,7 +72,7 @@ def _divert_stdout() -> Iterator[TextIO]:
 
 
 def divert_exit_output() -> None:
-    """Send what libraries print as a process ends to standard error, for nothing may follow the document."""
+    """Redirect what libraries print at exit to standard error, because nothing may follow the JSON document."""
     sys.stdout.flush()
     # 1 and 2 are the descriptors of standard output and standard error.
     os.dup2(2, 1)

@@ -48,7 +48,7 @@ def plan(
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `24GiB`, `24 GB`, `24` (GiB); raises `DitLoraError` for anything else."""
+    """Parse a memory size such as `24GiB`, `24 GB` or `24` (GiB) to bytes. Raises `DitLoraError` for anything else."""
     # A number, then an optional unit.
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNIT_BYTES or float(match[1]) == 0:

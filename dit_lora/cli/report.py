@@ -47,7 +47,7 @@ def report(
 
 
 def _export_adapter_of_checkpoint(file: Path, form: str, output_folder: Path) -> None:
-    """Write a checkpoint's adapter to a new folder."""
+    """Export the adapter of a run's checkpoint to a new folder."""
     from dit_lora.export.export import ExportRequest, export
 
     export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))

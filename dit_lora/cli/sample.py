@@ -112,7 +112,7 @@ def _parse_strengths(text: str | None) -> tuple[float, ...]:
 
 
 def _parse_weighted_adapter(text: str) -> tuple[Path, float]:
-    """Return path and weight of PATH=WEIGHT; the weight is 1 where there is none."""
+    """Parse `PATH=WEIGHT` of an adapter to its path and weight. The weight is 1 if it is missing."""
     # The last equals sign: a path may contain some. Without one, the path is empty.
     path, _, weight = text.rpartition("=")
     try:

@@ -81,7 +81,7 @@ def tiny(
 
 
 def _refuse_options(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
-    """Raise `DitLoraError` if one of these options was given, which belong to `owner`."""
+    """Raise `DitLoraError` if one of these options was given on the command line. They apply only to `owner`."""
     for option in options:
         # Skip defaults: only options that the user gave count.
         source = context.get_parameter_source(option)
@@ -90,7 +90,7 @@ def _refuse_options(context: typer.Context, options: tuple[str, ...], owner: str
 
 
 def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
-    """Build the random checkpoint of this name. Raises `DitLoraError` if no family has it."""
+    """Build the tiny random checkpoint of this name. Raises `DitLoraError` if no family has it."""
     families = get_families().values()
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
@@ -116,7 +116,10 @@ def _write_shapes(
     sound: bool,
     chat: bool,
 ) -> None:
-    """Write clips or images of shapes. Raises `DitLoraError` if the options exclude each other."""
+    """Write a synthetic data set of moving shapes: clips or images.
+
+    Raises `DitLoraError` if the options exclude each other.
+    """
     from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
     from dit_lora.data.synthetic.conversations import write_conversations
     from dit_lora.data.synthetic.pairs import write_edit_pairs

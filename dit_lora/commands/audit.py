@@ -54,7 +54,7 @@ Findings = dict[str, list[Finding]]
 
 @dataclass(frozen=True)
 class Audit:
-    """The findings on every sample, and notes on the dataset as a whole."""
+    """Result of an audit: the findings on every sample, and notes on the dataset as a whole."""
 
     title: str
     audited_samples: list[AuditedSample]
@@ -64,16 +64,19 @@ class Audit:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Number of samples, by verdict and in total."""
+        """Number of audited samples, by verdict and in total."""
         return compute_totals(self.audited_samples)
 
     @property
     def passed(self) -> bool:
-        """True if no sample is rejected."""
+        """True if the audit rejected no sample."""
         return not self.totals["reject"]
 
     def lines(self) -> list[str]:
-        """Text for a terminal: rejected samples with reasons, warnings by code, notes, advice and totals."""
+        """The audit as text for a terminal.
+
+        It has rejected samples with reasons, warnings by code, notes, advice and totals.
+        """
         # Every rejected sample has a line, up to a limit.
         lines = []
         for sample in self.audited_samples:
@@ -237,7 +240,7 @@ def _collect_scan_findings(scan_result: Scan) -> Findings:
 
 
 def _find_unsupported_references(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
-    """Findings on samples with references that the model does not accept (such as too many).
+    """Audit findings on samples with references that the model does not accept (such as too many).
 
     Samples that are already rejected are left out.
     """

@@ -37,7 +37,7 @@ class CacheOutcome:
 
     @property
     def passed(self) -> bool:
-        """True if no entry is bad, or all bad entries were set aside."""
+        """True if no cache entry is bad, or all bad entries were set aside."""
         return all(
             # Bad entries that were not set aside remain in the cache.
             len(getattr(result, "problems", [])) <= getattr(result, "set_aside", 0)
@@ -45,12 +45,12 @@ class CacheOutcome:
         )
 
     def record(self) -> dict[str, Any]:
-        """JSON-compatible values; paths are relative to the cache."""
+        """Result of a cache command as JSON-compatible values; paths are relative to the cache."""
         halves = {kind: _convert_paths(asdict(result), self.root) for kind, result in self.results.items()}
         return {"cache": str(self.root), **halves}
 
     def format_text(self) -> str:
-        """The result as text for the terminal."""
+        """Result of a cache command as text for the terminal."""
         lines: list[str] = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
@@ -79,7 +79,7 @@ def build_cache(target: str, overrides: Sequence[str]) -> None:
 
 
 def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
-    """Read every entry and check its digest and values."""
+    """Read every entry of the caches and check its digest and values."""
 
     def verify_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.VerifiedCache:
         return maintenance.verify_cache(cache, mark_bad=mark_bad, on_progress=on_progress)
@@ -88,12 +88,12 @@ def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> Ca
 
 
 def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
-    """Count entries, shards and bytes. Reads only headers."""
+    """Count a cache's entries, shards and bytes. Reads only headers."""
     return _maintain_caches(target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache))
 
 
 def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
-    """Remove unusable entries and, if `keep` has recipes, entries that none of them uses."""
+    """Remove unusable cache entries and, if `keep` has recipes, entries that none of them uses."""
     # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
     # For each recipe, the used keys by name of the cache.
@@ -131,7 +131,7 @@ def _maintain_caches(
     verb: str,
     process_cache: Callable[[TensorCache, maintenance.OnProgress], Any],
 ) -> CacheOutcome:
-    """Run `process_cache` on the cache of clips and on that of captions, each with a progress bar."""
+    """Apply `process_cache` to the cache of clips and to that of captions, each with a progress bar."""
     # Both caches are worked through, even if the first one has problems.
     root = _resolve_root(target, overrides)
     results = {}
@@ -181,7 +181,10 @@ def _convert_paths(value: Any, root: Path) -> Any:
 
 
 def _format_cache(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line with every count, then the sizes of each kind of tensor, then the first problems."""
+    """Yield the lines of a cache report.
+
+    They are every count, then the sizes of each kind of tensor, then the first problems.
+    """
     counts = []
     for field, value in values.items():
         # The terminal shows a list as its number of items.

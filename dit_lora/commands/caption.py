@@ -40,7 +40,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """The files to describe, the chat model, and how to ask it."""
+    """Request for captions: the files to describe, the chat model, and how to ask it."""
 
     folder: Path
     model: Path
@@ -58,7 +58,7 @@ class CaptionRequest:
 
 @dataclass
 class CaptionResult:
-    """The result for a folder's files."""
+    """Result of captioning a folder's files: counts, failures and shortened captions."""
 
     num_written: int = 0
     num_recovered: int = 0
@@ -71,7 +71,7 @@ class CaptionResult:
     """True on the main process, which reports the result."""
 
     def lines(self, table: CaptionTable) -> list[str]:
-        """Text for a terminal: failures, shortened captions, and counts."""
+        """Result of captioning as text for a terminal: failures, shortened captions, and counts."""
         # Failures first, because they need an action.
         lines = [f"no caption for {name}: {reason}" for name, reason in self.failures.items()]
         if self.shortened_files:
@@ -192,7 +192,7 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
 
 
 def add_trigger(caption: str, trigger: str | None) -> str:
-    """Put the trigger in front of a caption that does not contain it as a word."""
+    """Put the trigger word in front of a caption that does not contain it as a word."""
     return caption if not trigger or has_word(caption, trigger) else f"{trigger}, {caption}"
 
 
@@ -223,7 +223,7 @@ def _find_longest_prefix(parts: list[str], limit: TextLimit) -> str:
 
 
 def _count_tokens(text: str, limit: TextLimit) -> int:
-    """Number of tokens, including the tokenizer's special tokens."""
+    """Number of tokens of a caption, including the tokenizer's special tokens."""
     # `verbose=False`: no warning about texts longer than the model's limit, which are expected here.
     ids = limit.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return len(ids) + int(limit.tokenizer.num_special_tokens_to_add())

@@ -25,7 +25,7 @@ _PROBLEM_FIELDS = ("id", "severity", "what", "source", "remedy")
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice that a run will make, and the reason."""
+    """One choice that a run will make in this environment, and the reason."""
 
     what: str
     choice: str
@@ -33,7 +33,7 @@ class Decision:
 
 
 def list_decisions(env: Environment) -> list[Decision]:
-    """The choices of a run in this environment that the recipe leaves open."""
+    """List the choices of a run in this environment that the recipe leaves open."""
     # The first GPU decides for all: a machine usually has equal ones.
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
@@ -91,7 +91,10 @@ def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]
 
 
 def find_launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
-    """What `accelerate launch` would ignore, or cannot do, with this config on this machine; None if nothing."""
+    """Message on what `accelerate launch` would ignore, or cannot do, with this config on this machine.
+
+    None if nothing.
+    """
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
     requested = get_num_launch_processes(config)
     # accelerate/commands/launch.py starts these kinds with simple_launcher, all others with torchrun.
@@ -114,7 +117,7 @@ def find_launch_config_problem(config: Mapping[str, Any], env: Environment) -> s
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Print a report as tables, readable in 80 columns. Commands are never wrapped."""
+    """Print an environment report as tables, readable in 80 columns. Commands are never wrapped."""
     from rich.console import Console
 
     # Without highlighting, which would colour numbers and paths.

@@ -15,7 +15,10 @@ from dit_lora.training.execution.activation_checkpointing import CHECKPOINTING_M
 
 
 def print_plan(planned: MemoryPlan) -> None:
-    """Print memory by phase, parts of a training step, activations by mode, host, disk; then whether the run fits."""
+    """Print a memory plan: memory by phase, parts of a training step, activations by mode, host and disk.
+
+    Then whether the run fits.
+    """
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {format_gib(budget.gpu_bytes)}" if budget.gpu_bytes is not None else ""
     console.print(_build_table((f"GPU memory{limit}", "GiB"), _build_rows(budget.phase_bytes)))
@@ -37,7 +40,7 @@ def print_plan(planned: MemoryPlan) -> None:
 
 
 def describe_fit(planned: MemoryPlan) -> list[str]:
-    """Text that says whether the run fits, and otherwise what to add to the command."""
+    """Text that says whether the planned run fits, and otherwise what to add to the command."""
     budget, change = planned.budget, planned.change
     if budget.gpu_bytes is None:
         return [f"needs {format_gib(budget.needed_bytes)} GiB; to see whether that fits, add --gpu SIZE"]

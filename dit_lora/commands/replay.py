@@ -105,7 +105,7 @@ def _resolve_device(requested: str | None) -> torch.device:
 
 
 def _load_recipe_of_replay_bundle(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
-    """The bundle's recipe, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
+    """The recipe of a replay bundle, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     # RUN/bundles/BUNDLE: two folders up is the run.
     config = folder.absolute().parent.parent / "config.yaml"
@@ -118,7 +118,10 @@ def _load_recipe_of_replay_bundle(bundle: Bundle, folder: Path, model: str | Non
 
 
 def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -> tuple[MicroBatch, nn.Module, str]:
-    """The micro-batch on the model as the run had it, that model, and the digest of the base's files."""
+    """Rebuild a bundle's micro-batch and its model, as the run had them.
+
+    Returns both and the digest of the base's files.
+    """
     family = get_family(recipe.model.family)
     try:
         checkpoint = family.open(recipe.model, recipe)

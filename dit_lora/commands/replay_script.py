@@ -26,13 +26,16 @@ from dit_lora.terminal import echo
 
 
 class _ReplayFinished(BaseException):
-    """Raised to leave the script. A `BaseException`, so that the script's own `except Exception` does not catch it."""
+    """Raised to leave the user's training script after a replay.
+
+    A `BaseException`, so that the script's own `except Exception` does not catch it.
+    """
 
 
 def replay_in_script(
     bundle: Bundle, folder: Path, script: str | None, arguments: Sequence[str], *, fp32: bool, without: Sequence[str]
 ) -> ReplayResult:
-    """Run the script until it calls the bundle's model, load the trained weights, and repeat the recorded call.
+    """Run a training script until it calls the bundle's model, load the trained weights, and repeat the recorded call.
 
     Raises:
         DitLoraError: There is no script, or no model that it trains matches the bundle.
@@ -55,7 +58,7 @@ def replay_in_script(
 
 
 class _ScriptReplay:
-    """Waits until the script calls the bundle's model, and makes the recorded call instead."""
+    """Waits until a training script calls the bundle's model, and makes the recorded call instead."""
 
     def __init__(self, bundle: Bundle, *, fp32: bool, without: Sequence[str]) -> None:
         self.result: ReplayResult | None = None
@@ -116,7 +119,10 @@ class _ScriptReplay:
 
     @contextmanager
     def _intercept_call(self, call: OutermostCall) -> Iterator[None]:
-        """Around each outermost call: if the model matches, replay the bundle and leave the script."""
+        """Called around each outermost module call of the script.
+
+        If the model matches the bundle, the bundle is replayed and the script is left.
+        """
         model = self._find_match(call.module)
         if model is not None:
             try:
@@ -149,7 +155,7 @@ class _ScriptReplay:
         original(*args, **{**kwargs, "folder": None})
 
     def _stop_at_second_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Leave at an optimizer's second step: by then every model of a step was called."""
+        """Leave the script at an optimizer's second step: by then every model of a training step was called."""
         if id(optimizer) in self._stepped_optimizers:
             raise _ReplayFinished
         self._stepped_optimizers.add(id(optimizer))

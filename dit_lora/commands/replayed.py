@@ -39,7 +39,7 @@ class ReplayResult:
     notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """JSON-compatible values."""
+        """Result of a replay as JSON-compatible values."""
         return {
             "healthy": self.diagnosis is None,
             "verdict": self.diagnosis.to_record() if self.diagnosis else None,
@@ -51,7 +51,10 @@ class ReplayResult:
         }
 
     def format_text(self) -> str:
-        """Text for a terminal: both diagnoses, each sample's loss and timestep, the trail to the first bad value."""
+        """Result of a replay as text.
+
+        It has both diagnoses, each sample's loss and timestep, and the trail to the first bad value.
+        """
         recorded_verdict = self.recorded_event["verdict"]
         lines = [
             f"recorded: step {self.recorded_event['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"

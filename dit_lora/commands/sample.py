@@ -30,7 +30,10 @@ from dit_lora.verify.locate import ResultSource, find_source
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to sample. Values that are None are taken from the adapter's training."""
+    """Request for samples: adapters, prompts and settings.
+
+    Values that are None are taken from the adapter's training.
+    """
 
     target: Path
     """A run's folder, an adapter's folder or file, or a repository on the Hub that a run was pushed to."""
@@ -62,7 +65,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class WrittenSample:
-    """One written sample, with its settings."""
+    """One sample that was written to a file, with its settings."""
 
     prompt: str
     seed: int
@@ -72,7 +75,7 @@ class WrittenSample:
 
 
 def write_samples(request: SampleRequest) -> list[Path]:
-    """Write the samples of `write_sample_cells`, and return their files."""
+    """Write a video or image for each prompt, seed and strength, and return the files."""
     return [cell.path for cell in write_sample_cells(request)]
 
 
@@ -208,7 +211,10 @@ def _download_target(request: SampleRequest) -> SampleRequest:
 
 
 def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
-    """The requested value, or the one from training. Raises `DitLoraError` if there is neither."""
+    """A requested setting for samples, or the one from training if it is None.
+
+    Raises `DitLoraError` if there is neither.
+    """
     value = requested if requested is not None else metadata.get(name)
     if value is None:
         raise DitLoraError(f"the adapter's header has no {name}; give --{name}")

@@ -19,7 +19,7 @@ from dit_lora.training.tasks.chat.training_set import ChatEntry, make_sample_gen
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A training sample, rendered for display."""
+    """One training sample of a chat model, rendered for display."""
 
     entry: ChatEntry
     checkpoint: ChatCheckpoint
@@ -29,7 +29,7 @@ class ShownSample:
     """Frames, uint8 (F, 3, H, W); None for kind `text`."""
 
     def render_for_terminal(self) -> RenderableType:
-        """The sample's tokens, for a terminal."""
+        """The sample's tokens as text for a terminal, with those that are learned marked."""
         return build_terminal_view(
             self.entry.id,
             self.rendered,
@@ -41,7 +41,7 @@ class ShownSample:
 
 
 def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None) -> ShownSample:
-    """Load the sample of this id or number.
+    """Load a chat recipe's training sample with this id or number.
 
     Args:
         recipe_path: The recipe of a chat model.

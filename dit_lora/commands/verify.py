@@ -40,7 +40,7 @@ TargetKind = Literal["diffusion", "chat", "pipeline"]
 
 @dataclass(frozen=True)
 class VerifyTarget:
-    """Something to verify, with its kind and its base."""
+    """A result to verify, with its kind and its base checkpoint."""
 
     kind: TargetKind
     file: Path
@@ -52,20 +52,23 @@ class VerifyTarget:
 
     @property
     def result_location(self) -> tuple[Path, str]:
-        """The folder of the result and, for a pipeline, the name of the trained component."""
+        """The folder of the result and, for a pipeline, the name of the trained component; else an empty name."""
         if self.kind == "pipeline":
             return self.file, self.metadata.get("part", "transformer")
         return self.file.parent, ""
 
     @property
     def base_name(self) -> str:
-        """The base's name without folders, safe to publish."""
+        """Name of the base checkpoint without folders, safe to publish."""
         # A local path is shown as the folder's name only.
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB_PREFIX)
 
     def open_reference_model(self) -> ReferenceModel:
-        """Open the base. Raises `DitLoraError` if it does not exist, or is of another family than the adapter."""
+        """Open the base checkpoint.
+
+        Raises `DitLoraError` if it does not exist, or is of another family than the adapter.
+        """
         family = get_family(self.model.family)
         if self.model.family in CHAT_FAMILIES:
             viewing = self.metadata.get("viewing")

@@ -35,7 +35,7 @@ class CheckpointLocation:
 
     @property
     def part(self) -> str:
-        """The component that a checkpoint outside a pipeline is, judging by its name."""
+        """The component that a checkpoint outside a pipeline contains, judging by its name."""
         # Such as `transformer_2/`, `transformer_2.safetensors` or `model_low_noise.safetensors`.
         names = {self.path.name, self.path.stem.partition(".")[0]}
         for part, expert in EXPERT_NAMES.items():
@@ -49,7 +49,7 @@ class CheckpointLocation:
 
 
 def find_checkpoint(source: str) -> CheckpointLocation:
-    """The checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
+    """Locate the checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
     # A Hub name is downloaded here: only configs and the transformer's weights.
     path = resolve_result_folder(Path(source).expanduser(), _HUB_PATTERNS)
     pipeline = find_pipeline_folder(path)
@@ -71,7 +71,7 @@ class StoredWeights:
     """
 
     def __init__(self, location: CheckpointLocation, denoiser: Denoiser, model: nn.Module) -> None:
-        """Open the checkpoint for a model of its architecture, whose values are not used.
+        """Open a checkpoint's weights for a model of its architecture. The model's values are not used.
 
         Raises:
             DitLoraError: Another architecture, or weights in less than half precision.
@@ -102,7 +102,7 @@ class StoredWeights:
         self._open_files.close()
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
+        """Read one tensor of the checkpoint."""
         return self._tensor_readers[name]()
 
     def _index_tensors(
@@ -126,7 +126,7 @@ class StoredWeights:
         self._convert_file(location, denoiser)
 
     def _add_file(self, file: Path, prefix: str) -> None:
-        """Add the tensors of a file whose names begin with this prefix."""
+        """Register the tensors of a file whose names begin with this prefix."""
         # Stays open until the context ends, so that each tensor is read when it is asked for.
         opened = self._open_files.enter_context(open_safetensors(file))
         unsupported = []
@@ -143,7 +143,7 @@ class StoredWeights:
             raise _make_quantization_error(self._source, unsupported)
 
     def _convert_file(self, location: CheckpointLocation, denoiser: Denoiser) -> None:
-        """Add the tensors of a file with other names, converted by Diffusers' `from_single_file`."""
+        """Register the tensors of a file with the published names, converted by Diffusers' `from_single_file`."""
         read = getattr(denoiser.transformer_class, "from_single_file", None)
         name = denoiser.transformer_class.__name__
         if read is None:

@@ -55,7 +55,7 @@ _TRAINING_METADATA_KEYS = ("rank", "alpha", "steps", "ema", "seed", "dtype", "qu
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export, in which format, and where."""
+    """Request for an export: which adapters, in which format, and where."""
 
     targets: tuple[Path, ...]
     """Folders of runs or adapters, or adapters' files."""
@@ -71,7 +71,7 @@ class ExportRequest:
 
 
 def export(request: ExportRequest, say: MessageCallback = lambda _: None) -> Path:
-    """Write the adapter in the requested format, read it back and compare it. Returns `request.out`.
+    """Write the adapter in the requested format, read it back and compare it. Returns the folder `request.out`.
 
     The folder gets its name after the comparison; nothing is left after a failure.
 
@@ -84,7 +84,10 @@ def export(request: ExportRequest, say: MessageCallback = lambda _: None) -> Pat
 
 
 def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: None) -> list[LowRankResult]:
-    """`export`, and a report for each transformer on what `request.rank` keeps; empty without a rank."""
+    """Export an adapter as requested.
+
+    Returns the folder and, if `request.rank` is set, a report for each transformer on what that rank keeps.
+    """
     hide_progress_bars()
     if request.rank is not None and request.export_format == "merged":
         raise DitLoraError("--rank does not apply to a merged checkpoint; remove it")
@@ -167,7 +170,9 @@ def _export_expert_pair(
 def write_expert_pair(
     output_dir: Path, write_expert: Callable[[str, Path], object], experts: Iterable[str] = EXPERT_NAMES.values()
 ) -> Path:
-    """Let `write_expert` fill a folder for each expert.
+    """Call `write_expert` to fill a folder for each expert.
+
+    A folder with one file is replaced by a file with the expert's name.
 
     A folder with one file is replaced by a file with the expert's name.
     """
@@ -225,7 +230,7 @@ def _require_same_base(sources: Sequence[ResultSource]) -> None:
 def _load_adapters(
     sources: Sequence[ResultSource], weights: Sequence[float], family: DiffusionFamily, checkpoint: Checkpoint
 ) -> ExportedAdapter:
-    """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
+    """Load adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
     new_model, pipeline_class = partial(build_empty_model, checkpoint.denoiser), checkpoint.info.pipeline_class
     models = []
     # Only LoRAs can be combined: concatenating their factors adds their products.
@@ -258,7 +263,7 @@ def _load_adapters(
 
 
 def build_empty_model(denoiser: Denoiser) -> Any:
-    """A model of this checkpoint without weights; its configs are enough."""
+    """Build a model of this checkpoint without weights; its configs are enough."""
     # Sums and scales need no base weights, only the names and shapes of the architecture.
     with torch.device("meta"), build_from_configs():
         model = denoiser.load_transformer(torch.float32)
@@ -266,8 +271,9 @@ def build_empty_model(denoiser: Denoiser) -> Any:
 
 
 def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:
-    """Metadata about the model and its videos that is equal in all adapters that are merged. What is about their
-    training is left out.
+    """Header metadata about the model and its videos that is equal in all adapters to merge.
+
+    What is about their training is left out.
     """
     # A key stays only if every adapter has the same value for it.
     first_metadata, *other_metadata = (source.metadata for source in sources)
@@ -287,7 +293,9 @@ def _build_header(
     *,
     folds_alpha: bool,
 ) -> dict[str, Any]:
-    """The metadata to write: that of the adapter, a record of this export, and what `verify` compares.
+    """Header metadata of an exported adapter.
+
+    It is that of the adapter, a record of this export, and what `verify` compares.
 
     `folds_alpha` is True if the format has alpha / rank folded into B.
     """

@@ -37,7 +37,7 @@ from dit_lora.version import __version__
 
 @dataclass(frozen=True)
 class ExtractRequest:
-    """The two checkpoints, the rank, and what to write."""
+    """Request for extracting a LoRA: the two checkpoints, the rank, and what to write."""
 
     tuned_model: str
     base_model: str
@@ -178,7 +178,7 @@ def _build_metadata(
     family: DiffusionFamily,
     result: LowRankResult,
 ) -> dict[str, Any]:
-    """Metadata: from the base, and on videos from the header of the tuned pipeline."""
+    """Header metadata of an extracted LoRA: from the base, and on videos from the header of the tuned pipeline."""
     # A pipeline that dit-lora merged or trained has our header next to its files.
     record = tuned_location.path / RUN_METADATA_FILE
     recorded = dict(read_typed_json(record, RunMetadata)) if tuned_location.is_pipeline and record.is_file() else {}
@@ -207,7 +207,7 @@ def _build_metadata(
 
 
 def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdapter], say: MessageCallback) -> None:
-    """Write the LoRA of each transformer, in a file or folder per expert if there are two."""
+    """Write the extracted LoRA of each transformer, in a file or folder per expert if there are two."""
     # Paths and tokens are removed from the header, because it is published with the file.
     for adapter in adapters.values():
         adapter.metadata = redact_value(

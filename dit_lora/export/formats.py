@@ -123,7 +123,7 @@ def _write_layout(
 
 
 def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
-    """Another program's layout of an adapter's layers; None for Diffusers' and PEFT's formats."""
+    """Another program's layout of an adapter's layers in a file; None for Diffusers' and PEFT's formats."""
     try:
         if export_format == "comfyui":
             return build_comfyui_layout(family.comfyui, updates)

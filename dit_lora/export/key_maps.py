@@ -32,7 +32,7 @@ class LayerKeys:
     """True if the file has a tensor for alpha; if not, alpha / rank is folded into B."""
 
     def build_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
-        """The file's tensors: A, B, and `alpha`, which divided by the rank gives the scale."""
+        """The tensors of a LoRA file by name: A, B, and `alpha`, which divided by the rank gives the scale."""
         tensors = {}
         # One term per layer: these formats have no place for a sum of products.
         for name, (term,) in updates.items():
@@ -46,7 +46,7 @@ class LayerKeys:
         return tensors
 
     def read_updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
-        """Each layer's update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
+        """Each layer's LoRA update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
         # Read as the program does: layer by layer, by its own key names.
         updates, claimed = {}, set()
         for name, key in self.layer_names.items():
@@ -64,7 +64,7 @@ class LayerKeys:
 
 
 def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
-    """ComfyUI's layout of these layers. Raises `DitLoraError`, with the reason, if it has none."""
+    """ComfyUI's names for the LoRA tensors of these layers. Raises `DitLoraError`, with the reason, if it has none."""
     if names.unsupported_reason:
         raise DitLoraError(names.unsupported_reason)
     # All layers must have a name in ComfyUI: a file that drops some would change the update.
@@ -77,7 +77,9 @@ def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
 
 
 def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
-    """kohya's layout as in VideoX-Fun.
+    """kohya's names for LoRA tensors, as in VideoX-Fun.
+
+    Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
 
     Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
     """

@@ -15,13 +15,16 @@ from dit_lora.export.weight_delta import Term
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The new rank: one for all layers, or for each layer the smallest that keeps this share of its energy."""
+    """How to choose a LoRA's rank.
+
+    It is one rank for all layers, or for each layer the smallest that keeps this share of its energy.
+    """
 
     rank: int | None = None
     energy: float = 1.0
 
     def choose_rank(self, energies: torch.Tensor) -> int:
-        """A layer's rank from its energies (squared singular values), the largest first."""
+        """Choose a layer's rank from its energies (squared singular values), the largest first."""
         if self.rank is not None:
             return self.rank
         # reached[i] is the energy that rank i + 1 keeps.
@@ -33,7 +36,7 @@ class RankChoice:
 
 @dataclass(frozen=True)
 class LowRankLayer:
-    """One layer at its new rank. Energies are squared Frobenius norms."""
+    """One layer's LoRA at its new rank. Energies are squared Frobenius norms."""
 
     name: str
     factors: StoredLayer
@@ -59,7 +62,10 @@ def factor_difference(name: str, difference: torch.Tensor, rank_choice: RankChoi
 
 
 def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLayer:
-    """Factor an update that is itself a product of two factors, without computing the product."""
+    """Factor an update that is already a product of two factors into A and B of lower rank.
+
+    The product is not computed.
+    """
     # B = Q_b R_b with orthonormal columns in Q_b: only the small R_b matters for singular values.
     q_b, upper = torch.linalg.qr(term.b.double().flatten(1))
     # A^T = Q_a R_a in the same way.
@@ -75,7 +81,7 @@ def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLaye
 def _build_layer(
     name: str, b: torch.Tensor, a: torch.Tensor, input_shape: torch.Size, total_energy: float, max_rank: int
 ) -> LowRankLayer:
-    """The layer in fp32, with alpha equal to rank: then the scale is 1 in every loader."""
+    """The layer's LoRA in fp32, with alpha equal to rank: then the scale is 1 in every loader."""
     # For a convolution A keeps the kernel's size and B is 1x1, as PEFT stores them.
     rank, ones = len(a), [1] * (len(input_shape) - 1)
     factors = StoredLayer(

@@ -26,7 +26,7 @@ class LowRankResult:
 
     @property
     def energy_share(self) -> float:
-        """Share of the layers' energy that their ranks keep."""
+        """Share of the layers' energy that their ranks keep, 0 to 1."""
         # Rounding can push the quotient just above 1.
         total_energy = sum(layer.total_energy for layer in self.layers)
         return min(1.0, sum(layer.kept_energy for layer in self.layers) / total_energy)
@@ -42,7 +42,7 @@ class LowRankResult:
         return sum(layer.total_energy for layer in self.layers) + sum(self.excluded_energy.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
+        """The report on a lower rank as JSON-compatible values."""
         total_energy = self.total_energy
         return {
             "part": self.part,
@@ -61,7 +61,10 @@ class LowRankResult:
         }
 
     def format_lines(self) -> Iterator[str]:
-        """Text: the total, every layer starting with the least energy kept, and every tensor that is left out."""
+        """The report as text.
+
+        It has the total, every layer starting with the least energy kept, and every tensor that is left out.
+        """
         record = self.to_dict()
         # With `--rank auto` every layer has its own rank.
         ranks = sorted({item.factors.rank for item in self.layers})
@@ -105,7 +108,7 @@ def attach_layers(
     description: str,
     base_weights: Tensors | None = None,
 ) -> None:
-    """Attach layers to a meta model, with the base weights that were trained too."""
+    """Attach LoRA layers to a meta model, with the base weights that were trained too."""
     # Targets that match exactly these layers of the model.
     targets = build_exact_targets(list(layers), find_adaptable_layers(model), [family.lora_targets])
     config = build_peft_config(layers, targets).to_dict()

@@ -115,7 +115,7 @@ def find_widest_dtype(source: Path) -> torch.dtype:
 
 
 def _merge_tensor(name: str, tensor: torch.Tensor, changes: WeightChanges, weights: Tensors) -> torch.Tensor:
-    """The merged tensor in its stored dtype; unchanged without a change or a trained weight."""
+    """The merged weight in its stored dtype. It is unchanged without a change or a trained weight."""
     change = changes.get(name.removesuffix(".weight"))
     if change is None and name not in weights:
         return tensor
@@ -127,7 +127,10 @@ def _merge_tensor(name: str, tensor: torch.Tensor, changes: WeightChanges, weigh
 def _require_mergeable(
     source: Path, config: Mapping[str, Any], changes: WeightChanges, weights: Tensors
 ) -> dict[Path, list[str]]:
-    """The weight files with their tensors' names. Raises `DitLoraError` if a weight cannot be merged into."""
+    """The transformer's weight files with their tensors' names.
+
+    Raises `DitLoraError` if a weight cannot be merged into.
+    """
     if "quantization_config" in config:
         raise DitLoraError(f"{source} is quantised; give --model the checkpoint that it was made from")
     # Every tensor that the merge writes must exist and have a floating-point dtype.

@@ -58,7 +58,7 @@ def load_lora_file(model: Any, file: Path, pipeline_class: Any, comfyui_names: L
 
 
 def _build_peft_config(lora_file: LoraFile) -> dict[str, Any] | None:
-    """PEFT's config for a file; None if alpha is the rank, which every loader assumes."""
+    """PEFT's config for a LoRA file; None if alpha is the rank, which every loader assumes."""
     if "config_sha256" in lora_file.digests and lora_file.config is not None:
         # Read with PEFT, which ignores fields of other versions. Drop the base's name: it is a path of the machine
         # that trained it, or a Hub id that PEFT would look up.
@@ -70,7 +70,7 @@ def _build_peft_config(lora_file: LoraFile) -> dict[str, Any] | None:
 
 
 def build_adapter_state(layers: Mapping[str, StoredLayer]) -> dict[str, torch.Tensor]:
-    """The matrices of these layers, by the names in PEFT's state dict."""
+    """The LoRA matrices of these layers, by their names in PEFT's state dict."""
     matrices = {name: (("A", layer.a), ("B", layer.b)) for name, layer in layers.items()}
     return {f"{name}.lora_{side}.weight": matrix for name, pair in matrices.items() for side, matrix in pair}
 
@@ -100,7 +100,7 @@ def load_lora_state(
 
 
 def load_base_weights(model: nn.Module, weights: Tensors) -> None:
-    """Load base weights. Call it before an adapter is attached, because that renames the layers."""
+    """Load base weights into the model. Call it before an adapter is attached, because that renames the layers."""
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
         # Trained weights are fp32, as the optimizer kept them.
@@ -138,7 +138,7 @@ def combine_adapters(
 
 
 def fold_alpha(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
-    """Matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
+    """LoRA matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
     # The scale of each layer goes into B only, so that B A stays the same product.
     config, state = model.peft_config[ADAPTER_NAME], get_adapter_state(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:

@@ -141,7 +141,10 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
 
 
 def _read_config(file: Path) -> Config | None:
-    """PEFT's config of a file: from the folder, from its header, or rebuilt from the recipe for a run's checkpoint."""
+    """PEFT's config of an adapter file.
+
+    It comes from the folder, from its header, or, for a run's checkpoint, from the recipe.
+    """
     # A run's checkpoint has no PEFT config: rebuild it from the recipe of the run.
     config_file, state = file.with_name(CONFIG_NAME), file.with_name(STATE_FILE)
     if file.name == WEIGHTS_FILE and state.is_file():

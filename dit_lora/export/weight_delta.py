@@ -17,7 +17,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Term:
-    """The product B A times `scale`, for a linear layer or a 2D convolution."""
+    """A layer's update as a product B A times `scale`, for a linear layer or a 2D convolution."""
 
     a: torch.Tensor
     """Matrix A: (rank, inputs), for a convolution (rank, inputs, height, width)."""
@@ -35,7 +35,7 @@ Updates = Mapping[str, Sequence[Term]]
 
 
 def collect_weight_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
-    """The terms of an attached adapter with PEFT's scale times `weight`."""
+    """Updates of an attached adapter by layer, with PEFT's scale times `weight`."""
     # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     updates = {}

@@ -72,7 +72,10 @@ def get_family(name: str) -> Any:
 
 
 def get_families() -> Mapping[str, Any]:
-    """All families by name. A family of another package that cannot be imported is left out with a warning.
+    """All model families by name.
+
+    A family of another package that cannot be imported is left out with a warning. This imports only their
+    descriptions, which takes milliseconds and no torch.
 
     This imports only their descriptions, which takes milliseconds and no torch.
     """
@@ -87,7 +90,7 @@ def get_families() -> Mapping[str, Any]:
 
 
 def get_diffusion_families() -> Mapping[str, Any]:
-    """The families of `get_families` that are in `DIFFUSION_FAMILIES`."""
+    """The diffusion families among all model families, by name."""
     return {name: family for name, family in get_families().items() if name in DIFFUSION_FAMILIES}
 
 
@@ -97,5 +100,5 @@ def _warn_once(message: str) -> None:
 
 
 def get_default_recipes() -> dict[str, str]:
-    """The default recipe of each family, which users select by the family's name."""
+    """Name of the default recipe of each family; users select that recipe with the family's name."""
     return {name: family.default_recipe for name, family in get_families().items()}

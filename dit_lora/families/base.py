@@ -43,7 +43,7 @@ TextEncoder = Callable[[Sequence[str]], Tensors]
 
 
 class VideoEncoder(Protocol):
-    """Encodes pixels into the tensors that are cached for a sample."""
+    """Protocol of a VAE wrapper that encodes pixels into the tensors that are cached for a sample."""
 
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
         """Encode one sample.
@@ -55,7 +55,7 @@ class VideoEncoder(Protocol):
 
 
 class TrainableCheckpoint(Protocol):
-    """The part of a checkpoint that the training loop uses."""
+    """Protocol of the parts of an opened checkpoint that the training loop uses."""
 
     @property
     def path(self) -> Path: ...
@@ -67,7 +67,7 @@ class TrainableCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class TextLimit:
-    """How much of a caption the text encoder reads."""
+    """Tokenizer and token limit of a text encoder: captions beyond the limit are truncated."""
 
     tokenizer: Any
     max_tokens: int
@@ -76,7 +76,7 @@ class TextLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo(ABC):
-    """The facts that all roles share: the checkpoint's path, its configs and the shapes it supports."""
+    """Base class for what all roles of an opened checkpoint share: path, configs and supported shapes."""
 
     path: Path
     transformer_config: Mapping[str, Any]
@@ -96,16 +96,19 @@ class CheckpointInfo(ABC):
     @property
     @abstractmethod
     def pipeline_class(self) -> Any:
-        """The stock Diffusers pipeline class of this checkpoint."""
+        """The stock Diffusers pipeline class of a checkpoint."""
 
     @property
     def expert_names(self) -> Mapping[str, str]:
-        """Names of the experts by component, such as `{"transformer": "high_noise"}`. Empty with one denoiser."""
+        """Names of a checkpoint's experts by component, such as `{"transformer": "high_noise"}`.
+
+        Empty with one denoiser.
+        """
         return {}
 
     @property
     def references(self) -> ReferenceSpec | None:
-        """The references that the model accepts; None if it accepts none."""
+        """Specification of the reference pictures or clips that the model accepts; None if it accepts none."""
         return None
 
     @property
@@ -121,11 +124,14 @@ class CheckpointInfo(ABC):
     @property
     @abstractmethod
     def size_multiple(self) -> int:
-        """Height and width must be multiples of this number of pixels."""
+        """Number of pixels that height and width of a sample must be a multiple of."""
 
     @abstractmethod
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """One message per problem of this shape (VAE stride, patch size), each with the nearest valid value."""
+        """One error message per problem of a sample's shape (VAE stride, patch size).
+
+        Each names the nearest valid value.
+        """
 
     def unsupported_reason(self, shape: VideoShape) -> str | None:
         """Error message for a shape that the checkpoint cannot process; None if it can."""
@@ -139,7 +145,10 @@ class CheckpointInfo(ABC):
             raise DitLoraError(reason)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """Names of the layers that are adapted by default: the family's `defaults`, plus config-dependent ones."""
+        """Names of the layers that get a LoRA by default.
+
+        They are the family's `defaults`, plus those that depend on the config.
+        """
         return tuple(defaults)
 
     def training_metadata(self) -> dict[str, Any]:
@@ -148,13 +157,18 @@ class CheckpointInfo(ABC):
         return {} if side is None else {"reference_resolution": side}
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
-        """The facts with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
+        """Copy of the checkpoint's info with the settings that an adapter's header holds.
+
+        Used to compare outputs or to sample.
+        """
         # Adapters that do not record the setting keep the value that the checkpoint was opened with.
         side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """The facts with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option.
+        """Copy of the checkpoint's info with the recipe's settings.
+
+        Raises `DitLoraError` for an unsupported shape or option.
 
         Args:
             recipe: The recipe to check and to apply.
@@ -175,7 +189,7 @@ class CheckpointInfo(ABC):
         return replace(self, reference_resolution=recipe.data.reference_resolution)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
-        """Messages about these facts that are printed when a run begins."""
+        """Messages about the opened checkpoint that are printed when a run begins."""
         return []
 
     def index_changes(self) -> dict[str, Any]:
@@ -183,17 +197,17 @@ class CheckpointInfo(ABC):
         return {}
 
     def config_changes(self) -> dict[str, Any]:
-        """Changes to the transformer's config that belong to `index_changes`."""
+        """Changes to the transformer's config that go with the changes to model_index.json."""
         return {}
 
     def with_index_changes(self, index: Mapping[str, Any]) -> Self:
-        """The facts with the changes of `index_changes` applied."""
+        """Copy of the checkpoint's info with these changes to model_index.json applied."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoders(ABC):
-    """The role that computes a sample's cached tensors, and the keys under which they are cached."""
+    """Base class of the role that encodes samples: it computes a sample's cached tensors and their cache keys."""
 
     info: CheckpointInfo
     transform: ClassVar[str]
@@ -224,15 +238,18 @@ class Encoders(ABC):
 
     @abstractmethod
     def load_text_limit(self) -> TextLimit | None:
-        """Load the tokenizer and the maximum caption length. None if samples have classes instead of captions."""
+        """Load the tokenizer and the caption's token limit. None if samples have classes instead of captions."""
 
     @abstractmethod
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        """Shapes and dtypes of one caption's tensors from `load_text_encoder(dtype, ...)`, read from the configs."""
+        """Shapes and dtypes of one encoded caption, read from the configs without loading the text encoder."""
 
     @abstractmethod
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load the encoder that turns captions into conditions. Caption dropout replaces a caption with ""."""
+        """Load the encoder that turns captions into conditioning tensors.
+
+        Caption dropout replaces a caption with "".
+        """
 
     @abstractmethod
     def load_video_encoder(
@@ -251,7 +268,7 @@ class Encoders(ABC):
 
 
 class Objective(Protocol):
-    """The quantity that the network is trained to predict, such as noise or velocity."""
+    """Protocol of a training objective: the quantity that the network predicts, such as noise or velocity."""
 
     @property
     def num_train_timesteps(self) -> int: ...
@@ -259,7 +276,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Denoiser(ABC):
-    """The role that is trained: the transformer and its loss."""
+    """Base class of the role that is trained: the transformer and its loss."""
 
     info: CheckpointInfo
     objective: Objective
@@ -271,17 +288,20 @@ class Denoiser(ABC):
 
     @property
     def training_options(self) -> tuple[str, ...]:
-        """Options of the loss that are supported, of those that `refuse_options` rejects by default."""
+        """Recipe options of the loss that the denoiser supports, of those that `refuse_options` rejects by default."""
         return self.conditioning.supported_options
 
     def apply_training_options(self, recipe: Recipe) -> Self:
-        """The denoiser with the recipe's settings of the loss. Raises `DitLoraError` if it cannot train with them."""
+        """Copy of the denoiser with the recipe's settings of the loss.
+
+        Raises `DitLoraError` if it cannot train with them.
+        """
         conditioning = self.conditioning.with_recipe(recipe)
         return replace(self, mask_floor=recipe.data.mask_floor, conditioning=conditioning)
 
     @property
     def num_train_timesteps(self) -> int:
-        """Number of timesteps: training samples them from `range(num_train_timesteps)`."""
+        """Number of timesteps of the noise schedule: training samples them from `range(num_train_timesteps)`."""
         return self.objective.num_train_timesteps
 
     @property
@@ -300,7 +320,7 @@ class Denoiser(ABC):
 
     @abstractmethod
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
+        """Random tensors (by name) that the loss of a cached batch needs. Only the batch's shapes matter."""
 
     @abstractmethod
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
@@ -323,7 +343,7 @@ class Denoiser(ABC):
         """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 
     def count_tokens(self, shape: VideoShape) -> tuple[int, int]:
-        """Count a sample's text and video tokens in the transformer, for context-parallel ranks that split them.
+        """Number of text and video tokens of a sample in the transformer, for context-parallel ranks that split them.
 
         Raises `DitLoraError` for families without a rule to split their tokens.
         """
@@ -332,7 +352,7 @@ class Denoiser(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
-    """The role that generates videos: the stock pipeline and its arguments."""
+    """Base class of the role that generates samples: it holds the stock pipeline and computes its arguments."""
 
     info: CheckpointInfo
     output_field: ClassVar[str] = "frames"
@@ -348,7 +368,10 @@ class Sampler(ABC):
         return ()
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        """Load the stock pipeline, with `transformer` in it if given, and without text encoders if `text` is false."""
+        """Load the stock pipeline, with `transformer` in it if given.
+
+        Text encoders are left out if `text` is false.
+        """
         return self._load_pipeline(dtype, transformer, text)
 
     def move_to_device(self, pipeline: Any, device: torch.device) -> None:
@@ -376,7 +399,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Pipeline arguments for a prompt.
+        """Arguments of the stock pipeline for a prompt.
 
         Args:
             prompt: The text, or its tensors from the text encoder.
@@ -385,21 +408,21 @@ class Sampler(ABC):
 
     @abstractmethod
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        """Pipeline arguments for a shape, and those that every call needs."""
+        """Arguments of the stock pipeline for the sample's shape, and those that every call needs."""
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        """Further pipeline arguments for these sampling settings. They override those of `arguments`."""
+        """Further pipeline arguments for these sampling settings. They override those of `shape_kwargs`."""
         return {}
 
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        """Pipeline arguments for the references of one sample."""
+        """Pipeline arguments for the reference pictures or clips of one sample."""
         # Limit references by `data.reference_resolution` here too, so that samples see them at the sizes of training.
         pictures = read_references(self.info.path.name, self.info.references, sampling.references)
         scaled_pictures = [scale_image(picture, self.info.reference_resolution) for picture in pictures]
         return {"image": scaled_pictures} if scaled_pictures else {}
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
-        """Generate one video, or an image as one frame: uint8 (frames, height, width, 3)."""
+        """Generate one video, or an image as one frame, with the stock pipeline: uint8 (frames, height, width, 3)."""
         files = {"image": sampling.image, "last_image": sampling.last_image}
         output = pipeline(
             **prompt_kwargs,
@@ -421,14 +444,17 @@ class Sampler(ABC):
     def generate_with_sound(
         self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
     ) -> tuple[torch.Tensor, Sound | None]:
-        """Generate a video as `generate` does, and its sound if the checkpoint was trained with sound, else None."""
+        """Generate a video and its sound. The sound is None unless the checkpoint was trained with sound."""
         # Families that train sound override this.
         return self.generate(pipeline, prompt_kwargs, sampling), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """An opened checkpoint of a family. `Family.open` creates it, as stored or for a recipe."""
+    """An opened diffusion checkpoint, as stored or with a recipe's settings.
+
+    Its parts are info, encoders, denoiser and sampler.
+    """
 
     info: CheckpointInfo
     encoders: Encoders
@@ -440,37 +466,40 @@ class Checkpoint:
         return self.info.path
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """`Denoiser.draw_functions`, for the training loop, which chat models share."""
+        """Random tensors (by name) that the loss of a cached batch needs. Chat checkpoints have the same method."""
         return self.denoiser.draw_functions(batch)
 
     def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
-        """`Denoiser.losses`, for the training loop, which chat models share."""
+        """Loss of each sample of a cached batch, computed by the denoiser. Chat checkpoints have the same method."""
         return self.denoiser.losses(model, batch, streams)
 
     def apply_recipe(self, recipe: Recipe) -> Self:
-        """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
+        """Copy of the opened checkpoint with the recipe's settings.
+
+        Raises `DitLoraError` for an unsupported shape or option.
+        """
         # The facts first: their checks refuse recipes that the family cannot train.
         # The facts first: the denoiser checks its options against the facts that training uses.
         checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
-        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare or to sample."""
+        """Copy of the opened checkpoint with the settings in an adapter's header, to compare outputs or to sample."""
         return self.with_info(self.info.with_training_metadata(metadata))
 
     def with_index_changes(self, index: Mapping[str, Any]) -> Self:
-        """The checkpoint with the changes of `index_changes` applied."""
+        """Copy of the opened checkpoint with these changes to model_index.json applied."""
         return self.with_info(self.info.with_index_changes(index))
 
     def with_info(self, info: CheckpointInfo) -> Self:
-        """The checkpoint with these facts in all roles."""
+        """Copy of the opened checkpoint in which all roles use this info."""
         # Roles are frozen and hold the facts, so each one is replaced.
         # Every role holds the facts, so they are replaced in all roles together.
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 
     def notes(self, recipe: Recipe) -> list[str]:
-        """Messages about this checkpoint that are printed when a run begins."""
+        """Messages about an opened checkpoint that are printed when a run begins."""
         info, timesteps = self.info, self.denoiser.timestep_range
         if not info.expert_names:
             return info.recipe_notes(recipe)

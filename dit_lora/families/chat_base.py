@@ -33,7 +33,7 @@ Fit = Literal["stretch", "cover"]
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """How much of an image or a video the model sees."""
+    """Settings for how much of an image or a video a chat model sees: number of frames, size and tiles."""
 
     frames: int
     """Number of frames sampled from a video."""
@@ -53,7 +53,7 @@ class VisionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCheckpoint(ABC):
-    """An opened checkpoint of a chat family."""
+    """Base class of an opened chat checkpoint: tokenization, model inputs, loss and answers."""
 
     path: Path
     config: Any
@@ -66,22 +66,28 @@ class ChatCheckpoint(ABC):
     @property
     @abstractmethod
     def model_class(self) -> Any:
-        """The Transformers class that `load_model` loads."""
+        """The Transformers class with which the chat model is loaded."""
 
     @property
     def pad_token_id(self) -> int:
-        """The padding token. Padding is on the right, where a causal model never attends to it."""
+        """Id of the padding token. Padding is on the right, where a causal model never attends to it."""
         # Some tokenizers have no padding token. Padding is never attended to, so any token works.
         pad_id = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad_id is None else pad_id
 
     @abstractmethod
     def apply_recipe(self, recipe: Recipe) -> Self:
-        """The checkpoint with the recipe's settings. Raises `DitLoraError` if it does not support them."""
+        """Copy of the chat checkpoint with the recipe's settings.
+
+        Raises `DitLoraError` if it does not support them.
+        """
 
     @abstractmethod
     def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
-        """The checkpoint with these viewing settings. Raises `DitLoraError` if its vision encoder rejects them."""
+        """Copy of the chat checkpoint with these vision settings.
+
+        Raises `DitLoraError` if its vision encoder rejects them.
+        """
 
     @abstractmethod
     def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape | None:
@@ -116,7 +122,7 @@ class ChatCheckpoint(ABC):
 
     @abstractmethod
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch.
+        """The chat model's arguments for a batch.
 
         Padding is on the right and `attention_mask` is left out, because causal attention never reaches the
         padding.
@@ -127,11 +133,14 @@ class ChatCheckpoint(ABC):
         """
 
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
-        """No random tensors: all randomness of a conversation is already in its tokens and frames."""
+        """Always empty: the loss of a chat model needs no random tensors.
+
+        All randomness of a conversation is already in its tokens and frames.
+        """
         return {}
 
     def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
-        """Mean next-token loss of each sample's answer, fp32 (B,). The reported timesteps are indices into `KINDS`.
+        """Mean next-token loss of each sample's answer, fp32 (B,).
 
         In addition to the tensors for `inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
         `answer_positions` (B, A), the positions that predict them.

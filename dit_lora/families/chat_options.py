@@ -24,7 +24,7 @@ def refuse_diffusion_options(recipe: Recipe, supported_options: Sequence[str] = 
 
 
 def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
-    """For each option that chat models lack: whether the recipe sets it, and the reason to show."""
+    """For each recipe option that chat models lack: whether the recipe sets it, and the reason to show."""
     data, train, chat = recipe.data, recipe.train, recipe.chat
     sources = data.all_sources
     # Reasons that several options share.

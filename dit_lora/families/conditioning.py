@@ -17,20 +17,24 @@ TensorMap = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditioning:
-    """Text only. Tasks that give the network a frame, a clip or a reference override what they need.
+    """Base class for conditioning by more than the text, and itself conditioning by text only.
 
-    `batch` holds cached tensors, and `random_tensors` those of a training step, which `draw_functions` names.
+    Tasks that give the network a frame, a clip or a reference override the methods they need. `batch` holds cached
+    tensors, and `random_tensors` those of a training step, which `draw_functions` names.
     """
 
     supported_options: ClassVar[tuple[str, ...]] = ()
     """Options that this conditioning supports, of those that `refuse_options` rejects by default."""
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """The conditioning with the recipe's settings."""
+        """Copy of the conditioning with the recipe's settings."""
         return self
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """Random tensors of a training step beyond those of the objective."""
+        """Random tensors (by name) that the conditioning needs in a training step.
+
+        Those of the objective are not included.
+        """
         # Names are streams: a new name does not change the numbers of the others.
         return {}
 
@@ -45,7 +49,7 @@ class Conditioning:
     def replace_given_latents(
         self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap
     ) -> torch.Tensor:
-        """Latents as the transformer takes them, with the given ones in their place."""
+        """Latents for the transformer, in which those that are given clean replace the noisy ones."""
         return latents
 
     def token_timesteps(self, timesteps: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -54,9 +58,9 @@ class Conditioning:
         return timesteps
 
     def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Noisy latents with further channels, as the transformer takes them."""
+        """Noisy latents for the transformer, with the conditioning appended as further channels."""
         return latents
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
-        """The transformer's arguments with further tokens after those of the sample."""
+        """The transformer's arguments, with conditioning tokens appended after those of the sample."""
         return transformer_kwargs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class License:
-    """A licence as on the Hub: an identifier from its list, or `other` with a name and a link."""
+    """License in the Hub's form: an identifier from its list, or `other` with a name and a link."""
 
     # Names of the model card's fields `license`, `license_name` and `license_link`.
     id: str
@@ -33,7 +33,10 @@ class License:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The description of one family. Fields with a default are only set where they differ."""
+    """Base class that describes one model family: its name, licenses and opening.
+
+    Fields with a default are only set where they differ.
+    """
 
     name: str
     checkpoint_module: str
@@ -70,7 +73,7 @@ class Family:
             builder.build_tiny_checkpoint(variant, folder)
 
     def get_license(self, base_model: str | None) -> License | None:
-        """The licence of a base model by its Hub id; None if it is unknown."""
+        """License of a base model, found by its Hub id; None if it is unknown."""
         if base_model is None:
             return None
         # Patterns are tried in the order of the family's table, so a special case must come before its group.
@@ -83,7 +86,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionFamily(Family):
-    """A family whose checkpoints implement the contract of `families.base_model`."""
+    """A family of diffusion models, whose checkpoints implement the contract of `families.base`."""
 
     pipeline_names: tuple[str, ...]
     """Pipeline classes (`_class_name` of model_index.json) whose checkpoints the family trains."""
@@ -115,7 +118,7 @@ class DiffusionFamily(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFamily(Family):
-    """A family whose checkpoints implement the contract of `families.chat_base`."""
+    """A family of chat models, whose checkpoints implement the contract of `families.chat_base`."""
 
     lora_parent_modules: tuple[str, ...]
     """Submodules in which `lora_targets` are searched, such as the language model."""

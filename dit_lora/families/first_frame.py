@@ -19,7 +19,10 @@ from dit_lora.numerics.streams import DrawFunctions, draw_uniform
 
 @dataclass(frozen=True, kw_only=True)
 class FirstFrame(Conditioning):
-    """An image in place of the first latent frame, given clean. Some samples train without theirs, from text only."""
+    """Conditioning with an image that is given clean in place of the first latent frame.
+
+    Some samples train without theirs, from text only.
+    """
 
     image_latents: Callable[[TensorMap, TensorMap], torch.Tensor]
     """The image's latents by batch and random tensors, in the layout of the video's, which they are broadcast to."""
@@ -36,7 +39,9 @@ class FirstFrame(Conditioning):
         return {"image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout}
 
     def has_picture(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """True for each sample that keeps its image, bool (B,).
+        """Bool (B,), true for each sample that keeps its image.
+
+        All are true if `random_tensors`, the random tensors of the step, contains no image dropout.
 
         All are true if `random_tensors`, the random tensors of the step, contains no image dropout.
         """
@@ -52,7 +57,7 @@ class FirstFrame(Conditioning):
         return (has_picture.view(-1, 1, 1, 1, 1) & is_first_frame.view(1, 1, -1, 1, 1)).float()
 
     def token_timesteps(self, timesteps: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Timestep of every latent frame (B, F), or of every token (B, S): 0 at the image's."""
+        """Timestep of every latent frame (B, F), or of every token (B, S). It is 0 where the image is given."""
         # (B, 1) * (B, F): the mask is 1 at the image, which sets its timestep to 0.
         return timesteps[:, None] * (1 - self.mask(batch, random_tensors).flatten(1))
 
@@ -66,7 +71,7 @@ class FirstFrame(Conditioning):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokens(FirstFrame):
-    """`FirstFrame` of packed latents (B, S, C), one token per latent."""
+    """First-frame conditioning of packed latents (B, S, C), one token per latent."""
 
     def mask(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Conditioning mask (B, S, 1): 1 at the tokens of the first frame of samples that keep their image, else 0."""

@@ -24,7 +24,7 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 @dataclass(frozen=True, kw_only=True)
 class FlowDenoiser(Denoiser):
-    """A denoiser that predicts the velocity from clean latents to noise."""
+    """Base class of denoisers that predict the velocity from clean latents to noise."""
 
     objective: FlowMatching
 
@@ -40,7 +40,10 @@ class FlowDenoiser(Denoiser):
         return replace(denoiser, objective=denoiser._apply_timesteps_config(recipe.train.timesteps))
 
     def _apply_timesteps_config(self, config: TimestepsConfig) -> FlowMatching:
-        """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
+        """Copy of the denoiser with the recipe's `train.timesteps`.
+
+        Raises `DitLoraError` if no noise level is left.
+        """
         stored_objective, levels = self.objective, self.objective.distribution
         # `shift` is handled below: None leaves the checkpoint's, and "tokens" selects the shift by size.
         overrides = {name: value for name, value in config.model_dump(exclude={"shift"}).items() if value is not None}
@@ -103,7 +106,7 @@ class FlowDenoiser(Denoiser):
 
     @abstractmethod
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32; `draw_functions` names the random tensors."""
+        """Clean training latents of a cached batch, fp32, as the network sees them without noise."""
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
@@ -141,5 +144,8 @@ class FlowDenoiser(Denoiser):
         batch: TensorMap,
         random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Predict for a training step. Families that need random tensors beyond noise and timestep override this."""
+        """Predict the velocity in a training step.
+
+        Families that need random tensors beyond noise and timestep override this.
+        """
         return self.predict(transformer, noisy, timesteps, batch)

@@ -40,7 +40,10 @@ def read_flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
 def build_flow_matching(
     scheduler: Mapping[str, Any], distribution: NoiseLevelDistribution = LOGIT_NORMAL
 ) -> FlowMatching:
-    """The objective with the scheduler's shift; a dynamic one depends on the number of tokens, through `mu`."""
+    """Flow-matching objective with the shift of the checkpoint's scheduler.
+
+    A dynamic shift depends on the number of tokens, through `mu`.
+    """
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return FlowMatching(shift, scheduler["num_train_timesteps"], distribution)
 

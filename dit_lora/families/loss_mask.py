@@ -38,7 +38,7 @@ def compute_loss_weights(
 def compute_packed_loss_weights(
     batch: Mapping[str, torch.Tensor], min_weight: float, pack_latents: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """`compute_loss_weights` of a batch's latents, packed into tokens like them. None for data without masks."""
+    """Loss weights of a batch's masked latents, packed into tokens like the latents. None for data without masks."""
     latents = batch["latent_mean"]
     weights = compute_loss_weights(batch, min_weight, latents)
     # Expanded to all channels and frames first, so that every packed value has its weight.

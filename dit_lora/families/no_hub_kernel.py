@@ -18,7 +18,7 @@ _MODULE = "bitsandbytes.backends.cpu.ops"
 
 
 class _Finder(MetaPathFinder):
-    """Import finder for a single module of bitsandbytes; it ignores all other names."""
+    """Import finder that gives one module of bitsandbytes a different loader; it ignores all other names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Executes the module with its own loader while the package `kernels` is hidden."""
+    """Loader that executes a module while the package `kernels` looks as if it were not installed."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -51,7 +51,10 @@ class _Loader(Loader):
 
 
 def block_hub_kernel() -> None:
-    """Install the import finder for the rest of the process. Calling it again has no effect."""
+    """Install the import finder that hides the package `kernels` from bitsandbytes, for the rest of the process.
+
+    Calling it again has no effect.
+    """
     # First in the list, so that it is asked before the standard finder.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -26,7 +26,7 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integer
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseDenoiser(Denoiser):
-    """A denoiser that predicts noise, and optionally its variance."""
+    """Base class of denoisers that predict noise, and optionally its variance."""
 
     objective: EpsilonPrediction
     should_train_variance: bool = True
@@ -58,7 +58,7 @@ class NoiseDenoiser(Denoiser):
         return {"posterior": noise, "noise": noise, "timestep": timestep}
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
-        """Squared error of the noise, plus the variational bound of the variance in bits, in fp32.
+        """Loss of each sample in fp32: squared error of the noise, plus the variational bound of the variance in bits.
 
         Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the
         channels.
@@ -89,7 +89,9 @@ FRAMES_TRANSFORM = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of e
 
 
 def load_frame_encoder(info: CheckpointInfo, device: torch.device, memory: VaeMemory) -> VideoEncoder:
-    """Load the image VAE in fp32. Samples keep the posterior's mean and logvar, (C, F, H, W).
+    """Load the image VAE of a noise-prediction model in fp32.
+
+    Samples keep the posterior's mean and logvar, (C, F, H, W).
 
     Each epoch then samples new latents from the posterior.
     """
@@ -109,7 +111,7 @@ def load_frame_encoder(info: CheckpointInfo, device: torch.device, memory: VaeMe
 
 
 def compute_spatial_factor(vae_config: Mapping[str, Any]) -> int:
-    """Pixels per latent along a side, as the pipelines compute it."""
+    """Pixels per latent along a side, as Diffusers' pipelines compute it from the VAE config."""
     return 2 ** (len(vae_config["block_out_channels"]) - 1)
 
 
@@ -134,7 +136,10 @@ def read_noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
 
 
 def has_variance_channels(name: str, transformer_config: Mapping[str, Any]) -> bool:
-    """True if the network has twice as many output as input channels. Raises `DitLoraError` unless once or twice."""
+    """True if the network predicts a variance too: it has twice as many output as input channels.
+
+    Raises `DitLoraError` if the output channels are neither once nor twice the input channels.
+    """
     channels, out_channels = transformer_config["in_channels"], transformer_config["out_channels"]
     if out_channels not in (channels, 2 * channels):
         raise DitLoraError(

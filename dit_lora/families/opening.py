@@ -144,7 +144,7 @@ def get_call_default(pipeline_class: Any, argument: str) -> Any:
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
-    """A component's config.json as a dict; model_index.json if `component` is empty."""
+    """Read a component's config.json as a dict; model_index.json if `component` is empty."""
     if not component:
         return read_config(path, "model_index.json", "Diffusers")
     name = "scheduler_config.json" if component == "scheduler" else "config.json"

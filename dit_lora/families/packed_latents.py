@@ -16,7 +16,7 @@ PACK_SIZE = 2
 
 
 def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of the image tokens of latents (..., H, W)."""
+    """Rows and columns of the token grid of image latents (..., H, W)."""
     height, width = latents.shape[-2:]
     return height // PACK_SIZE, width // PACK_SIZE
 

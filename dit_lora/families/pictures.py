@@ -61,7 +61,7 @@ def read_conditioning_images(
 
 
 def image_errors(validation: ValidationConfig, required: Sequence[str]) -> list[str]:
-    """One message per kind of image that validation prompts lack, or have although the model does not accept it."""
+    """One error message per kind of image that validation prompts lack, or have although it is not accepted."""
     problems = []
     for name, (kind, _, field) in IMAGE_OPTIONS.items():
         # `images` and `last_images` each hold one file for every prompt, or none.
@@ -79,7 +79,7 @@ def image_errors(validation: ValidationConfig, required: Sequence[str]) -> list[
 def require_images(
     model: str, validation: ValidationConfig, required: Sequence[str], other_problems: Sequence[str] = ()
 ) -> None:
-    """Raise `DitLoraError` with `image_errors` and the model's other problems with a recipe's images, if any."""
+    """Raise `DitLoraError` that lists these problems and those of a recipe's validation images, if there are any."""
     problems = [*image_errors(validation, required), *other_problems]
     if problems:
         raise DitLoraError(format_list(f"{model} is image-to-video", problems))

@@ -32,7 +32,7 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsInfo(CheckpointInfo):
-    """The facts of a checkpoint that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
+    """Info of a checkpoint that works on latents of Qwen-Image's VAE, `AutoencoderKLQwenImage`."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -48,7 +48,7 @@ class QwenLatentsInfo(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of every caption, including padding: the pipeline's default."""
+        """Number of tokens of every caption, including padding: the default of the stock pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
@@ -75,7 +75,7 @@ def sample_normalized_latents(
 
 
 def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
-    """Read the fields that these families' checkpoints share.
+    """Read the info fields that checkpoints with Qwen-Image's VAE share.
 
     Raises `DitLoraError` for another scheduler, or if the transformer's channels do not fit the VAE's.
     """

@@ -25,7 +25,7 @@ EncodePixels = Callable[[torch.Tensor, torch.Tensor | None], Tensors]
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """The references that a checkpoint accepts."""
+    """Specification of the references (pictures or clips per sample) that a checkpoint accepts."""
 
     min_count: int
     """Minimum number of references per sample."""
@@ -43,7 +43,7 @@ class ReferenceSpec:
     """True if `data.reference_resolution` applies: the pipeline accepts references at other sizes than its default."""
 
     def count_error(self, count: int) -> str | None:
-        """Message for an invalid number of references of a sample; None if it is valid."""
+        """Error message for an invalid number of references of a sample; None if the number is valid."""
         if self.min_count <= count and (self.max_count is None or count <= self.max_count):
             return None
         # "1 or more", "1 to 3", or a plain number if only one is valid.
@@ -52,7 +52,7 @@ class ReferenceSpec:
         return f"it has {count} references, and this model takes {accepted}"
 
     def assume_shape(self, shape: VideoShape, count: int) -> VideoShape:
-        """The shape with this many references of the sample's own size, for data that is not on this machine."""
+        """Shape of a sample with this many references of its size. Used for data that is not on this machine."""
         # The real references are not known here. Assume as many as the data asks for, but at least the minimum.
         reference = self.encoded_shape(shape.height, shape.width, shape)
         return replace(shape, references=(reference,) * max(self.min_count, count))
@@ -60,15 +60,15 @@ class ReferenceSpec:
 
 @runtime_checkable
 class ReferenceEncoder(Protocol):
-    """A `VideoEncoder` of a family that accepts references."""
+    """Protocol of a `VideoEncoder` that also encodes a sample's references."""
 
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        """Encode references, each uint8 (frames, 3, height, width) at its own size. `shape` is the sample's."""
+        """Encode a sample's references, each uint8 (frames, 3, height, width) at its size. `shape` is the sample's."""
 
 
 @dataclass(frozen=True)
 class PictureEncoder:
-    """A `VideoEncoder` of images whose references are images."""
+    """VAE encoder of images whose references are images."""
 
     encode: EncodePixels
     encode_reference: Callable[[Image.Image], torch.Tensor]
@@ -88,7 +88,7 @@ class PictureEncoder:
 
 @runtime_checkable
 class EditTextEncoder(Protocol):
-    """A `TextEncoder` of a family whose captions are encoded together with the references."""
+    """Protocol of a `TextEncoder` that encodes captions together with the references."""
 
     def encode_with_references(self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
         """Encode one caption with its references, each uint8 (frames, 3, height, width), to tensors (1, ...)."""
@@ -100,7 +100,7 @@ def to_pil_images(references: Sequence[torch.Tensor]) -> list[Image.Image]:
 
 
 def get_reference_latents(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Latents of a batch's references: `reference_0`, `reference_1` and so on."""
+    """Latents of a batch's references, read from its keys `reference_0`, `reference_1` and so on."""
     latents: list[torch.Tensor] = []
     # Keys are numbered without gaps, so the first missing one ends the list.
     while f"{REFERENCE_KEY}_{len(latents)}" in batch:
@@ -109,7 +109,7 @@ def get_reference_latents(batch: Mapping[str, torch.Tensor]) -> list[torch.Tenso
 
 
 def name_reference_latents(latents: Sequence[torch.Tensor]) -> Tensors:
-    """Latents of references, keyed as in a batch: `reference_0`, `reference_1` and so on."""
+    """Name reference latents by the keys that a batch has for them: `reference_0`, `reference_1` and so on."""
     return {f"{REFERENCE_KEY}_{number}": latent for number, latent in enumerate(latents)}
 
 
@@ -132,7 +132,7 @@ def compute_scaled_size(height: int, width: int, resolution: int | None) -> tupl
 
 
 def min_side_error(size: tuple[int, int], min_side: int) -> str | None:
-    """Message for a reference of this height and width with a side below `min_side` pixels; else None."""
+    """Error message for a reference of this height and width with a side below `min_side` pixels; else None."""
     height, width = size
     if min(size) >= min_side:
         return None
@@ -186,7 +186,7 @@ def _require_reference_count(model: str, reference_spec: ReferenceSpec, files: S
 
 
 def reference_errors(recipe: Recipe, reference_spec: ReferenceSpec | None) -> list[str]:
-    """One message per problem with a recipe's validation references and with its options about references."""
+    """One error message per problem with a recipe's validation references and with its options about references."""
     validation, data, problems = recipe.validation, recipe.data, []
     if data.reference_resolution is not None and (reference_spec is None or not reference_spec.is_resizable):
         reason = "it takes none" if reference_spec is None else "its pipeline scales them by itself"

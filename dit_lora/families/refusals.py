@@ -8,7 +8,7 @@ from dit_lora.errors import DitLoraError
 
 
 def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """One message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
+    """One error message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
     problems = []
     for name, (value, step) in sizes.items():
         lower = value // step * step
@@ -20,17 +20,17 @@ def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
 
 
 def side_errors(shape: VideoShape, step: int) -> list[str]:
-    """One message per side (height, width) that is not a multiple of `step`."""
+    """One error message per side (height, width) of a sample that is not a multiple of `step`."""
     return multiple_errors({"height": (shape.height, step), "width": (shape.width, step)})
 
 
 def image_frames_errors(frames: int, model: str) -> list[str]:
-    """Message if a sample of a model that makes images has more than one frame."""
+    """Error message if a sample of a model that makes images has more than one frame."""
     return [] if frames == 1 else [f"data.frames must be 1, {model} makes images; got {frames}"]
 
 
 def min_frames_errors(frames: int, step: int) -> list[str]:
-    """Message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
+    """Error message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
     # The first latent frame is the given image. One more latent frame needs `step` more frames.
     if frames > step:
         return []
@@ -38,7 +38,7 @@ def min_frames_errors(frames: int, step: int) -> list[str]:
 
 
 def frame_count_errors(frames: int, step: int) -> list[str]:
-    """Message if the number of frames is not a multiple of `step` plus one."""
+    """Error message if a sample's number of frames is not a multiple of `step` plus one."""
     # Causal video VAEs encode the first frame by itself, and then `step` frames into each latent.
     if (frames - 1) % step == 0:
         return []
@@ -47,7 +47,7 @@ def frame_count_errors(frames: int, step: int) -> list[str]:
 
 
 def position_limit_errors(sizes: Mapping[str, tuple[int, int]], option: str) -> list[str]:
-    """One message per size that exceeds the transformer's position table.
+    """One error message per size that exceeds the transformer's position table.
 
     Args:
         sizes: Names in `data`, each with (value, maximum).
@@ -96,7 +96,7 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
 
 
 def refuse_ic_lora(model: ModelConfig) -> None:
-    """Raise `DitLoraError` for `model.task: ic_lora` in a family without reference clips."""
+    """Raise `DitLoraError` for `model.task: ic_lora` in a family that does not generate from reference clips."""
     if model.task == "ic_lora":
         raise DitLoraError(
             f"model.task: ic_lora: family {model.family} does not use reference clips; remove it, or use "

@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 @runtime_checkable
 class SoundEncoder(Protocol):
-    """A `VideoEncoder` of a family that trains sound."""
+    """Protocol of a `VideoEncoder` that also encodes the sound of clips."""
 
     def encode_sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
         """Encode a waveform, float32 (channels, N) from -1 to 1, at `rate` samples per second."""
@@ -21,7 +21,7 @@ class SoundEncoder(Protocol):
 
 @dataclass(frozen=True)
 class VideoSoundEncoder:
-    """A `VideoEncoder` of clips and their sound."""
+    """VAE encoder of clips and their sound."""
 
     encode: EncodePixels
     audio_encoder: Callable[[torch.Tensor, int], Tensors]

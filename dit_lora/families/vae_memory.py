@@ -16,7 +16,7 @@ from dit_lora.errors import DitLoraError, format_list
 
 @dataclass(frozen=True)
 class VaeMemory:
-    """The settings `data.vae_tiling` and `data.vae_slicing` of a recipe, for encoding and decoding."""
+    """Tiling and slicing of the VAE (`data.vae_tiling`, `data.vae_slicing`), for encoding and decoding."""
 
     tiling: bool = False
     slicing: bool = False
@@ -26,12 +26,12 @@ class VaeMemory:
         return cls(data.vae_tiling, data.vae_slicing)
 
     def load(self, vae_class: Any, path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load a checkpoint's VAE onto the device with these settings applied."""
+        """Load a checkpoint's VAE onto the device with tiling and slicing applied."""
         vae = load_pretrained(vae_class, path, subfolder="vae", dtype=dtype, use_safetensors=True)
         return self.apply(vae.to(device))
 
     def apply(self, vae: Any) -> Any:
-        """Apply these settings to a VAE and return it."""
+        """Apply the tiling and slicing settings to a VAE and return it."""
         # VAEs without these methods are rejected earlier, by `require_supported`.
         if self.tiling:
             vae.enable_tiling()
@@ -40,7 +40,7 @@ class VaeMemory:
         return vae
 
     def cache_key(self) -> dict[str, Any]:
-        """The part of these settings that changes latents, for cache keys: overlapping tiles are blended.
+        """The part of the VAE's memory settings that changes latents, for cache keys: overlapping tiles are blended.
 
         Slicing is not included, because samples are encoded one by one anyway.
         """
@@ -49,7 +49,7 @@ class VaeMemory:
     def require_supported(
         self, checkpoint: str, vae_config: Mapping[str, Any], sizes: Iterable[tuple[int, int]]
     ) -> None:
-        """Raise `DitLoraError` if this VAE does not support the settings at these heights and widths.
+        """Raise `DitLoraError` if this VAE does not support tiling or slicing at these heights and widths.
 
         If the tile step is not a multiple of the pixels per latent, tiles give latents of another shape. This is
         tested on meta tensors, so no weights are loaded.

@@ -31,17 +31,17 @@ _CONFIG_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 @contextmanager
 def config_only_recipe(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with a `model.path` from `config_only_model`."""
+    """Context that yields a copy of the recipe whose `model.path` is a local folder with configs and no weights."""
     with config_only_model(recipe.model) as model:
         yield recipe.model_copy(update={"model": model})
 
 
 @contextmanager
 def config_only_model(model: ModelConfig) -> Iterator[ModelConfig]:
-    """The model config with a local path to the checkpoint's configs. Missing weight files are replaced by empty ones.
+    """Context that yields a copy of the recipe's model section with a local path to the checkpoint's configs.
 
-    For a Hub id, only the small files are downloaded. Raises `DitLoraError` if there is neither a folder nor a
-    repository.
+    Missing weight files are replaced by empty ones. For a Hub id, only the small files are downloaded. Raises
+    `DitLoraError` if there is neither a folder nor a repository.
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
@@ -69,7 +69,7 @@ def _find_missing_weights(folder: Path) -> list[str]:
 
 @contextmanager
 def build_from_configs() -> Iterator[list[nn.Module]]:
-    """Inside the context, `from_pretrained` of Diffusers and Transformers builds frozen models from configs.
+    """Context in which `from_pretrained` of Diffusers and Transformers builds frozen models from configs.
 
     Yields the list of the models built so far.
     """
@@ -136,7 +136,10 @@ def _build_uninitialized(cls: Any, config: Any) -> Any:
 
 
 def open_recipe_checkpoint(recipe: Recipe) -> tuple[Any, Any]:
-    """Family and checkpoint of a recipe from `config_only_recipe`. Without data, it has the checkpoint's classes."""
+    """Open a recipe's checkpoint without its weights; returns the family and the checkpoint.
+
+    The recipe comes from `config_only_recipe`. Without data, the checkpoint keeps its own classes.
+    """
     family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
     if not is_data_available(recipe) and recipe.data.classes is None and not is_chat:
         recipe = _add_classes(recipe, family.open(recipe.model))
@@ -144,7 +147,7 @@ def open_recipe_checkpoint(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def is_data_available(recipe: Recipe) -> bool:
-    """True if every data source is a file or folder on this machine."""
+    """True if every data source of a recipe is a file or folder on this machine."""
     return all(Path(source.path).expanduser().exists() for source in recipe.data.all_sources)
 
 
@@ -158,6 +161,6 @@ def _add_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
 
 
 def restore_to_method(model: nn.Module) -> nn.Module:
-    """Let a model from `build_from_configs` be moved to a device again, like any other model."""
+    """Let a model without weights be moved to a device again, like any other model."""
     model.__dict__.pop("to", None)
     return model.eval()

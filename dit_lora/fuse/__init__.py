@@ -21,7 +21,7 @@ def kernel_support() -> Support:
 
 
 class _CallableModule(ModuleType):
-    """A module that can be called as the function it is named after."""
+    """Module class whose modules can be called: calling the module `dit_lora.fuse` runs its function `fuse`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FuseReport":
         # Imported late, as in `__getattr__`: the api imports Diffusers, PEFT and Transformers.
@@ -31,7 +31,7 @@ class _CallableModule(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    """Import the api the first time somebody asks for one of its names."""
+    """Import the functions that patch models on first use: their module imports Diffusers, PEFT and Transformers."""
     if name in ("FuseReport", "fuse", "unfuse"):
         from dit_lora.fuse import api
 

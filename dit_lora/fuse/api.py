@@ -39,7 +39,10 @@ _TRANSFORMERS_ONLY = "it is for models of Transformers"
 
 @dataclass(frozen=True)
 class FuseReport:
-    """Which modules were replaced, which were not, and why. `str(report)` has one line per fact."""
+    """Report on a fused model: which modules were replaced, which were not, and why.
+
+    `str(report)` has one line per fact.
+    """
 
     fusion: Fusion
     unavailable: Mapping[str, str]
@@ -47,7 +50,7 @@ class FuseReport:
 
     @property
     def ops(self) -> list[str]:
-        """Names of the ops that are on and replaced at least one module."""
+        """Names of the fused ops that are on and replaced at least one module."""
         return self.fusion.get_active_ops()
 
     def __str__(self) -> str:
@@ -118,8 +121,9 @@ def fuse(
 
 
 def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Fallback]:
-    """Set this attention implementation until `unfuse`, and return its fallbacks. If the model rejects it, undo
-    everything.
+    """Set this attention implementation on a Transformers model until `unfuse`, and return its fallbacks.
+
+    If the model rejects it, every patch is removed and the error is raised.
     """
     try:
         choice = AttentionChoice(model, name)
@@ -143,7 +147,10 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
-    """Complete the user's modes to a mode for every op. Raises `DitLoraError` for an unknown op or mode."""
+    """Complete the user's kernel modes to a mode (`auto`, `on` or `off`) for every op.
+
+    Raises `DitLoraError` for an unknown op or mode.
+    """
     unknown = sorted(set(requested_modes) - set(OPS))
     if unknown:
         raise DitLoraError(format_list(f"unknown kernels {', '.join(unknown)}; choose from", OPS))
@@ -157,7 +164,7 @@ def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
 
 
 def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
-    """Why this op is off; None if it is on.
+    """Reason why a fused op must stay off; None if it can be on.
 
     Raises `DitLoraError` if the mode is `on` and the machine cannot run it.
     """
@@ -184,7 +191,10 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
 
 
 def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
-    """Patch every module that has a patch for an op that is on. `fusion` records which were replaced and which not."""
+    """Patch every module of the model that has a patch for an op that is on.
+
+    `fusion` records which modules were replaced and which were not.
+    """
     # Not exclusive: an attention layer's processor is replaced even if its forward is patched too.
     for name, module in model.named_modules():
         forward = find_patch(FORWARDS, module)
@@ -217,7 +227,10 @@ def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str,
 
 
 def _build_fallbacks(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Fallback]:
-    """A fallback for each op that replaced something, for the attention backend, and for all patches together."""
+    """Fallbacks that the guard can switch off.
+
+    There is one for each op that replaced something, one for the attention backend, and one for all patches together.
+    """
     switches = [
         Fallback(
             op,

@@ -136,17 +136,19 @@ _MASK_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 @torch.compiler.assume_constant_result
 def _find_enabled_backends() -> tuple[int, ...]:
-    """Indices into `_MASK_BACKENDS` of the backends that are enabled. Backends that the guard switched off stay off.
+    """Indices into `_MASK_BACKENDS` of PyTorch's attention backends that are enabled.
 
-    Compiled code treats the result as a constant. A fallback of the guard resets Dynamo, which also resets this value.
+    Backends that the guard switched off stay off. Compiled code treats the result as a constant. A fallback of the
+    guard resets Dynamo, which also resets this value.
     """
     enabled_flags = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     return tuple(index for index, enabled in enumerate(enabled_flags) if enabled)
 
 
 def project_qkv(attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None) -> QueryKeyValue:
-    """Project to q (B, S, H * D), and to k and v (B, K, H * D) of `encoder_hidden_states` (`hidden_states` if it is
-    None).
+    """Project an attention layer's inputs to q (B, S, H * D) and to k and v (B, K, H * D).
+
+    k and v come from `encoder_hidden_states`, or from `hidden_states` if that is None.
     """
     if encoder_hidden_states is None:
         query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
@@ -157,7 +159,7 @@ def project_qkv(attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: t
 
 
 def project_output(attn: Any, attention_output: torch.Tensor) -> torch.Tensor:
-    """Attention's output (B, S, H * D) after its output projection and dropout."""
+    """Apply an attention layer's output projection and dropout to the attended values; the result is (B, S, H * D)."""
     projection, dropout = attn.to_out
     output = projection(attention_output)
     # Not called where PyTorch would return its input, and nobody would see the call.
@@ -179,7 +181,7 @@ QK_NORM_NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class Recomputable(NamedTuple):
-    """A tensor that the backward pass can recompute from tensors that are saved anyway."""
+    """A tensor together with a function that computes it again in the backward pass, so that it need not be saved."""
 
     tensor: torch.Tensor
     recompute: Callable[[], torch.Tensor]
@@ -187,8 +189,9 @@ class Recomputable(NamedTuple):
 
     @contextmanager
     def skip_saving(self) -> Iterator[None]:
-        """Context in which autograd does not save this tensor's memory: the backward pass calls
-        `recompute` instead.
+        """Context in which autograd does not save the memory of a recomputable tensor.
+
+        The backward pass calls `recompute` instead.
         """
         # Compiled, the graph's partitioner decides what is kept.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -228,7 +231,10 @@ def _get_memory_key(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
 
 
 def _forward_to_stock(name: str) -> property:
-    """A property that reads and writes this attribute of the stock processor; None if that does not have it."""
+    """A property that reads and writes this attribute of the wrapped stock processor.
+
+    It reads as None if the stock processor lacks the attribute.
+    """
     return property(lambda self: getattr(self.stock, name, None), lambda self, value: setattr(self.stock, name, value))
 
 
@@ -257,16 +263,17 @@ class FusedProcessor:
 
     @property
     def should_use_stock(self) -> bool:
-        """True if the stock processor must run. Under context parallelism it always must.
+        """True if an attention layer must run its stock processor instead of the fused one.
 
-        Subclasses may support context parallelism, or have more conditions.
+        Under context parallelism it always must. Subclasses may support context parallelism, or have more conditions.
         """
         return not self.fusion.is_on(ATTENTION) or self._parallel_config is not None
 
     @property
     def backend(self) -> str | None:
-        """Diffusers' name of the backend: the argument of `fuse`, else of `set_attention_backend`; None for PyTorch's
-        choice.
+        """Diffusers' name of the attention backend; None for PyTorch's choice.
+
+        It is the argument of `fuse`, else that of `set_attention_backend`.
         """
         return self.fusion.backend or self._attention_backend
 
@@ -276,7 +283,7 @@ class FusedProcessor:
     _parallel_config = _forward_to_stock("_parallel_config")
 
     def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
-        """The factor of a norm of q or k; None if the norm has no weights."""
+        """The weight that the norm of q or k multiplies by; None if the norm has no weights."""
         return getattr(norm, "weight", None)
 
     def norm_and_rotate(

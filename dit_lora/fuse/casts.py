@@ -15,7 +15,7 @@ from dit_lora_kernels.lora_linear import cast_all_lora_factors, cast_lora_factor
 
 @dataclass
 class _CachedCast:
-    """A and s*B of a layer in the compute dtype, and the inputs they were computed from."""
+    """Cached LoRA factors A and s*B of a layer in the compute dtype, and the parameters they were computed from."""
 
     key: tuple[Any, ...]
     factors: tuple[Tensor, Tensor]
@@ -33,7 +33,9 @@ CAST_CACHE: WeakKeyDictionary[nn.Module, _CachedCast] = WeakKeyDictionary()
 
 
 def refresh_casts(model: nn.Module) -> None:
-    """Recompute the casts of A and B that this model's last forward used; drop all others, of every model.
+    """Recompute the low-precision copies of LoRA A and B that this model's last forward used.
+
+    Copies of all other models are dropped.
 
     Call it before each forward: a write to `.data` does not change a tensor's version. Layers whose parameters were
     replaced or moved meanwhile make their own casts, as in a first forward.
@@ -55,7 +57,7 @@ def refresh_casts(model: nn.Module) -> None:
 
 
 def _is_current(layer: nn.Module, cast: _CachedCast) -> bool:
-    """True if the layer still has the A and B of this cast, at full size and on the same device."""
+    """True if a cached cast is current: the layer has the same LoRA A and B, unsharded and on the same device."""
     # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
     pairs = (("lora_A", cast.a, cast.factors[0]), ("lora_B", cast.b, cast.factors[1]))
     for part, tensor, low in pairs:
@@ -72,7 +74,7 @@ def _is_current(layer: nn.Module, cast: _CachedCast) -> bool:
 def cast_adapter(
     layer: nn.Module, adapter_name: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A (R, I) and s*B (O, R) of a layer's adapter in `dtype`, cached until one of the parameters changes.
+    """LoRA factors A (R, I) and s*B (O, R) of a layer in `dtype`, cached until one of the parameters changes.
 
     The calls of one step, and their recomputation in its backward pass, share the result.
     """
@@ -89,7 +91,7 @@ def cast_adapter(
 
 
 def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
-    """Cache key of a cast: everything it depends on."""
+    """Cache key of LoRA factors in the compute dtype: versions and addresses of the parameters, scale and dtype."""
     # The version counts in-place writes, such as an optimizer's; the address changes if a parameter is replaced.
     # Tensors made in inference mode cannot be saved for a backward pass.
     inference = torch.is_inference_mode_enabled()

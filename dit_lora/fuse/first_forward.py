@@ -22,7 +22,7 @@ InputShapes = tuple[tuple[int, ...], ...]
 
 
 class FirstForwardHook:
-    """Forward pre-hook of the model: renews casts of adapters, drops full masks, checks kernels at new input shapes.
+    """Forward pre-hook of a fused model: renews casts of adapters, drops full masks, checks kernels at new shapes.
 
     A mask that masks nothing becomes None if the model accepts None: with a mask, attention has fewer and slower
     backends. The test costs one synchronization with the device.
@@ -57,7 +57,10 @@ class FirstForwardHook:
         return args, kwargs
 
     def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Compare at the shapes of these inputs, unless they were compared before or a comparison is running."""
+        """Compare fused kernels with the stock model at the shapes of these inputs.
+
+        Nothing happens if these shapes were compared before or a comparison is running.
+        """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # A kernel may fail at one shape only, so each combination of input shapes is compared.
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
@@ -71,9 +74,9 @@ class FirstForwardHook:
             self._is_comparing = False
 
     def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Switch off (or refuse) each kernel that differs. Returns False if these inputs cannot tell.
+        """Compare each fused kernel with the stock model, and switch off (or refuse) those that differ.
 
-        They cannot if the stock model's outputs are NaN or Inf.
+        Returns False if these inputs cannot show a difference, because the stock model's outputs are NaN or Inf.
         """
 
         def compute_losses() -> torch.Tensor:
@@ -113,7 +116,7 @@ class FirstForwardHook:
 
 
 def _is_single_sample(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """True if these inputs are a batch of one sample, by the first input with at least two dimensions."""
+    """True if these model inputs are a batch of one sample, judged by the first input with at least two dimensions."""
     # In the signature's order, whatever order keyword arguments came in.
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     for value in arguments.values():

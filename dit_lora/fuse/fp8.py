@@ -25,14 +25,14 @@ _LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 
 
 class _CachedWeight(NamedTuple):
-    """A weight in fp8, and the cache key of the tensor it was made from."""
+    """A layer's weight in fp8, and the cache key of the tensor that it was made from."""
 
     key: tuple[object, ...]
     weight: Fp8Weight
 
 
 def find_fp8_problem(layer: Any) -> str | None:
-    """Why this LoRA layer's base stays in its dtype, in a few words; None if it can be in fp8."""
+    """Reason why a LoRA layer's base weight stays in its dtype; None if it can be in fp8."""
     base = layer.base_layer
     # Subclasses may hold other tensors than a plain weight.
     if get_class_name(base) != _LINEAR_CLASS:
@@ -46,7 +46,7 @@ def find_fp8_problem(layer: Any) -> str | None:
 
 
 def record_fp8_layers(model: nn.Module, fusion: Fusion) -> None:
-    """Record in `fusion` which layers' products use fp8, and why the rest do not."""
+    """Record in `fusion` which LoRA layers multiply in fp8, and why the rest do not."""
     for name in [name for op, name in fusion.patched_modules if op == REQUIRED_OP]:
         reason = find_fp8_problem(model.get_submodule(name))
         if reason is None:
@@ -56,7 +56,7 @@ def record_fp8_layers(model: nn.Module, fusion: Fusion) -> None:
 
 
 def get_fp8_weight(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight | None:
-    """The base layer's weight in fp8; None if the op is off or the products are not in bf16."""
+    """The base weight of a LoRA layer in fp8; None if the op is off or the layer does not compute in bf16."""
     fusion = get_fusion(layer)
     if fusion is None or not fusion.is_on(OP) or dtype is not torch.bfloat16:
         return None
@@ -68,7 +68,10 @@ def get_fp8_weight(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight
 
 
 def _get_or_quantize(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
-    """The fp8 copy of a layer's weight, made if it is missing or out of date; None if the weight cannot be in fp8."""
+    """The fp8 copy of a layer's weight, created if it is missing or out of date.
+
+    None if the weight cannot be in fp8.
+    """
     if not can_multiply_in_fp8(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
         return None
     # The address changes with a new tensor, the version with a write in place.
@@ -83,7 +86,10 @@ def _get_or_quantize(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
 
 
 def count_fp8_bytes(model: nn.Module) -> int:
-    """Bytes of the fp8 copies of a fused model: codes for both products (forward and backward), and their scales."""
+    """Bytes of a fused model's fp8 weight copies.
+
+    They consist of codes for both products (forward and backward) and scales.
+    """
     fusion = get_fusion(model)
     names = [] if fusion is None else [name for op, name in fusion.patched_modules if op == OP]
     layers: list[Any] = [model.get_submodule(name) for name in names]
@@ -93,7 +99,10 @@ def count_fp8_bytes(model: nn.Module) -> int:
 
 
 def enable_fp8(model: nn.Module, fusion: Fusion, *, required: bool) -> Fallback:
-    """Keep the recorded layers' weights in fp8 from the next forward on. Returns the fallback that ends it."""
+    """Keep the weights of the recorded layers in fp8 from the next forward on.
+
+    Returns the guard's fallback that turns fp8 off.
+    """
     weights = Fp8Weights(model, fusion)
     fusion.hooks.append(weights)
 
@@ -123,11 +132,11 @@ class Fp8Weights:
             _get_or_quantize(layer, layer.base_layer.weight)
 
     def drop(self) -> None:
-        """Free the fp8 copies."""
+        """Free the fp8 copies of the model's weights."""
         for layer in self._layers:
             layer.__dict__.pop(_CACHE_ATTRIBUTE, None)
 
     def remove(self) -> None:
-        """Free the fp8 copies and remove the hook."""
+        """Free the fp8 copies of the model's weights and remove the forward pre-hook that makes them."""
         self.drop()
         self._handle.remove()

@@ -36,7 +36,7 @@ _MODEL_CLASSES = {
 
 
 def find_unavailable_reason() -> str | None:
-    """What is missing on this machine, in a few words; None if the kernels can be used."""
+    """Reason why Liger's kernels cannot be used on this machine; None if they can."""
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
@@ -53,7 +53,10 @@ def _can_use_kernel(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("dit_lora::liger_rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * weight (..., W), rounded before the product as in Llama, and 1 / rms, fp32 (rows,)."""
+    """RMSNorm with Liger's kernel: x / rms(x) * weight (..., W), rounded before the product as in Llama.
+
+    Also returns 1 / rms, fp32 (rows,).
+    """
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
     # Offset 0: the weight is the factor itself. "llama" casts to the input's dtype before the weight is multiplied.
@@ -72,7 +75,10 @@ def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 def _rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x and, if `of_weight`, of the weight; otherwise an empty tensor for the second."""
+    """Gradient of Liger's RMSNorm for x and, if `of_weight` is true, for the weight.
+
+    Otherwise the second result is an empty tensor.
+    """
     from liger_kernel.ops.rms_norm import _str_to_casting_mode, rms_norm_backward
     from liger_kernel.ops.utils import calculate_settings
 
@@ -105,7 +111,7 @@ def _save_norm_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 
 def _compute_norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
-    """Gradients of x and of the weight if it is trained; None for eps."""
+    """Autograd backward of Liger's RMSNorm: gradients of x and, if it is trained, of the weight; None for eps."""
     needs_weight_grad = ctx.needs_input_grad[1]
     dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, needs_weight_grad)
     return dx, dweight if needs_weight_grad else None, None
@@ -116,7 +122,7 @@ _rms_norm.register_autograd(_compute_norm_gradients, setup_context=_save_norm_in
 
 @torch.library.custom_op("dit_lora::liger_swiglu", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, (..., W)."""
+    """SwiGLU with Liger's kernel: silu(gate) * up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_forward
 
     # Liger also returns its two operands.
@@ -130,7 +136,7 @@ def _fake_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, (..., W)."""
+    """Gradients of gate and up for silu(gate) * up, from Liger's kernel."""
     from liger_kernel.ops.swiglu import swiglu_backward
 
     # Liger's kernel writes the gradients over its operands, which autograd still holds as saved tensors.
@@ -156,7 +162,10 @@ _swiglu.register_autograd(_compute_swiglu_gradients, setup_context=_save_swiglu_
 
 @torch.library.custom_op("dit_lora::liger_rotation", mutates_args=(), device_types=("cpu", "cuda"))
 def _rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D) rotated with tables (1 or B, L, 2 * angles); in the inverse direction if `back`."""
+    """q and k (B, H, L, D) rotated by Liger's kernel with tables (1 or B, L, 2 * angles).
+
+    The direction is inverse if `back` is true.
+    """
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     # The kernel writes over its operands, unless it has to copy them: heads after tokens in memory.
@@ -178,7 +187,10 @@ def _save_rotation_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Non
 
 
 def _compute_rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
-    """Gradients of q and k: the inverse rotation of the incoming ones. The tables get none."""
+    """Autograd backward of the rotation of q and k: the incoming gradients rotated in the other direction.
+
+    The tables get none.
+    """
     return (*_rotation(dquery, dkey, *ctx.saved_tensors, not ctx.back), None, None, None)
 
 
@@ -186,14 +198,14 @@ _rotation.register_autograd(_compute_rotation_gradients, setup_context=_save_rot
 
 
 def norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
-    """Forward of `MistralRMSNorm`, (..., W), with the kernel if it fits."""
+    """Forward of `MistralRMSNorm`, (..., W). It uses Liger's kernel if device and dtype allow, else the stock code."""
     if not _can_use_kernel(hidden_states, norm.weight):
         return type(norm).forward(norm, hidden_states)
     return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)[0]
 
 
 def apply_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, each (..., W), with the kernel if it fits."""
+    """silu(gate) * up, each (..., W). It uses Liger's kernel if device and dtype allow, else PyTorch."""
     return _swiglu(gate, up) if _can_use_kernel(gate, up) else F.silu(gate) * up
 
 
@@ -208,13 +220,16 @@ def phi3_mlp_forward(mlp: Any, hidden_states: Tensor) -> Tensor:
 
 
 def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward with only the rotation of q and k replaced."""
+    """Forward of an attention class in which only the rotation of q and k is replaced."""
     return _replace_rotation(type(attention).forward)(attention, *args, **kwargs)
 
 
 @cache
 def _replace_rotation(stock: Forward) -> Forward:
-    """A copy of this forward that calls our `_rotate` instead of `apply_rotary_pos_emb`. Its module is not changed."""
+    """A copy of an attention class's forward that calls this file's `_rotate` instead of `apply_rotary_pos_emb`.
+
+    The module that defines the class is not changed.
+    """
     # The forward calls it as a global of its module. Replacing that would change every model of the process, as
     # Liger's own patch does. A copy of the function with other globals only changes this call.
     assert isinstance(stock, FunctionType)
@@ -229,7 +244,10 @@ def _replace_rotation(stock: Forward) -> Forward:
 def _rotate(
     stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D) rotated with tables (1 or B, L, D), with the kernel if it fits, otherwise with `stock`."""
+    """q and k (B, H, L, D) rotated with tables (1 or B, L, D).
+
+    Liger's kernel does it if it supports them, otherwise `stock`.
+    """
     # The kernel takes heads before tokens, and tables (1 or B, L, D) in the operands' dtype.
     if unsqueeze_dim != 1 or not _can_use_kernel(query, key, cos, sin) or cos.ndim != 3:
         return stock(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -237,7 +255,7 @@ def _rotate(
 
 
 def _find_mlp_problem(mlp: Any) -> str | None:
-    """Why this feed-forward keeps its own forward; None if its activation is SiLU."""
+    """Reason why a feed-forward keeps its stock forward; None if its activation is SiLU."""
     # Compare values: Transformers has several classes and functions for the same activation.
     function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     probe = torch.linspace(-4, 4, 9, device="cpu")  # also where the model has no values (meta)
@@ -253,7 +271,7 @@ def _find_rotation_problem(attention: Any) -> str | None:
 
 
 def _build_patches() -> tuple[ForwardPatch, ...]:
-    """One patch for each class in `_MODEL_CLASSES`."""
+    """List of patches that use Liger's kernels, one for each class in `_MODEL_CLASSES`."""
     patches = []
     for module, (norm, mlp, attention) in _MODEL_CLASSES.items():
         path = f"transformers.models.{module}"

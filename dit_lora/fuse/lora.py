@@ -47,12 +47,12 @@ _OUTPUT_ATTRIBUTE = "_dit_lora_projected"
 
 
 def has_lora(model: nn.Module) -> bool:
-    """True if any layer has a LoRA adapter."""
+    """True if any of these layers has a LoRA adapter."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def find_lora_problem(layer: Any) -> str | None:
-    """Why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
+    """Reason why a layer must run PEFT's own LoRA forward; None if `lora_linear` computes the same."""
     parts = _read_operands(layer)
     return parts if isinstance(parts, str) else None
 
@@ -74,7 +74,9 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """Apply each layer to the same input (..., I). If all are fused LoRA layers, x is saved for backward only once.
+    """Apply several linear layers to the same input (..., I).
+
+    If all are fused LoRA layers, x is saved for backward only once.
 
     A layer is fused if its forward is patched with `lora_forward` and the op is on. If any layer has hooks, the layers
     are still called and return the outputs computed here: hooks see every call, and their presence changes no bit.
@@ -96,7 +98,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_observers(layers: Sequence[nn.Module]) -> bool:
-    """True if calling any of the layers runs hooks: the layer's own or PyTorch's global module hooks."""
+    """True if calling any of the layers runs hooks. They are hooks of the layer or PyTorch's global module hooks."""
     if _has_any_global_hook():
         return True
     for layer in layers:  # noqa: SIM110 - runs at every layer's call, and a generator doubles the time
@@ -106,7 +108,10 @@ def has_observers(layers: Sequence[nn.Module]) -> bool:
 
 
 def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
-    """Outputs of all layers in one op; None if a layer is not the plain case, or they differ in dropout or dtype."""
+    """Outputs of several LoRA layers with the same input, computed in one op.
+
+    None if a layer has more than a plain LoRA, or they differ in dropout or dtype.
+    """
     # A single layer has no input to share.
     if len(layers) < 2:
         return None
@@ -138,7 +143,10 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
 
 
 def _add_frozen_adapters(layer: Any, adapter_names: Sequence[str], x: Tensor, y: Tensor) -> Tensor:
-    """Add the outputs of frozen adapters (..., O) to y, computed with their own modules as PEFT does."""
+    """Add the outputs of a layer's frozen adapters (..., O) to y.
+
+    Each is computed with its PEFT modules, as PEFT does.
+    """
     total = y
     for name in adapter_names:
         a, b = layer.lora_A[name], layer.lora_B[name]
@@ -170,7 +178,7 @@ def _get_base_dtype(operands: _LoraOperands) -> torch.dtype | None:
 
 
 def _read_operands(layer: Any) -> _LoraOperands | str:
-    """The layer's operands, or the reason why its forward is more than `lora_linear` computes."""
+    """The operands of a LoRA layer, or the reason (text) why its forward does more than `lora_linear` computes."""
     # By exact class: a subclass may compute something else.
     base_classes = SUPPORTED_BASES.get(get_class_name(layer))
     if base_classes is None:
@@ -225,7 +233,7 @@ def _read_operands(layer: Any) -> _LoraOperands | str:
 
 
 def _get_parameter(module: Any, name: str) -> Any:
-    """The module's parameter of this name, or the tensor that replaces it (parametrizations)."""
+    """The module's parameter of this name, or the tensor that a parametrization puts in its place."""
     # Bypass the slow `nn.Module.__getattr__` unless the parameter is replaced, as by a parametrization.
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
@@ -240,7 +248,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_hooked(*modules: nn.Module) -> bool:
-    """True if a call of any of these modules runs more than its class's forward.
+    """True if a call of any of these modules runs more than the forward of its class.
 
     That is the case with hooks, and if offload replaced the forward on the instance.
     """
@@ -258,7 +266,7 @@ def is_hooked(*modules: nn.Module) -> bool:
 
 
 def _find_tensor_problem(layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int) -> str | None:
-    """Why the op cannot take these tensors (sharded, trained or of another layout); None if it can."""
+    """Reason why `lora_linear` cannot take these tensors (sharded, trained or of another layout); None if it can."""
     shape = (layer.out_features, layer.in_features)
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
@@ -273,7 +281,7 @@ def _find_tensor_problem(layer: Any, weight: Any, bias: Any, a: Tensor, b: Tenso
 
 
 def _find_base_problem(kind: str, layer: Any, base: Any, weight: Tensor) -> str | None:
-    """Why the op cannot take a base layer of this class, one of `SUPPORTED_BASES`; None if it can."""
+    """Reason why `lora_linear` cannot take a base layer of this class, one of `SUPPORTED_BASES`; None if it can."""
     if kind == _INT8_CLASS:
         return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
     if kind == _INT4_CLASS:
@@ -313,7 +321,10 @@ def _dequantize(base: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _build_projection(layer: nn.Module, operands: _LoraOperands, dtype: torch.dtype) -> Projection:
-    """The layer's operands for the op in `dtype`. A quantized base is passed as module and dequantize function."""
+    """A LoRA layer's operands for `lora_linear` in `dtype`.
+
+    A quantized base is passed as module and dequantize function.
+    """
     name, base, weight, bias, a, b, scaling, *_ = operands
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:

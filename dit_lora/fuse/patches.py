@@ -30,7 +30,7 @@ _FUSION_ATTRIBUTE = "_fusion"
 
 @dataclass
 class Fusion:
-    """The patches of one model, and which of them are on at the moment."""
+    """State of one fused model: its patches, and which fused ops are on at the moment."""
 
     op_states: dict[str, bool]
     """The state of each op; one that is off runs the stock code."""
@@ -46,12 +46,12 @@ class Fusion:
     """Hooks of the model, for as long as it is fused."""
 
     def is_on(self, op: str) -> bool:
-        """True if patches of this op run at the moment. Modules ask at every call."""
+        """True if patches of this op run at the moment. Patched modules ask at every call."""
         return not self.stock and self.op_states.get(op, False)
 
     @contextmanager
     def disable_op(self, op: str) -> Iterator[None]:
-        """Context in which this op is off."""
+        """Context in which this fused op is off and its modules run stock code."""
         was_on = self.op_states[op]
         self.op_states[op] = False
         try:
@@ -61,7 +61,7 @@ class Fusion:
 
     @contextmanager
     def use_stock_code(self) -> Iterator[None]:
-        """Context in which the model runs its stock code everywhere."""
+        """Context in which a fused model runs its stock code everywhere."""
         was_stock, self.stock = self.stock, True
         try:
             yield
@@ -70,7 +70,7 @@ class Fusion:
 
     @contextmanager
     def use_default_backend(self) -> Iterator[None]:
-        """Context in which PyTorch chooses the attention backend."""
+        """Context in which PyTorch, not the user's setting, chooses the attention backend of a fused model."""
         old_backend, self.backend = self.backend, None
         try:
             yield
@@ -78,12 +78,12 @@ class Fusion:
             self.backend = old_backend
 
     def get_active_ops(self) -> list[str]:
-        """Ops that are on and replaced at least one module."""
+        """Names of the fused ops that are on and replaced at least one module."""
         replaced = {op for op, _ in self.patched_modules}
         return [op for op in OPS if op in replaced and self.is_on(op)]
 
     def format_lines(self) -> list[str]:
-        """The report: which ops were replaced by fused kernels, which were not, and why."""
+        """Report lines: which ops were replaced by fused kernels, which were not, and why."""
         # Number of modules by op. An op without an entry counts as on.
         counts = Counter(op for op, _ in self.patched_modules)
         active = [f"{op} ({n} modules)" for op, n in counts.items() if self.op_states.get(op, True)]
@@ -94,7 +94,7 @@ class Fusion:
 
 
 class Removable(Protocol):
-    """Something with `remove()`, such as a hook's handle."""
+    """Protocol of an object that can be removed from a model, such as a hook's handle."""
 
     def remove(self) -> None: ...
 
@@ -108,18 +108,18 @@ def _accept_module(_module: Any) -> None:
 
 
 def get_qk_op(_attention: Any) -> tuple[str, ...]:
-    """The kernel of q and k always applies, because they are rotated even if they are not normed."""
+    """The op `qk_norm_rope`, for attention whose q and k are always rotated, even if they are not normed."""
     return ("qk_norm_rope",)
 
 
 def get_qk_op_if_normed(attention: Any) -> tuple[str, ...]:
-    """The kernel of q and k applies only if they are normed, because nothing rotates them."""
+    """The op `qk_norm_rope` if q and k of this attention are normed, else nothing: this attention rotates nothing."""
     return ("qk_norm_rope",) if attention.norm_q is not None else ()
 
 
 @dataclass(frozen=True)
 class ForwardPatch:
-    """A forward that replaces the one of a class while `op` is on."""
+    """Patch of a module class: a fused forward that replaces the stock one while its op is on."""
 
     target_class: str
     """`module.ClassName`; subclasses do not match."""
@@ -136,7 +136,7 @@ class ForwardPatch:
 
 @dataclass(frozen=True)
 class ProcessorPatch:
-    """An attention processor that replaces a stock one."""
+    """Patch of an attention layer: a fused processor that replaces a stock one."""
 
     target_class: str
     op: str
@@ -150,26 +150,26 @@ class ProcessorPatch:
 
 
 def get_class_name(instance: object) -> str:
-    """`module.ClassName` of an instance's class."""
+    """Module and class name of an object, as `module.ClassName`."""
     # Compare classes by name: no need to import their modules, or packages that may be missing.
     kind = type(instance)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def get_fusion(model: nn.Module) -> Fusion | None:
-    """The `Fusion` of a fused model or of any of its patched modules; None if it is not fused."""
+    """The patch state (`Fusion`) of a fused model or of any of its patched modules; None if it is not fused."""
     return model.__dict__.get(_FUSION_ATTRIBUTE)
 
 
 def set_fusion(module: nn.Module, fusion: Fusion) -> None:
-    """Record on the module which `Fusion` it belongs to."""
+    """Record on a module which patch state (`Fusion`) it belongs to."""
     # Bypass nn.Module's `__setattr__`, so that no walk over parameters, buffers or submodules finds it: state dicts
     # and PEFT see the stock model.
     module.__dict__[_FUSION_ATTRIBUTE] = fusion
 
 
 def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPatch) -> None:
-    """Replace the forward of this instance, or record the reason why not."""
+    """Replace the forward of one module instance with the fused one, or record why not."""
     reason = patch.find_problem(module)
     if reason is None and "forward" in module.__dict__:
         reason = "its forward is wrapped already; fuse before hooks and offload are added"
@@ -192,7 +192,7 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
 
 
 def _make_forward_with_op_switch(op: str, fused: Forward, stock: Forward) -> Forward:
-    """A forward that runs `fused` while the op is on, and `stock` while it is off."""
+    """Create a forward that runs `fused` while the op is on, and `stock` while it is off."""
 
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _make_forward_with_op_switch(op: str, fused: Forward, stock: Forward) -> For
 
 
 def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorPatch) -> None:
-    """Replace the processor of this attention layer, or record the reason why not."""
+    """Replace the processor of an attention layer with the fused one, or record why not."""
     reason = patch.find_problem(attention)
     if reason is not None:
         fusion.skipped_modules.append((patch.op, name, reason))
@@ -242,13 +242,13 @@ def restore_modules(model: nn.Module) -> None:
 
 
 def has_patched_forward(module: nn.Module) -> bool:
-    """True if this instance has our patched forward and no later hook wraps it."""
+    """True if a module instance has a patched forward that no later hook wraps."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, MethodType) and hasattr(forward.__func__, "fused_op")
 
 
 def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], bool]) -> None:
-    """Raise `DitLoraError` if `fuse_qkv_projections` was called on a model with adapters, or when it is called later.
+    """Refuse `fuse_qkv_projections` on a model with adapters: raises `DitLoraError` if it was called, or when it is.
 
     It copies only the base weights into a new layer, so the adapters of q, k and v would be lost silently.
     """
@@ -284,7 +284,7 @@ def stock_processor(module: nn.Module) -> Any:
 
 
 def find_unsupported_norm(norms: Iterable[object], *classes: type) -> str | None:
-    """A reason that names the first norm whose class is not in `classes`; None if all are. Subclasses do not count."""
+    """Reason that names the first norm whose class is not in `classes`; None if all are. Subclasses do not count."""
     for norm in norms:
         if type(norm) not in classes:
             return f"one of its norms is a {type(norm).__name__}"
@@ -292,7 +292,7 @@ def find_unsupported_norm(norms: Iterable[object], *classes: type) -> str | None
 
 
 def require_norms(names: Sequence[str], *classes: type) -> ProblemFinder:
-    """A `find_problem` that names the first of a module's norms (by attribute) whose class is not in `classes`."""
+    """Create a check that names the first of a module's norms (by attribute) whose class is not in `classes`."""
 
     def find_problem(module: Any) -> str | None:
         return find_unsupported_norm((getattr(module, name) for name in names), *classes)
@@ -301,6 +301,9 @@ def require_norms(names: Sequence[str], *classes: type) -> ProblemFinder:
 
 
 def find_patch(patches: Sequence[Any], instance: object) -> Any | None:
-    """The patch for exactly this object's class; None if there is none. A subclass may compute something else."""
+    """The patch that is registered for exactly this object's class; None if there is none.
+
+    A subclass may compute something else.
+    """
     name = get_class_name(instance)
     return next((patch for patch in patches if patch.target_class == name), None)

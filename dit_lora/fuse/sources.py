@@ -8,7 +8,7 @@ import dit_lora_kernels
 
 
 def compute_sources_digest() -> str:
-    """SHA-256 of the source files of the kernels, the patches and their comparison."""
+    """SHA-256 (hex) of the source files of the kernels, the patches and the code that compares them."""
     digest = hashlib.sha256()
     package_dir = Path(dit_lora.__file__).parent
     for folder in (Path(dit_lora_kernels.__file__).parent, package_dir / "fuse", package_dir / "guard"):

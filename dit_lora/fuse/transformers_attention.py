@@ -59,10 +59,13 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 class AttentionChoice:
-    """The attention implementation set on a model. `remove` restores the previous one."""
+    """An attention implementation that was set on a Transformers model. `remove` restores the previous one."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """Set it. Raises `DitLoraError` as `require_implementation` does, and if a part of the model rejects it."""
+        """Set an attention implementation on the model.
+
+        Raises `DitLoraError` as `require_implementation` does, and if a part of the model rejects it.
+        """
         require_implementation(model, name)
         # Read before the first change: parts may have different implementations, and each must be restored.
         self.name, self._previous = name, list_implementations(model)
@@ -88,7 +91,10 @@ class AttentionChoice:
         _restore_implementations(self._previous)
 
     def build_fallbacks(self, model: PreTrainedModel) -> list[Fallback]:
-        """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
+        """Fallbacks with which the guard switches a model to PyTorch's attention.
+
+        Empty if the model already uses it.
+        """
         if self.name == DEFAULT_IMPLEMENTATION:
             return []
 
@@ -113,7 +119,7 @@ class AttentionChoice:
 
 
 def list_implementations(model: nn.Module) -> ConfigImplementations:
-    """The configurations of a model's parts, outer ones first, with the attention implementation of each."""
+    """List the configurations of a model's parts, outer ones first, each with its attention implementation."""
     # Keyed by identity: parts may share a configuration, and configurations compare by value.
     by_config: dict[int, tuple[PreTrainedConfig, str | None]] = {}
     for part in model.modules():
@@ -123,7 +129,7 @@ def list_implementations(model: nn.Module) -> ConfigImplementations:
 
 
 def _restore_implementations(choices: ConfigImplementations) -> None:
-    """Set the attention implementation of each configuration."""
+    """Set the stored attention implementation of each configuration."""
     # Outer ones first: setting one also sets its sub-configurations, which are then restored one by one.
     for config, name in choices:
         config._attn_implementation = name

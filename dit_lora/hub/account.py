@@ -87,7 +87,7 @@ def _require_not_public(repo_id: str) -> None:
 def request_with_retries(
     request: Callable[[], T], say: Callable[[str], None] | None = None, max_tries: int = MAX_TRIES
 ) -> T:
-    """Call `request` and return its result; retry transient errors.
+    """Call the function `request` and return its result; retry transient errors of the Hub.
 
     Waits as long as the Hub requests, or a growing time. huggingface_hub itself retries uploads, but neither commits
     nor the requests around them.
@@ -126,7 +126,10 @@ def request_with_retries(
 
 
 def to_hub_error(error: BaseException) -> HubError:
-    """Turn an exception into a one-line error without tokens. An `UnreachableError` if a retry may succeed."""
+    """Turn a Hub exception into a one-line error without tokens.
+
+    It is an `UnreachableError` if a retry may succeed.
+    """
     # The library wraps HTTP errors in its own.
     cause = _find_http_error(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
@@ -162,12 +165,12 @@ def _find_http_error(error: BaseException) -> BaseException:
 
 
 def _shorten_message(text: str) -> str:
-    """The first line, shortened, without tokens."""
+    """The first line of an error message, shortened, without tokens."""
     return remove_tokens(text.strip().partition("\n")[0][:300].rstrip(". "))
 
 
 def _read_retry_after(error: BaseException) -> float | None:
-    """Seconds that the Hub asks to wait; None if it does not say."""
+    """Seconds that the Hub asks to wait before a retry; None if it does not say."""
     cause = _find_http_error(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return None

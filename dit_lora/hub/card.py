@@ -41,7 +41,10 @@ _MEDIA_TEXTS = {"image": "an image", "video": "a video", "text": "text alone"}
 
 
 def write_card(contents: Contents, repo_id: str) -> str:
-    """The card's text: YAML metadata for the Hub, then Markdown. Captions are escaped so that they are not markup."""
+    """Text of the model card: YAML metadata for the Hub, then Markdown.
+
+    Captions are escaped so that they are not markup.
+    """
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
     # The example code uses a validation prompt, so that its result can be compared with the gallery.
     trigger = contents.facts["data"].get("caption_prefix")
@@ -150,7 +153,10 @@ def _get_eval_losses(contents: Contents) -> tuple[float, float] | None:
 
 
 def _build_eval_results(contents: Contents) -> list[EvalResult]:
-    """Eval loss as the Hub's metadata, with what it was measured on; empty without a task, which the Hub requires."""
+    """The eval loss as the Hub's metadata, with what it was measured on.
+
+    Empty without a task, which the Hub requires.
+    """
     task, losses = get_hub_task(contents), _get_eval_losses(contents)
     # Two experts have two losses, but the Hub's metadata has only one number.
     if task is None or losses is None or contents.experts:
@@ -174,7 +180,7 @@ def _describe_eval_data(contents: Contents) -> str:
 
 
 def _write_summary(contents: Contents) -> str:
-    """The card's first sentence: what was trained, from which base, for how many steps."""
+    """The model card's first sentence: what was trained, from which base, for how many steps."""
     metadata, task = contents.metadata, get_hub_task(contents)
     base = (
         f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
@@ -209,7 +215,7 @@ def _format_output(sample: CardSample, stage: str, output: str | None) -> str:
 
 
 def _list_notes(contents: Contents) -> Iterator[str]:
-    """Sentences on what users have to know to load and use the result."""
+    """Sentences for the model card on what users have to know to load and use the result."""
     pipeline = contents.facts.get("pipeline")
     if contents.base is None and contents.kind != "pipeline":
         yield "The base was a local folder when this was trained; `path/to/base` is where you have it."
@@ -342,7 +348,7 @@ def _list_results(contents: Contents) -> Iterator[str]:
 
 
 def _list_events(contents: Contents) -> Iterator[str]:
-    """List items on the guard's events, as counts, because their messages may contain file names."""
+    """Model card list items on the guard's events, as counts, because their messages may contain file names."""
     # Events that agree in kind, cause and action become one line.
     counted = Counter(
         (
@@ -369,7 +375,7 @@ def _format_expert(expert: str | None) -> str:
 
 
 def _format_licence(contents: Contents) -> str:
-    """A sentence on the license of the base, as far as it is known."""
+    """A sentence of the model card on the license of the base, as far as it is known."""
     licence = get_family(contents.metadata["family"]).get_license(contents.base)
     if contents.base is None:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."
@@ -383,7 +389,7 @@ def _format_licence(contents: Contents) -> str:
 
 
 def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
-    """Table rows of the verification: name, outcome, message."""
+    """Table rows of the verification for the model card: name, outcome, message."""
     for expert in contents.experts:
         for name, passed, message in _list_checks(expert):
             yield f"{_format_expert(expert.expert)}: {name}", passed, message

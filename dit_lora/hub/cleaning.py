@@ -82,7 +82,7 @@ def clean_json(record: Any) -> str:
 
 
 def _get_section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section of the recipe, created if it is missing."""
+    """A section of the recipe as a dict, created if it is missing."""
     if not isinstance(values.get(name), dict):
         values[name] = {}
     return values[name]

@@ -78,7 +78,7 @@ class Contents:
 
     @property
     def base(self) -> str | None:
-        """Hub id of the base model; None if it was a local folder."""
+        """Hub id of the run's base model; None if it was a local folder."""
         name = str(self.metadata.get("base_model") or "")
         return name if "/" in name else None
 
@@ -130,7 +130,10 @@ def collect_contents(run_dir: Path) -> Contents:
 
 
 def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
-    """The files of both experts' runs. The samples are those of the last run, which are made with both."""
+    """Contents to publish for a run of both experts.
+
+    The samples are those of the last run, which are made with both.
+    """
     # Adapters get the expert's name, but base weights have one fixed name.
     with_base_weights = [item for item in experts if BASE_FILE in item.files]
     if with_base_weights:
@@ -154,7 +157,7 @@ def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
 
 
 def _find_result(run: RunFiles) -> tuple[Path, str]:
-    """Folder and kind of the run's result. Raises `DitLoraError` if there is none yet."""
+    """Folder and kind of the run's result. Raises `DitLoraError` if the run has no result yet."""
     folder = run.folder
     if (folder / "model" / "model_index.json").is_file():
         return folder / "model", "pipeline"
@@ -190,7 +193,10 @@ def _require_verified(run: RunFiles) -> None:
 
 
 def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
-    """Raise `CheckFailedError` for NaN, Inf or an adapter without effect: files may have changed since verified."""
+    """Raise `CheckFailedError` if a result file has NaN or Inf, or an adapter has no effect.
+
+    Files may have changed since verified.
+    """
     folder = result
     if kind == "pipeline":
         folder = result / read_typed_json(result / RUN_METADATA_FILE, RunMetadata).get("part", "transformer")
@@ -206,7 +212,10 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 
 
 def _read_facts(run: RunFiles) -> dict[str, Any]:
-    """Facts about data and model that the card is written from. Raises `DitLoraError` if the file is unusable."""
+    """Facts about data and model that the model card is written from.
+
+    Raises `DitLoraError` if the file is unusable.
+    """
     file = run.folder / FACTS_FILE
     try:
         facts = parse_typed_json(read_inside(run.folder, file), Facts, FACTS_FILE)
@@ -224,13 +233,13 @@ def _read_facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _get_repository_name(name: str, metadata: Mapping[str, Any], kind: str) -> str:
-    """A file's name in the repository. The adapters of two experts get different names."""
+    """Name that a result file gets in the Hub repository. The adapters of two experts get different names."""
     is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in metadata
     return format_expert_filename(EXPERT_NAMES[metadata["part"]]) if is_experts else name
 
 
 def _list_result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
-    """Yield the result's files by name in the repository; configs without private values."""
+    """Yield the result's files with their names in the repository; configs without private values."""
     # A pipeline has many files, an adapter only known ones.
     names = [*list_checkpoint_files(result), RUN_METADATA_FILE] if kind == "pipeline" else ADAPTER_FILES
     for name in sorted(names):

@@ -31,7 +31,7 @@ class Publication:
     files: Mapping[str, Path | bytes]
 
     def get_sizes(self) -> dict[str, int]:
-        """Bytes of each file by path in the repository."""
+        """Bytes of each file of a push, by path in the repository."""
         return {
             name: len(content) if isinstance(content, bytes) else content.stat().st_size
             for name, content in self.files.items()
@@ -81,7 +81,7 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], Non
 
 
 def _commit_files_to_hub(api: HfApi, publication: Publication, url: str, say: Callable[[str], None]) -> str:
-    """Commit all files on top of the newest commit; fails if another commit comes first."""
+    """Commit all files of a push on top of the newest commit; fails if another commit comes first."""
     repo_id, files = publication.repo_id, publication.files
     # The commit that is built upon; the Hub answers 412 if it is no longer the newest.
     head = api.model_info(repo_id)

@@ -31,7 +31,7 @@ def needs_dit_lora(contents: Contents) -> bool:
 
 
 def build_install_command(contents: Contents) -> str:
-    """The command that installs what `render_usage_code` needs."""
+    """The pip command that installs what the usage code needs."""
     if needs_dit_lora(contents):
         packages = ["dit-lora"]
     elif "pipeline" in contents.facts:
@@ -100,12 +100,12 @@ def quote_literal(text: str) -> str:
 
 
 def _get_adapter_kind(contents: Contents) -> str:
-    """The adapter's kind. Old headers without a kind are of LoRAs."""
+    """The adapter's kind, such as `lora`. Old headers without a kind are of LoRAs."""
     return str(contents.metadata.get("kind", "lora"))
 
 
 def _build_load_line(contents: Contents, repo_id: str) -> str:
-    """Line that loads one adapter with Diffusers, or with PEFT for kinds that Diffusers cannot read."""
+    """Python line that loads one adapter with Diffusers, or with PEFT for kinds that Diffusers cannot read."""
     part = contents.metadata.get("part", "transformer")
     if _get_adapter_kind(contents) in PEFT_ONLY_KINDS:
         return f"PeftModel.from_pretrained(pipe.{part}, {quote_literal(repo_id)})"
@@ -126,7 +126,7 @@ def _is_video(contents: Contents) -> bool:
 
 
 def _format_dtype(contents: Contents) -> str:
-    """The `torch_dtype` argument: one dtype, or a dict if some components stay in fp32."""
+    """The `torch_dtype` argument for loading the pipeline: one dtype, or a dict if some components stay in fp32."""
     dtype, fp32_components = (str(contents.facts["pipeline"]["dtype"]), contents.facts["pipeline"]["in_fp32"])
     if not fp32_components or dtype == "torch.float32":
         return dtype
@@ -135,7 +135,7 @@ def _format_dtype(contents: Contents) -> str:
 
 
 def build_sample_command(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
-    """The equivalent `dit-lora sample` command; empty for a chat model."""
+    """The `dit-lora sample` command that is equivalent to the usage code; empty for a chat model."""
     if "pipeline" not in contents.facts:
         return ()
     # POSIX quoting: close the quotes, add an escaped quote, open them again.

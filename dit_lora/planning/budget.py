@@ -28,7 +28,7 @@ _NUM_SNAPSHOTS = 2
 
 @dataclass(frozen=True)
 class Launch:
-    """The number of processes, and how the model is sharded over them."""
+    """Layout of a launch: the number of processes, and how the model is sharded over them."""
 
     num_ranks: int = 1
     sharding: Sharding = "ddp"
@@ -67,7 +67,7 @@ class TrainingMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Everything except activations."""
+        """Bytes of everything in a training step except activations."""
         # All fields are bytes, so a new one is counted without a change here.
         return sum(vars(self).values()) - self.activations
 
@@ -99,7 +99,7 @@ class MemoryBudget:
 
     @property
     def fits(self) -> bool:
-        """True if the run fits on the GPU, or if there is no limit."""
+        """True if the planned run fits on the GPU, or if there is no limit."""
         return self.gpu_bytes is None or self.needed_bytes <= self.gpu_bytes
 
 
@@ -166,7 +166,7 @@ def _choose_mode(
     gpu_bytes: int | None,
     launch: Launch,
 ) -> CheckpointingMode:
-    """The checkpointing mode that `choose_checkpointing` would choose in the run."""
+    """The activation checkpointing mode that the run would choose on this GPU."""
     requested = recipe.train.effective_checkpointing
     if requested != "auto" and requested not in needs:
         raise DitLoraError(
@@ -184,7 +184,7 @@ def _choose_mode(
 def _compute_state(
     recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, launch: Launch
 ) -> TrainingMemory:
-    """Every part of `TrainingMemory` except activations, which are 0."""
+    """Every part of a training step's memory except activations, which are 0 in the result."""
     parts, trained = launch.num_weight_shards, weights.trained_bytes
     # Bytes on this rank's device, before sharding.
     frozen, gathered = weights.frozen_bytes, 0
@@ -217,7 +217,7 @@ def _compute_state(
 
 
 def _count_micro_batch_bytes(recipe: Recipe, estimator: MemoryEstimator) -> int:
-    """Bytes of one micro-batch of the largest shape."""
+    """Bytes of one micro-batch of the largest shape on the device."""
     return recipe.train.batch_size * estimator.count_sample_bytes(estimator.shapes[0])
 
 
@@ -233,7 +233,7 @@ def _count_optimizer_bytes(name: str, weights: ModelWeights) -> tuple[int, int]:
 def _compute_phase_peaks(
     recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory
 ) -> tuple[dict[str, int], list[str]]:
-    """Peak bytes of each phase on the device, and a message for each phase that could not be computed."""
+    """Peak bytes of each phase of a run on the device, and a message for each phase that could not be computed."""
     # A CPU has neither a CUDA context nor a caching allocator.
     context_bytes = CUDA_CONTEXT_BYTES if estimator.is_gpu else 0
     rounded = ROUNDING_FACTOR if estimator.is_gpu else 1
@@ -270,7 +270,7 @@ def _compute_phase_peaks(
 
 
 def _count_second_model_bytes(recipe: Recipe, weights: ModelWeights) -> int:
-    """Bytes of the second transformer, `validation.model`, with its own adapter. It is unsharded, on one rank."""
+    """Bytes of the second transformer, `validation.model`, with its adapter. It is unsharded, on one rank."""
     if recipe.validation.model is None:
         return 0
     # With offload only two blocks of the second model are on the device too.
@@ -281,7 +281,7 @@ def _count_second_model_bytes(recipe: Recipe, weights: ModelWeights) -> int:
 def _compute_host_bytes(
     recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory, launch: Launch
 ) -> dict[str, int]:
-    """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
+    """Bytes of host memory for all ranks of one machine together. Python and its libraries are not counted."""
     data, ranks = recipe.data, launch.num_ranks
     # What a snapshot and a checkpoint hold of this rank.
     rank_state = training.trained + training.optimizer + training.ema

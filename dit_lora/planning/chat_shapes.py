@@ -24,10 +24,11 @@ _SYNTHETIC_DURATION_S = 60.0
 def compute_chat_specs(
     recipe: Recipe, checkpoint: ChatCheckpoint
 ) -> dict[ChatShape, tuple[Spec, Mapping[str, torch.Tensor]]]:
-    """The largest shape, its tensors' shapes and dtypes, and the token ids that the model's shapes depend on.
+    """The largest shape of a chat recipe, with the tensors of a sample of that shape.
 
-    Without data: a video at the recipe's size and as many tokens as `chat.max_tokens` allows. Half of the tokens that
-    do not belong to the video are in the answer.
+    The tensors are given as shapes and dtypes; token ids that the model's shapes depend on are given as values.
+    Without data, the sample is a video at the recipe's size and as many tokens as `chat.max_tokens` allows. Half of
+    the tokens that do not belong to the video are in the answer.
 
     Raises:
         DitLoraError: The data has no usable conversation.

@@ -43,12 +43,12 @@ class MemoryPlan:
 
     @property
     def sharding(self) -> str | None:
-        """The sharding that the change switches to; None if it stays as launched."""
+        """The sharding that the suggested change switches to; None if it stays as launched."""
         after = self.change.budget.launch if self.change else self.budget.launch
         return after.sharding if after != self.budget.launch else None
 
     def record(self) -> dict[str, Any]:
-        """The output of `plan --json`; sizes in GiB."""
+        """The memory plan as JSON-compatible values, the output of `plan --json`; sizes in GiB."""
         budget, change = self.budget, self.change
         # None if the run fits, or if no change was found.
         cheapest = None
@@ -143,7 +143,7 @@ class _RecipeVariants:
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
     def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """As `compute_memory_budget`; None if the settings are not allowed."""
+        """Compute the memory budget with these settings changed; None if the settings are not allowed."""
         try:
             return self.compute_memory_budget(changes)
         except DitLoraError:
@@ -158,7 +158,7 @@ class _RecipeVariants:
 
 
 def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> PlanChange | None:
-    """The first single change that makes the run fit, else several together. Data shapes are the last resort."""
+    """Find the first single change that makes the run fit, else several together. Data shapes are the last resort."""
     selected: list[Settings] = []
     # The smallest peak so far.
     min_bytes = budget.needed_bytes
@@ -185,7 +185,7 @@ def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> Pla
 def _drop_unneeded_changes(
     variants: _RecipeVariants, selected: list[Settings], fitting_budget: MemoryBudget
 ) -> PlanChange:
-    """Drop the changes that others make superfluous, as full checkpointing does the selective one before it."""
+    """Drop changes that others make superfluous, as full checkpointing does the selective one before it."""
     # The last ones first: they cost the most.
     for change in reversed(selected):
         fewer = [other_change for other_change in selected if other_change is not change]
@@ -200,12 +200,12 @@ def _build_change(changes: Sequence[Settings], budget: MemoryBudget) -> PlanChan
 
 
 def _merge_settings(changes: Sequence[Settings]) -> Settings:
-    """Merge the settings. If a key occurs twice, the last value wins."""
+    """Merge several changes of settings. If a key occurs twice, the last value wins."""
     return {name: value for change in changes for name, value in change.items()}
 
 
 def _format_overrides(settings: Settings) -> list[str]:
-    """The settings as `key=value`, without sharding."""
+    """Changed settings as `key=value` for the command line, without sharding."""
     return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING_KEY]
 
 

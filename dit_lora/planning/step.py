@@ -33,7 +33,7 @@ FP32_OPS = frozenset(_FP32_OP_NAMES.split())
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves as many bytes for backward as CUDA's fused RMSNorm: the input and one number per row."""
+    """RMSNorm that saves as many bytes for backward as CUDA's fused one: the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _to_fp32(value: Any) -> Any:
-    """Cast a half-precision tensor to fp32. Anything else stays."""
+    """Cast a half-precision tensor to fp32. Anything else is returned unchanged."""
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value
 
@@ -138,7 +138,7 @@ def measure_step_peak(
 
 
 def _wrap_block_caller(block_caller: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Run blocks in `CudaAutocast` also when backward recomputes them, where PyTorch turns function modes off."""
+    """Run a block under CUDA's autocast also when backward recomputes it, where PyTorch turns function modes off."""
     # No public function tells whether a function mode is active.
     modes = _get_current_function_mode_stack()
     if block_caller is None or not any(isinstance(mode, CudaAutocast) for mode in modes):

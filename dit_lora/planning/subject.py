@@ -68,7 +68,7 @@ class EncoderMemory:
 
 @dataclass
 class MemoryEstimator:
-    """One opened checkpoint. Each count is computed when first used, and cached."""
+    """Computes the memory needs of one opened checkpoint. Each count is computed when first used, and cached."""
 
     recipe: Recipe
     """The recipe from `config_only_recipe`: `model.path` is a folder with configs and no weights."""
@@ -80,7 +80,7 @@ class MemoryEstimator:
     _cache: dict[Hashable, Any] = field(default_factory=dict)
 
     def _get_cached(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Cached result of `compute`, which is only called the first time."""
+        """Cached result of `compute`, which is only called the first time for this key."""
         if key not in self._cache:
             self._cache[key] = compute()
         value: T = self._cache[key]
@@ -105,7 +105,7 @@ class MemoryEstimator:
         return self._get_cached(("model", _get_model_key(recipe)), load)
 
     def count_weights(self, recipe: Recipe) -> ModelWeights:
-        """Bytes of the model's weights. The effect of `model.quantize` is computed, not applied."""
+        """Bytes of the transformer's weights. The effect of `model.quantize` is computed, not applied."""
         model = self.get_model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -143,11 +143,11 @@ class MemoryEstimator:
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes of the samples, the largest first."""
+        """Shapes of the recipe's samples, the largest first."""
         return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
 
     def get_spec(self, shape: Any) -> Spec:
-        """Shapes and dtypes of one sample's tensors."""
+        """Shapes and dtypes of one sample's cached tensors."""
         return self._specs[shape][0]
 
     @cached_property
@@ -287,7 +287,7 @@ class MemoryEstimator:
         return EncoderMemory(weights, peak_bytes) if models else None
 
     def measure_activations(self, recipe: Recipe, shape: Any) -> PeakBytes:
-        """Bytes of a micro-batch's activations by checkpointing mode."""
+        """Bytes of a micro-batch's activations, by checkpointing mode."""
         size, model = recipe.train.batch_size, self.get_model(recipe)
 
         def measure_needs() -> PeakBytes:
@@ -298,7 +298,7 @@ class MemoryEstimator:
         return self._get_cached(("needs", _get_model_key(recipe), size, shape), measure_needs)
 
     def measure_peak(self, recipe: Recipe, shape: Any, mode: CheckpointingMode) -> int:
-        """Peak of a whole micro-step, in bytes."""
+        """Peak bytes of a whole micro-step, with gradients."""
         size, model = recipe.train.batch_size, self.get_model(recipe)
         # With accumulation, gradients of earlier micro-steps are in memory during every pass but the first.
         exist = recipe.train.accumulate > 1
@@ -336,7 +336,7 @@ class MemoryEstimator:
         return self._get_cached(("inference", _get_model_key(recipe), size), measure_denoising)
 
     def count_sample_bytes(self, shape: Any) -> int:
-        """Bytes of one sample's tensors."""
+        """Bytes of one sample's cached tensors."""
         return sum(size.numel() * dtype.itemsize for size, dtype in self.get_spec(shape).values())
 
     def count_noise_bytes(self, shape: Any) -> int:
@@ -363,7 +363,7 @@ class MemoryEstimator:
 
 
 def _get_model_key(recipe: Recipe) -> str:
-    """Cache key: the recipe fields that change the model's structure."""
+    """Cache key of a model without weights: the recipe fields that change the model's structure."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
 
 
@@ -376,7 +376,7 @@ def _build_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _assume_gpu_kernels(is_enabled: bool) -> Iterator[None]:
-    """Context in which `auto` installs the kernels as on a machine with a GPU."""
+    """Context in which the kernel mode `auto` installs kernels as on a machine with a GPU."""
     patches = Patches()
     if is_enabled:
         gpu_support = kernel_support()._replace(mode="gpu", reason="assumed")

@@ -29,7 +29,9 @@ def write_chat_sample_page(
     instruction: str = "",
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write the page atomically. It loads no external content, and all text from the data is escaped.
+    """Write the page that shows one chat training sample, atomically.
+
+    It loads no external content, and all text from the data is escaped.
 
     Args:
         path: The HTML file.
@@ -64,7 +66,7 @@ def write_chat_sample_page(
 
 
 def _encode_pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Data URI and time of at most `MAX_FRAMES` frames."""
+    """Data URI and time of each shown frame, at most `MAX_FRAMES`."""
     if frames is None:
         return []
     from PIL import Image

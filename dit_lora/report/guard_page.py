@@ -37,7 +37,7 @@ _NUM_TICKS = 400
 
 @dataclass(frozen=True)
 class Row:
-    """One event, and those with the same message about the same samples, for the table."""
+    """One row of the guard's event table: an event, and those with the same message about the same samples."""
 
     step: str
     again: str
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class LaneMark:
-    """A mark on a lane: its position in percent, color class and text."""
+    """A guard event on a timeline: its position in percent, color class and text."""
 
     at: float
     color: str
@@ -64,7 +64,7 @@ class LaneMark:
 
 @dataclass(frozen=True)
 class Lane:
-    """The events of one cause over the steps."""
+    """Timeline of the guard events of one cause over the steps."""
 
     cause: str
     count: int
@@ -73,7 +73,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Start:
-    """One guard of the folder: what it watched, and its events over the steps."""
+    """Report on one guard of the folder: what it watched, and its events over the steps."""
 
     title: str
     facts: Sequence[tuple[str, str]]
@@ -90,7 +90,7 @@ def is_guard_folder(folder: Path) -> bool:
 
 
 def write_guard_report(folder: Path) -> Path:
-    """Write `folder/report.html` atomically from the guard's files in the folder.
+    """Write the guard's report, `folder/report.html`, atomically from the guard's files in the folder.
 
     Raises:
         DitLoraError: If the file cannot be written.
@@ -135,7 +135,7 @@ def write_guard_report(folder: Path) -> Path:
 
 
 def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """How the last start ended, as far as is known, and its color class."""
+    """Text on how the last start of the guard ended, as far as is known, and its color class."""
     if events and events[-1].get("action") == "stop":
         return "stopped by the guard", "reject"
     # False until the guard is closed, and so also after a kill.
@@ -172,7 +172,7 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
 
 
 def _build_starts(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """The known guards, and an extra entry for events that none of them has written."""
+    """Reports on the known guards, and an extra one for events that none of them has written."""
     entries = [_build_start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts]
     # guard.json may be missing or damaged while events.jsonl is complete.
     guard_ids = {str(entry["id"]) for entry in starts}
@@ -232,7 +232,7 @@ def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> 
 
 
 def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Group events with the same message, since a bad sample costs a step in each epoch."""
+    """Group guard events with the same message, since a bad sample costs a step in each epoch."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for event in events:
         message = str(ensure_dict(event.get("verdict")).get("words"))

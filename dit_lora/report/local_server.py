@@ -25,7 +25,7 @@ _RANGE_PATTERN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Serves on the loopback interface only; port 0 chooses a free port.
+    """HTTP server on the loopback interface only; port 0 chooses a free port.
 
     Every user of this machine can connect to it. With a `token`, requests must contain it: in the printed URL, or in
     the cookie that the response to this URL sets.
@@ -52,7 +52,7 @@ class LocalServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}"
 
     def matches_token(self, value: str) -> bool:
-        """Compare with the token in constant time."""
+        """True if a value equals the server's token, compared in constant time."""
         # An ordinary comparison would reveal by its duration how many characters match.
         return secrets.compare_digest(_encode(value), _encode(self.token))
 
@@ -62,7 +62,7 @@ def _encode(text: str) -> bytes:
 
 
 def serve_until_interrupted(server: LocalServer, description: object, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `say` receives the address and the closing message."""
+    """Run a local HTTP server until Ctrl-C; `say` receives the address and the closing message."""
     with server:
         say(f"{description}: {server.url} (Ctrl-C ends)")
         try:
@@ -72,7 +72,7 @@ def serve_until_interrupted(server: LocalServer, description: object, say: Calla
 
 
 class PageHandler(BaseHTTPRequestHandler, ABC):
-    """Answers requests with text and files; subclasses define the available paths."""
+    """Base class of HTTP request handlers that answer with text and files. Subclasses define the available paths."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "dit-lora", ""
@@ -113,14 +113,17 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     @abstractmethod
     def send_page(self) -> None:
-        """Answer a request for a page or a file."""
+        """Answer an HTTP request for a page or a file. Subclasses implement this."""
 
     def handle_post(self) -> None:
-        """Answer a POST request of the page."""
+        """Answer a POST request that the page sends. By default none is accepted."""
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
     def read_json_body(self, path: str, max_bytes: int) -> dict[str, Any] | None:
-        """The JSON object that an authorized page posted to a path. Answers other requests, and returns None."""
+        """Read the JSON object that an authorized page posted to a path.
+
+        Any other request is answered with an error, and None is returned.
+        """
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
@@ -146,7 +149,10 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return dict(values)
 
     def _read_body(self, max_bytes: int) -> bytes | None:
-        """The bytes of the request body. Answers a request without a valid length, and returns None."""
+        """Read the bytes of the request body.
+
+        A request without a valid length is answered with an error, and None is returned.
+        """
         length = self._content_length()
         if length is None:
             self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
@@ -200,7 +206,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return f"dit_lora_{self.server.server_port}"
 
     def _check_host(self) -> bool:
-        """True if the request's Host is this server. Answers any other request."""
+        """True if the request's Host header names this server. Any other request is answered with an error."""
         # With DNS rebinding, a request to another site's name arrives here with that name as its Host.
         if self.headers.get("Host", "") in self._get_host_names():
             return True
@@ -212,7 +218,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return f"{HOST}:{port}", f"localhost:{port}"
 
     def send_file(self, open_file: Callable[[], BinaryIO], content_type: str) -> None:
-        """Send a file, or the requested range of it; 404 if `open_file` raises `OSError`."""
+        """Send a file, or the requested range of it. The answer is 404 if `open_file` raises `OSError`."""
         file = None
         with suppress(OSError):  # removed since, or not readable
             file = open_file()
@@ -248,7 +254,10 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.close_connection |= num_bytes > 0
 
     def _parse_range(self, num_bytes: int) -> tuple[int, int, bool] | None:
-        """First and last requested byte, and whether that is only a part; None if the range is beyond the file."""
+        """First and last requested byte of a file, and whether that is only a part.
+
+        None if the range is beyond the file.
+        """
         match = _RANGE_PATTERN.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):
             return (0, num_bytes - 1, False)  # HTTP allows answering several ranges with the whole file
@@ -261,7 +270,10 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return (first_byte, last_byte, True) if first_byte <= last_byte else None
 
     def refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer with a line of text and close the connection, so that the request's body is not read as a request."""
+        """Refuse a request with a line of text and close the connection.
+
+        Otherwise the request's body would be read as the next request.
+        """
         self.close_connection = True
         self.send_message(status, message, {"Connection": "close"})
         # Closing a connection with unread bytes resets it, and the answer may be lost. A client that pauses while
@@ -273,13 +285,13 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
                 dropped += len(part)
 
     def send_message(self, status: HTTPStatus, message: str, extra_headers: Mapping[str, str] = {}) -> None:
-        """Answer the request with a line of text."""
+        """Answer the HTTP request with a status and a line of text."""
         self.send_text(f"{message}\n", "text/plain; charset=utf-8", status, extra_headers)
 
     def send_text(
         self, text: str, content_type: str, status: HTTPStatus = HTTPStatus.OK, extra_headers: Mapping[str, str] = {}
     ) -> None:
-        """Answer with a text of this content type."""
+        """Answer the HTTP request with a text of this content type."""
         # File names may contain surrogate escapes, which UTF-8 cannot encode.
         body = text.encode(errors="backslashreplace")
         self._send_headers(status, content_type, len(body), extra_headers)
@@ -309,4 +321,4 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: requests are not worth a log line, and errors are sent as pages."""
+        """Log nothing about HTTP requests: they are not worth a log line, and errors are sent as pages."""

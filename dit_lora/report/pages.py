@@ -23,13 +23,13 @@ _MAX_TEXT_LENGTH = 400  # maximum characters of one text
 
 
 class PagePictures:
-    """Makes data URIs of JPEGs, while there is space on the page."""
+    """Makes data URIs of JPEGs for a page, while there is space on it."""
 
     def __init__(self) -> None:
         self._bytes_left = MAX_PICTURE_BYTES
 
     def make_uri(self, jpeg: bytes | None) -> str:
-        """The picture's data URI; an empty string without a picture or without space for it."""
+        """Data URI of a picture; an empty string without a picture or without space for it on the page."""
         # Base64 length counts, because that is what the page contains.
         text = base64.b64encode(jpeg or b"").decode()
         if not text or len(text) > self._bytes_left:
@@ -43,7 +43,7 @@ def clip_text(text: str) -> str:
 
 
 def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
-    """Write a page atomically.
+    """Write an HTML page atomically.
 
     `allow_stream` is False for a path that the user did not give: a pipe at that path is replaced.
 
@@ -86,7 +86,7 @@ def _get_environment() -> Any:
 
     @jinja2.pass_context
     def redact_value(context: jinja2.runtime.Context, value: Any) -> Any:
-        """Redact text; markup of the templates and embedded media stay unchanged."""
+        """Redact tokens and absolute paths in text; markup of the templates and embedded media stay unchanged."""
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
         return value if as_is or value.startswith(_DATA_URI_PREFIXES) else context["clean"](value)
 

@@ -13,7 +13,7 @@ GridSample = tuple[str, int, float | None, Path]
 
 @dataclass(frozen=True)
 class GridRow:
-    """The samples of one prompt and seed."""
+    """One row of a grid page: the samples of one prompt and seed."""
 
     prompt: str
     seed: int
@@ -23,7 +23,10 @@ class GridRow:
 
 
 def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> Path:
-    """Write a page that links to the samples in the same folder; `samples` are in the order of rows and columns."""
+    """Write an HTML page that shows samples as a grid.
+
+    It links to the files in the same folder; `samples` are in the order of rows and columns.
+    """
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
         label = "" if strength is None else f"strength {strength:g}"

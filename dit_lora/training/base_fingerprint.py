@@ -49,7 +49,7 @@ BASE_OUTPUT = "base_output.json"
 
 @dataclass
 class BaseFingerprint:
-    """The base model's output on synthetic inputs at the run's first start."""
+    """Record of the base model's output on synthetic inputs, taken at the run's first start."""
 
     record: dict[str, Any] | None
     """The result of `compute_output_record`, or the reason why there is none. None if every weight trains."""
@@ -90,7 +90,7 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
 
 
 def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_step: int) -> None:
-    """Write the record to the opened run folder if it is new, and warn about what it cannot check."""
+    """Write the base model's recorded output to the run folder if it is new, and warn about what it cannot check."""
     if fingerprint.record is None:
         return
     # A new record gets the present step; an old one keeps the step that it was made at.
@@ -108,7 +108,9 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
 
 
 def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
-    """A message if the base differs from its record at the end of the run; None if they match. Collective.
+    """Message if the base model's output differs from its record at the end of the run; None if they match.
+
+    Collective.
 
     Every rank runs the model's own code without kernels or adapters, with trained base weights as they were loaded.
     """
@@ -179,7 +181,7 @@ def find_kernel_fault(
 
 
 def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, disabled_names: list[str]) -> list[Event]:
-    """Switch off the kernels that the check at the run's end would refuse; returns the events. Collective.
+    """Switch off the kernels that the check at the run's end would refuse; returns the guard events. Collective.
 
     Names are added to `disabled_names`. Inputs and scale are those of the check at the end, so a kernel that passes
     here fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires such a kernel.
@@ -214,7 +216,10 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
 
 
 def _read_first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | None:
-    """Read the record of the run's first start, or of the run that wrote the checkpoint; None if neither has one."""
+    """Read the base output recorded at the run's first start, or by the run that wrote the checkpoint.
+
+    None if neither has one.
+    """
     if resume_from is None:
         return None
     # The second is where a run goes on in a folder of its own from another's checkpoint.
@@ -231,7 +236,7 @@ def _read_first_record(folder: Path, resume_from: Path | None) -> dict[str, Any]
 
 
 def _compute_base_output(setup: AnySetup, fingerprint: BaseFingerprint, inputs: InputSpec) -> dict[str, Any]:
-    """The base's present `compute_output_record`, or the reason why it cannot be computed."""
+    """The base model's present output record, or the reason why it cannot be computed."""
     model, dtype = setup.transformer, setup.dtype
     try:
         with disable_kernels(model), _restore_initial_base(model, fingerprint.initial_weights):
@@ -272,7 +277,7 @@ def _restore_initial_base(model: nn.Module, initial_weights: Mapping[str, torch.
 def _compare_with_record(
     setup: AnySetup, recorded: Mapping[str, Any], current: Mapping[str, Any], *, is_resumed: bool
 ) -> DitLoraError | None:
-    """The error to raise if this rank's base differs from the recorded output; None if it matches."""
+    """The error to raise if this rank's base output differs from the recorded one; None if it matches."""
     # One of the two outputs could not be computed: there is nothing to compare.
     if NOT_RECORDED in recorded or NOT_RECORDED in current:
         return None
@@ -309,7 +314,10 @@ def _find_faulty_backend(setup: AnySetup, fingerprint: BaseFingerprint, limit: f
 
 @torch.no_grad()
 def _has_intact_weights(setup: AnySetup, fingerprint: BaseFingerprint, limit: float) -> bool:
-    """True if an unpatched model with this run's weights gives the first output. Main process only; else False."""
+    """True if an unpatched model with this run's weights gives the first output.
+
+    Computed on the main process only; False elsewhere.
+    """
     live, dtype, record = setup.transformer, setup.dtype, fingerprint.record
     if not setup.session.is_main or setup.engine.collective_forward or find_sharing_obstacle(live) is not None:
         return False
@@ -370,7 +378,7 @@ def _find_differing_kernels(
 def _measure_each_kernel(
     model: nn.Module, limit: float, measure_distance: Callable[[], float]
 ) -> dict[Fallback, float]:
-    """Measure each kernel with all others off; returns those that exceed the limit, with their distance."""
+    """Measure each kernel with all others off. Returns those that exceed the limit, with their relative distance."""
     # torch.compile is not one of the kernels.
     parts = [part for part in list_model_fallbacks(model) if part.name != COMPILE]
     # A switch that has parts is tested through them.
@@ -391,7 +399,7 @@ def _format_distance(value: float) -> str:
 
 
 def _format_off_setting(fallback: Fallback) -> str:
-    """The recipe setting that switches this kernel off."""
+    """Name of the recipe setting that switches this kernel off."""
     if fallback.cause == "attention_backend":
         return "kernels.attention=auto"
     return "all of kernels off" if fallback.name == KERNELS else f"kernels.{fallback.name}=off"

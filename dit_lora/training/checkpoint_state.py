@@ -34,7 +34,8 @@ def resume(
 ) -> tuple[int, dict[str, Any]]:
     """Continue from the checkpoint `path`, if given, even if another machine layout wrote it.
 
-    Returns its step, and the guard's saved state (empty without one). `DitLoraError` if it is beyond `train.steps`.
+    Returns its step and the guard's saved state (empty without a checkpoint). Raises `DitLoraError` if the step is
+    beyond `train.steps`.
     """
     session, train = setup.session, setup.recipe.train
     if path is None:
@@ -73,9 +74,10 @@ class Checkpoints:
     writer: CheckpointWriter = field(default_factory=CheckpointWriter)
 
     def save(self, step: int, guard_state: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Write a checkpoint with the guard's record; an error stops all ranks at the next step, or here with `wait`.
+        """Write a checkpoint with the guard's state in the background.
 
-        Collective: all ranks first wait for an earlier checkpoint.
+        An error stops all ranks at the next step, or in this call if `wait` is true. Collective: all ranks first wait
+        for an earlier checkpoint.
         """
         self.wait_for_writes()
         session, train, engine = self.setup.session, self.setup.recipe.train, self.setup.engine

@@ -44,12 +44,15 @@ def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] 
 
 
 def select_most_saving(candidates: Sequence[CheckpointingAdvice]) -> CheckpointingAdvice:
-    """The advice that all ranks follow: the mode that saves the most memory; the first of several."""
+    """The activation checkpointing advice that all ranks follow: the mode that saves the most memory.
+
+    The first of several.
+    """
     return max(candidates, key=lambda advice: (CHECKPOINTING_MODES.index(advice.mode), not advice.fits))
 
 
 def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> CheckpointingAdvice:
-    """This rank's advice, from activations counted on fake tensors."""
+    """This rank's activation checkpointing advice, from activations counted on fake tensors."""
     requested_mode, size = setup.recipe.train.effective_checkpointing, setup.recipe.train.batch_size
     _, spec = setup.data.training_set.largest_shape
     # Shapes of the largest bucket, with a batch dimension in front.

@@ -19,7 +19,9 @@ _BOUND_TOLERANCE = 10.0
 
 
 class TrainedEMA:
-    """Diffusers' `EMAModel` over the trained weights, with its warm-up of (1 + step) / (10 + step).
+    """Exponential moving averages of the trained weights.
+
+    They use Diffusers' `EMAModel` with its warm-up of (1 + step) / (10 + step).
 
     Validation and saving use the averages. The decay is a function of the step, so the tensors are the only state.
     """
@@ -31,25 +33,31 @@ class TrainedEMA:
         self.bounds = AverageBounds()
 
     def _local_weights(self) -> list[Any]:
-        """The trained weights; local shards of DTensors, because PyTorch cannot deep-copy lists of DTensors."""
+        """The trained weights for the moving averages; local shards of DTensors.
+
+        PyTorch cannot deep-copy lists of DTensors.
+        """
         values = self._parameters.values()
         return [get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
     def step(self, number: int) -> None:
-        """Update the averages after optimizer step `number`, counted from 1."""
+        """Update the moving averages of the weights after optimizer step `number`, counted from 1."""
         # Diffusers counts its own calls; set by the step, the decay is the same after a resume or a rollback.
         self._ema_model.optimization_step = number - 1
         self._ema_model.step(self._local_weights())
 
     def named_averages(self) -> dict[str, torch.Tensor]:
-        """The live averages as `ema/<parameter>`; DTensors if the weights are sharded."""
+        """The live averages of the trained weights as `ema/<parameter>`; DTensors if the weights are sharded."""
         # Diffusers keeps the averages in the order of the parameters.
         averages = zip(self._parameters, self._ema_model.shadow_params, strict=True)
         return {f"ema/{name}": wrap_local_values(self._parameters[name], average) for name, average in averages}
 
     @contextmanager
     def apply_averages(self) -> Iterator[None]:
-        """Put the averages into the model inside the context; afterwards its weights are restored bit for bit."""
+        """Context in which the model's weights are their moving averages.
+
+        Afterwards the weights are restored bit for bit.
+        """
         self._ema_model.store(self._local_weights())
         try:
             self._ema_model.copy_to(self._local_weights())
@@ -65,14 +73,17 @@ class AverageBounds:
     max_magnitudes: dict[str, float] = field(default_factory=dict)
 
     def widen(self, weights: Tensors, averages: Tensors) -> None:
-        """Widen the bounds by these values, which are taken as sound."""
+        """Raise the bounds on magnitudes to those of these weights and averages, which are taken as sound."""
         # After a resume, earlier peaks of the weights are known only through their averages.
         for peaks in (_compute_peaks(weights), _compute_peaks(averages)):
             for name, peak in peaks.items():
                 self.max_magnitudes[name] = max(peak, self.max_magnitudes.get(name, 0.0))
 
     def find_exceeding(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
-        """Finite averages that exceed every magnitude their weights had: name to (largest magnitude, bound)."""
+        """Find finite averages that exceed every magnitude their weights had.
+
+        Returns (largest magnitude, bound) by name.
+        """
         current_peaks = _compute_peaks(weights)
         bounds = {name: max(peak, self.max_magnitudes.get(name, 0.0)) for name, peak in current_peaks.items()}
         return {

@@ -29,7 +29,9 @@ _MAX_ROWS = 1024
 
 
 def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint, data: Any, model: nn.Module) -> str:
-    """Set A of every adapted linear layer, equally on all ranks; returns a line that reports it.
+    """Set A of every adapted linear layer from principal components of its inputs (EVA), equally on all ranks.
+
+    Returns a line that reports it.
 
     Runs the whole model on this rank's device. Layers that receive fewer rows than their rank keep their random
     initialization, and are counted in the line. Raises `DitLoraError` with offload or sharded weights.
@@ -95,7 +97,7 @@ class LayerInputs:
 
     @torch.no_grad()
     def set_lora_a(self) -> bool:
-        """Set A on all ranks to the components of rank 0. Returns False if there were too few rows."""
+        """Set A of one layer on all ranks to the components of rank 0. Returns False if there were too few rows."""
         # Missing until the first `partial_fit`.
         components = getattr(self._pca, "components_", None)
         if components is None:

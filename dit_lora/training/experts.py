@@ -41,6 +41,8 @@ def is_done(recipe: Recipe) -> bool:
 def put_together(session: Session, recipe: Recipe) -> None:
     """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the files.
 
+    Main process only.
+
     Main process only. Nothing is copied if base weights were trained too: each adapter finds them in its own folder.
     """
     root = Path(recipe.run.dir)

@@ -43,7 +43,7 @@ from dit_lora.version import __version__
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files a run has written. Filled on the main process only."""
+    """The files that a run has written as its result, and their verification. Filled on the main process only."""
 
     path: Path | None = None
     """The adapter's file, or the pipeline's folder."""
@@ -91,7 +91,7 @@ def _write_final_weights(
 def _try_verification(
     setup: AnySetup, path: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification | None:
-    """Verify the result; None, with a warning, if memory does not suffice."""
+    """Verify the run's result; None, with a warning, if memory does not suffice."""
     try:
         with unify_out_of_memory_errors(), fail_if_unreadable():
             return verify_result(setup, path, metadata, weights)
@@ -182,7 +182,7 @@ def verify_result(
 
 
 def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict[str, Any]:
-    """Record the model's output with its present weights, and whatever is wrong with the model. Collective.
+    """Record the model's output with its present weights, and every fault found in the model. Collective.
 
     If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """

@@ -156,7 +156,10 @@ def _report_events(run: Run, events: Iterable[Event]) -> None:
 
 
 def _validate_start(run: Run) -> bool:
-    """Validate the starting model, to compare the end with. Returns True if this must wait for the first step."""
+    """Evaluate the starting model, so that the trained one can be compared with it.
+
+    Returns True if this must wait for the first step.
+    """
     recipe, step = run.setup.recipe, run.start_step
     if step == 0:
         if not run.base_fingerprint.has_idle_adapter:
@@ -233,7 +236,10 @@ def _check_and_save(run: Run, result: StepResult) -> None:
 
 
 def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
-    """Raise on every rank if the state is not sound enough to keep; `check_frozen` also checks frozen weights."""
+    """Raise on every rank if weights or optimizer state are not sound enough to keep.
+
+    `check_frozen` also checks frozen weights.
+    """
     setup, suspects = run.setup, run.recovery.diagnosis_context
     # First: a rank that lost its weights by itself has no wrong learning rate.
     require_agreement(run, step)
@@ -280,7 +286,7 @@ def _report_anomaly(run: Run, event: Event) -> None:
 def validate(run: Run, step: int) -> None:
     """Measure the eval loss and generate samples with the weights that would be saved. Collective.
 
-    At step 0 the base is used. A failure is reported, and costs only the measurement or samples that are left out.
+    At step 0 the base is used. A failure is reported, and only the failed measurement or samples are skipped.
     """
     setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional_work
     of_base = step == 0 and run.base_fingerprint.has_idle_adapter

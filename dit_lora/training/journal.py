@@ -31,7 +31,9 @@ LOSS_PART_KEYS = ("loss_by_timestep", "loss_by_media")
 
 
 class Journal:
-    """Appends one JSON object per line and forwards it to the trackers. Main process only.
+    """Writer of a run's log files: it appends one JSON object per line and forwards it to the trackers.
+
+    Main process only.
 
     If the disk refuses a line, the error is passed to `on_error`, so that all ranks stop together, and the line is
     retried before the next one. Without `on_error` the error is raised.
@@ -67,7 +69,7 @@ class Journal:
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of all steps after `step`, to which training returns."""
+        """Remove the log lines of all steps after `step`, because training returns to that step."""
         # Events stay through a rollback: they explain it.
         self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
@@ -76,11 +78,14 @@ class Journal:
         self._eval_steps = {line["step"] for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl so far."""
+        """All lines of metrics.jsonl so far, parsed."""
         return read_json_lines(self.dir / "metrics.jsonl").objects
 
     def write_step(self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None) -> None:
-        """Write a `build_metrics_line`. `modules` are per-module statistics, or None in steps without them."""
+        """Write one step's line to metrics.jsonl.
+
+        `modules` are per-module statistics, or None in steps without them.
+        """
         self._num_samples += line["samples"]
         if self.trackers is not None:
             values = {**flatten_for_trackers(line), "samples": self._num_samples}
@@ -108,7 +113,10 @@ class Journal:
         )
 
     def find_idle_groups(self, line: Mapping[str, Any]) -> list[str]:
-        """Groups whose gradient was zero in each of the last `MAX_IDLE_STEPS` steps; each is reported once per run."""
+        """Names of parameter groups whose gradient was zero in each of the last `MAX_IDLE_STEPS` steps.
+
+        Each is reported once per run.
+        """
         for name, norm in line["grad_norm_groups"].items():
             if self._num_idle_steps[name] < MAX_IDLE_STEPS:
                 self._num_idle_steps[name] = 0 if norm else self._num_idle_steps[name] + 1
@@ -118,7 +126,10 @@ class Journal:
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
     def write_eval_loss(self, step: int, loss: float) -> None:
-        """Write an eval loss, once per step: a finished run that is resumed computes the same value again."""
+        """Write the eval loss of a step to the log, only once per step.
+
+        A finished run that is resumed computes the same value again.
+        """
         if step in self._eval_steps:
             return
         self._eval_steps.add(step)
@@ -133,7 +144,7 @@ class Journal:
             self.trackers.log_event(line)
 
     def write_rejected(self, samples: Mapping[str, str], step: int) -> None:
-        """Write an event with the samples that `data.rejects: skip` leaves out, and why, if the list has changed."""
+        """Write an event that lists the samples `data.rejects: skip` leaves out, and why, if the list has changed."""
         if not samples:
             return
         diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
@@ -149,7 +160,7 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that a full disk refused before."""
+        """Write the log lines that could not be written while the disk was full."""
         # In order: a line that waits for the disk also holds back the later ones.
         while self._unwritten:
             name, text = self._unwritten[0]
@@ -184,18 +195,18 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 
 
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """A run's eval losses so far, by step."""
+    """Eval losses of a run so far, by step."""
     lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
     return {line["step"]: get_eval_loss(line) for line in lines}
 
 
 def get_eval_loss(line: Mapping[str, Any]) -> Any:
-    """The eval loss in a line; None if it has none. Earlier versions called it `held_out_loss`."""
+    """The eval loss in a log line; None if it has none. Earlier versions called it `held_out_loss`."""
     return line.get("eval_loss", line.get("held_out_loss"))
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
-    """A `build_metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
+    """A line of metrics.jsonl flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
     # All plain numbers; `lr` is left out, because it repeats the first entry of `lr_groups`.
     flat = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")}
     # Derived here; metrics.jsonl does not contain it.

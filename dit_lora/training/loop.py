@@ -57,7 +57,7 @@ class RolledBackError(Exception):
 
 @dataclass
 class _Step:
-    """A step's losses, timesteps and gate, collected over its micro-steps."""
+    """State of the step in progress: its losses, timesteps and gate, collected over its micro-steps."""
 
     number: int
     gate: Gate
@@ -75,13 +75,16 @@ class _Step:
 
     @contextmanager
     def measure_time(self) -> Iterator[None]:
-        """Add the time spent inside the context to this step."""
+        """Add the time spent inside the context to the duration of the current step."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
 
     def read_batch(self, reader: Reader[Batch], device: torch.device) -> Batch:
-        """Read the next micro-batch to the device. Record whether it is good, and how long the host waited for it."""
+        """Read the next micro-batch to the device.
+
+        The step records whether it is good, and how long the host waited for it.
+        """
         began = time.perf_counter()
         # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
         batch, self.read_error = reader.read_next()
@@ -116,7 +119,7 @@ class _LoopState:
     reader: Reader[Batch] = field(default_factory=Reader)
 
     def take_pending(self) -> _PendingStep | None:
-        """Take the pending step out of the state; None if there is none."""
+        """Take the step whose metrics are still on the device out of the training position; None if there is none."""
         pending = self.pending
         self.pending = None
         return pending
@@ -128,7 +131,7 @@ def max_resident_micro_batches(accumulate: int) -> int:
 
 
 class LoopCallbacks(ABC):
-    """What a training loop asks of its run, and what the run does between steps."""
+    """Base class for what a training loop asks of its run, and what the run does between steps."""
 
     @abstractmethod
     def load_batches(self, start_step: int) -> Iterable[Batch]:
@@ -150,21 +153,24 @@ class LoopCallbacks(ABC):
         return
 
     def get_stop_code(self) -> int:
-        """The exit code with which this rank was asked to stop, or 0."""
+        """The exit code with which this rank was asked to stop (such as 130 for Ctrl-C), or 0."""
         return 0
 
     def should_sync_after(self, step: int) -> bool:
-        """True if the host must read this step before the next is launched. Equal on all ranks."""
+        """True if the host must read this step's metrics before the next step is launched. Equal on all ranks."""
         return False
 
     def end_unreadable_run(self, step: int, reason: str) -> NoReturn:
-        """End the run on all ranks after `step`. `reason` says why this rank cannot read its data; "" if it can."""
+        """End the run on all ranks after `step`, because a rank cannot read its data.
+
+        `reason` says why; "" if it is another rank.
+        """
         raise UnreadableError(reason or "another rank cannot read its data")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Everything a step needs, constant for the whole run."""
+    """Everything that the training loop needs in a step, constant for the whole run."""
 
     engine: Engine
     loss_function: LossFunction
@@ -335,7 +341,7 @@ def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | RunFailure:
 
 
 def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> RunFailure | None:
-    """The failure of this step, equal on all ranks; None if it is healthy."""
+    """The failure of a step, equal on all ranks; None if the step is healthy."""
     # One column per micro-step, one row per rank.
     _, accumulate = metrics.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.

@@ -101,7 +101,7 @@ def prepare(
 
 
 def _open_journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
-    """Open the journal and start the trackers; None except on the main process."""
+    """Open the run's log files and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:
         return None

@@ -19,7 +19,10 @@ from dit_lora.numerics.streams import RandomStreams
 def compute_training_losses(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> LossOutput:
-    """The family's losses of a batch, with the preservation loss if it has captions without the trigger word."""
+    """The family's losses of a batch.
+
+    The preservation loss is added if the batch has captions without the trigger word.
+    """
     # One weight per sample, (rows,).
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:

@@ -108,7 +108,10 @@ class ReplayableBatch(MicroBatch):
 
 
 def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPosition]:
-    """A micro-batch as it is sent to another rank, which rebuilds it with `ReplayableBatch.from_batch`."""
+    """Convert a micro-batch to tensors and values that can be sent to another rank.
+
+    That rank rebuilds it with `ReplayableBatch.from_batch`.
+    """
     # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in micro_batch.tensors.items()}
     batch = Batch(micro_batch.ids, micro_batch.draw_numbers, tensors, dict(micro_batch.faults))
@@ -116,5 +119,5 @@ def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPo
 
 
 def reseed(batch: Batch, number: int) -> Batch:
-    """The same samples with random seeds that no epoch uses."""
+    """The batch's samples with random seeds that no epoch uses."""
     return replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds))

@@ -15,7 +15,7 @@ from dit_lora.training.task import Setup
 
 @dataclass(frozen=True)
 class Run:
-    """A prepared run. Functions that need only a part of it take that part."""
+    """Everything that a prepared run consists of. Functions that need only a part of it take that part."""
 
     setup: Setup[Any, Any]
     start_step: int

@@ -41,7 +41,10 @@ def status_noted(session: Session, recipe_file: str) -> Iterator[None]:
 
 
 def _write_status(session: Session, recipe_file: str, state: str) -> None:
-    """Write status.json. If the disk is full, overwrite the old file, which has enough bytes for any state."""
+    """Write the run's status.json.
+
+    If the disk is full, overwrite the old file, which has enough bytes for any state.
+    """
     if not session.is_main:
         return
     path = session.dir / "status.json"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, over all ranks."""
+    """Result of one optimizer step over all ranks: loss, gradient norms, learning rates and per-sample losses."""
 
     step: int
     loss: float

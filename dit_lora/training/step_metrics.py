@@ -12,7 +12,7 @@ from dit_lora.numerics.dtensors import get_local_tensor
 
 
 class StepMetrics(NamedTuple):
-    """One row of doubles per rank, in the order of the fields.
+    """Metrics of one rank's step, as a row of doubles in the order of the fields.
 
     The first four fields are computed on the device, the last three on the host.
     """
@@ -33,7 +33,10 @@ class StepMetrics(NamedTuple):
     """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
 
     def start_gather(self, accelerator: Accelerator) -> "PendingMetrics":
-        """Start sending all ranks' rows to the host, with one gather and one asynchronous copy. Collective."""
+        """Start sending the metrics rows of all ranks to the host, with one gather and one asynchronous copy.
+
+        Collective.
+        """
         device = self.losses.device
         # One asynchronous copy for all values from the host.
         host_values = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
@@ -52,14 +55,14 @@ class StepMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingMetrics:
-    """The rows of all ranks on their way to the host."""
+    """The metrics rows of all ranks on their way to the host."""
 
     rows: torch.Tensor
     field_widths: tuple[int, ...]
     arrival_event: torch.cuda.Event | None = None
 
     def wait_until_arrived(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for the rows; returns whether they have arrived."""
+        """Wait at most `timeout_s` for the metrics rows; returns whether they have arrived."""
         # Polled, because waiting for a CUDA event has no timeout.
         ends = time.monotonic() + timeout_s
         while self.arrival_event is not None and not self.arrival_event.query():
@@ -69,7 +72,7 @@ class PendingMetrics:
         return True
 
     def read(self) -> StepMetrics:
-        """Block until the rows have arrived. Does not wait for work queued after them."""
+        """Block until the metrics rows have arrived. Does not wait for work queued after them."""
         if self.arrival_event is not None:
             self.arrival_event.synchronize()
         return StepMetrics(*self.rows.cpu().split(self.field_widths, dim=1))
@@ -85,7 +88,7 @@ def build_local_metrics(
     data_seconds: float,
     stop_code: int,
 ) -> StepMetrics:
-    """Build this rank's row.
+    """Build this rank's metrics row of a step.
 
     The last entry of `norms` is the norm over all groups. `flags` are the `local_flags` of the step's `Gate`, so that
     the host decides by the values that gated the optimizer. `has_bad_weights` is true if a weight is not finite.

@@ -41,7 +41,7 @@ class Setup(Generic[TrainingDataT, CheckpointT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
+        """The dtype that the trained model computes in."""
         return self.session.precision.dtype
 
     @property
@@ -51,7 +51,7 @@ class Setup(Generic[TrainingDataT, CheckpointT]):
 
     @property
     def transformer(self) -> nn.Module:
-        """The unwrapped model, with its own parameter names."""
+        """The unwrapped model, with its original parameter names."""
         return self.engine.unwrapped_model
 
     @property
@@ -64,7 +64,7 @@ AnySetup: TypeAlias = Setup[TrainingData, TrainableCheckpoint]
 
 
 class Task(Protocol):
-    """One kind of model."""
+    """Protocol of a training task: what differs between diffusion and chat models."""
 
     def prepare_data(self, session: Session, checkpoint: Any) -> TrainingData:
         """Read, check and (for diffusion) encode the training data. Collective."""
@@ -72,10 +72,10 @@ class Task(Protocol):
     def load_trainable(
         self, recipe: Recipe, family: Any, checkpoint: Any, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Load the model, equal on all ranks; returns it, its parameter groups, and lines on what trains."""
+        """Load the model, equal on all ranks. Returns it, its parameter groups, and text on what trains."""
 
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
-        """Digest of the files that the model is loaded from."""
+        """Digest of the files that the model's weights are loaded from."""
 
     def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         """The task's settings that a resumed run must share with its checkpoint, named as in the recipe."""
@@ -93,10 +93,12 @@ class Task(Protocol):
         """Write the model's outputs for the validation prompts to samples/step_NNNNNN. Collective."""
 
     def build_reference_model(self, checkpoint: Any) -> "ReferenceModel":
-        """The checkpoint as its own library loads it, for checks of the saved result."""
+        """The checkpoint as its library loads it, for checks of the saved result against the unpatched model."""
 
     def save(self, setup: Setup[Any, Any], metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Path:
-        """Write the result and return its path. Main process only; raises if it is not finite or has no effect.
+        """Write the training result and return its path.
+
+        Main process only; raises if it is not finite or has no effect.
 
         `weights` are the trained weights, unsharded.
         """

@@ -26,7 +26,7 @@ _NUM_POSITIONS = 8  # number of last positions whose logits are compared
 
 @dataclass(frozen=True)
 class ChatReferenceModel(ReferenceModel):
-    """The stock chat model of one checkpoint."""
+    """The stock chat model of one checkpoint, for verifying a result in it."""
 
     checkpoint: ChatCheckpoint
 
@@ -35,12 +35,12 @@ class ChatReferenceModel(ReferenceModel):
         return self.checkpoint.model_class.__name__
 
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
-        """A question about one image of random pixels."""
+        """Describe the input for comparing outputs: a question about one image of random pixels."""
         image_config = self.checkpoint.vision_settings
         return {"question": "What is shown?", "height": image_config.height, "width": image_config.width}
 
     def compute_output(self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """Logits (1, 8, vocabulary) at the prompt's last tokens."""
+        """The chat model's logits (1, 8, vocabulary) at the prompt's last tokens."""
         device = next(model.parameters()).device
         shape = self.checkpoint.shape("image", input_spec["height"], input_spec["width"])
         assert shape is not None
@@ -61,14 +61,14 @@ class ChatReferenceModel(ReferenceModel):
         return logits
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """Load the model with Transformers only: its forward is not wrapped."""
+        """Load the chat model with Transformers only: its forward is not wrapped."""
         model: nn.Module = load_pretrained(
             self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
         )
         return model.requires_grad_(False).eval()
 
     def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:
-        """Load an adapter and trained base weights with PEFT, as users do."""
+        """Load a chat adapter and trained base weights with PEFT, as users do."""
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
         # Load base weights before PEFT wraps the layers and renames their weights.
         if base.is_file():

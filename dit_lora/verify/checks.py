@@ -22,7 +22,7 @@ PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check."""
+    """The outcome of one check of a verification."""
 
     passed: bool
     message: str
@@ -87,7 +87,10 @@ def check_keys(
 
 
 def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> bool:
-    """True if values are equal in the loaded tensor's dtype; only shapes are compared on the meta device."""
+    """True if a file's tensor equals the loaded one in the loaded tensor's dtype.
+
+    On the meta device only shapes are compared.
+    """
     if loaded_tensor.is_meta:
         return file_tensor.shape == loaded_tensor.shape
     # Compare in the loaded dtype: a loader that lowers precision changes values on purpose.
@@ -104,7 +107,7 @@ def check_adapter_effect(
     *,
     allow_extreme: bool = False,
 ) -> Check:
-    """Check that at least one update is larger than rounding error, and none is far larger than its weight.
+    """Check that at least one adapter update is larger than rounding error, and none is far larger than its weight.
 
     Modules with a strange size are named.
 

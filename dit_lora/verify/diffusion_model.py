@@ -40,7 +40,7 @@ _COMPUTE_DTYPE = "compute"  # stands for the dtype that the model computes in
 
 @dataclass(frozen=True)
 class DiffusionReferenceModel(ReferenceModel):
-    """The stock pipeline of one checkpoint, with only its transformer loaded."""
+    """The stock pipeline of one checkpoint with only its transformer loaded, for verifying a result in it."""
 
     checkpoint: Checkpoint
 
@@ -49,7 +49,10 @@ class DiffusionReferenceModel(ReferenceModel):
         return self.checkpoint.info.pipeline_class.__name__
 
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
-        """Shapes and dtypes of a sample as in the run, and the random numbers drawn for it.
+        """Describe random inputs for comparing outputs.
+
+        They have shapes and dtypes of a sample as in the run, and the random numbers drawn for it. Unless `full_size`,
+        height and width are smaller if the model accepts that.
 
         Unless `full_size`, height and width are smaller if the model accepts that.
         """
@@ -72,7 +75,7 @@ class DiffusionReferenceModel(ReferenceModel):
         return {**tensors, **self._sample_scalars(tensors)}
 
     def _sample_scalars(self, tensors: InputSpec) -> InputSpec:
-        """Random values with one number per sample, such as the noise level.
+        """Random input values with one number per sample, such as the noise level, by name.
 
         They depend on recipe options and on defaults that a later version may change, so the values are recorded
         instead of how they were drawn.
@@ -89,7 +92,7 @@ class DiffusionReferenceModel(ReferenceModel):
         return scalars
 
     def has_all_inputs(self, input_spec: InputSpec) -> bool:
-        """True if the noise level is recorded."""
+        """True if these recorded inputs contain the noise level."""
         return any(name.startswith(_RANDOM_VALUE_PREFIX) for name in input_spec)
 
     def compute_output(self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +117,7 @@ class DiffusionReferenceModel(ReferenceModel):
         return torch.stack(output) if isinstance(output, list) else output  # a list of samples
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh transformer with the checkpoint's weights, on the CPU."""
+        """Load a fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.denoiser.load_transformer(dtype).eval()
 
     def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:
@@ -145,7 +148,7 @@ class DiffusionReferenceModel(ReferenceModel):
             raise DitLoraError(format_list(f"{summary}; {remedy}", problems))
 
     def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
-        """The adapter's tensors as Diffusers reads the file, with the names that they have once loaded.
+        """The adapter's tensors as Diffusers reads the file, under the names that they have once loaded.
 
         Raises `DitLoraError` with all tensors of another program's format that the loader ignores.
         """
@@ -164,7 +167,7 @@ class DiffusionReferenceModel(ReferenceModel):
         return sorted((self.checkpoint.path / self.checkpoint.info.part).glob("*.safetensors"))
 
     def compute_digest(self) -> str:
-        """Digest of the transformer's files."""
+        """Digest of the transformer's weight files."""
         # No cached digests: a file that changed without a new modification time must not pass.
         return Digests(Path(os.devnull)).hash_component(self.checkpoint.path / self.checkpoint.info.part)
 
@@ -185,7 +188,7 @@ class DiffusionReferenceModel(ReferenceModel):
 
 
 def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer) -> str | None:
-    """How a loaded layer's update differs from the file's; None if it does not."""
+    """Message on how a loaded layer's update differs from the file's; None if it does not."""
     layer: Any = model.get_submodule(name)
     is_loaded = isinstance(layer, LoraLayer)
     if not is_loaded:
@@ -210,7 +213,7 @@ def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer)
 
 
 def _shrink_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec:
-    """The spec with the latents' height and width scaled down in the proportion of the pixel sizes."""
+    """Input description whose latents' height and width are scaled down in the proportion of the pixel sizes."""
     # Height and width of the latents. Every tensor that ends with this size is scaled.
     latents = spec["latent_mean"][0][-2:]
     small_spec = dict(spec)
@@ -223,7 +226,10 @@ def _shrink_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec
 
 
 def _sample_tensor(name: str, tensor_spec: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """A batch of one sample: normal values rounded to bf16, to be equal in every dtype; ones for integers."""
+    """A batch of one synthetic sample: normal values rounded to bf16, to be equal in every dtype.
+
+    Ones for integers.
+    """
     size = (1, *tensor_spec["shape"])
     if tensor_spec["dtype"] != _COMPUTE_DTYPE:
         return torch.ones(size, dtype=getattr(torch, tensor_spec["dtype"]))

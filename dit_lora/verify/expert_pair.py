@@ -16,7 +16,9 @@ def format_expert_filename(expert: str) -> str:
 
 
 def find_expert_results(target: Path) -> tuple[Path, ...]:
-    """The results of both experts (high noise first) or of the only one; the path itself if there are no experts.
+    """The paths of both experts' results (high noise first) or of the only one.
+
+    Without experts, it is the path itself.
 
     A run of both experts contains a run for each. Elsewhere the file names end with `_high_noise` or `_low_noise`.
 
@@ -44,7 +46,7 @@ def find_expert_results(target: Path) -> tuple[Path, ...]:
 
 
 def find_expert_runs(folder: Path) -> tuple[Path, ...]:
-    """The runs of both experts, high noise first, if the folder is a run of both; else the folder itself."""
+    """The run folders of both experts, high noise first, if the folder is a run of both; else the folder itself."""
     # Both folders must hold a recipe; otherwise the folder counts as a single run.
     runs = tuple(folder / name for name in EXPERT_NAMES.values())
     return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)

@@ -25,7 +25,7 @@ ADAPTER_FILENAMES = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
 
 @dataclass(frozen=True)
 class ResultSource:
-    """A diffusion adapter, or a full pipeline."""
+    """A diffusion adapter or a full pipeline that was found at a path."""
 
     target: Path
     """The path as the user gave it."""
@@ -72,7 +72,7 @@ class ResultSource:
 
 
 def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> ResultSource:
-    """Find the adapter or the pipeline at this path: a run's folder, an adapter's folder, or an adapter's file.
+    """Find the adapter or the pipeline at this path. It is a run's folder, an adapter's folder, or an adapter's file.
 
     Args:
         target: The path.
@@ -106,7 +106,10 @@ def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) ->
 
 
 def find_pipeline_folder(target: Path) -> Path | None:
-    """Folder of the pipeline: the target itself, or the result of a run in mode `full`. None if there is none."""
+    """Folder of the pipeline at a path: the path itself, or the result of a run in mode `full`.
+
+    None if there is none.
+    """
     folders = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
     return next(folders, None)
 
@@ -130,7 +133,7 @@ def _read_checkpoint_metadata(file: Path) -> dict[str, Any]:
 
 
 def is_chat(target: Path, model: str | None) -> bool:
-    """True if the target is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
+    """True if the result at a path is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
     # Not a local path, or a diffusion pipeline.
     if not target.exists() or find_pipeline_folder(target):
         return False
@@ -154,7 +157,10 @@ def is_chat(target: Path, model: str | None) -> bool:
 
 
 def read_run_model(target: Path, file: Path | None) -> ModelConfig | None:
-    """The base in the config.yaml of the run at this path, or around the adapter's file; None without a run."""
+    """The base checkpoint in the config.yaml of the run at this path, or around the adapter's file.
+
+    None without a run.
+    """
     run = target if target.is_dir() else target.parent
     # The path may be of an adapter's file inside a run.
     if file and file.parent.name == "adapter":
@@ -175,18 +181,18 @@ def require_hub_base(target: Path, base_name: str) -> str:
 
 
 def read_peft_base(folder: Path) -> str:
-    """The base named in the config of an adapter's folder in PEFT's format; empty if there is none."""
+    """The base checkpoint named in the config of an adapter's folder in PEFT's format; empty if there is none."""
     return read_adapter_config(folder / CONFIG_NAME).get("base_model_name_or_path") or ""
 
 
 def read_adapter_config(file: Path) -> dict[str, Any]:
-    """The adapter_config.json next to a file in PEFT's format; empty if there is none."""
+    """Content of the adapter_config.json next to a file in PEFT's format; empty if there is none."""
     config = file.with_name(CONFIG_NAME)
     return read_json(config) if config.is_file() else {}
 
 
 def detect_family(model: ModelConfig) -> str:
-    """The diffusion family of a checkpoint, by its pipeline class. For adapters that do not record their family.
+    """The diffusion family of a checkpoint, found by its pipeline class. For adapters that do not record their family.
 
     Raises:
         DitLoraError: No family has this pipeline class.

@@ -44,7 +44,7 @@ about `_WANTED`."""
 def record_output(
     reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Record the model's output as JSON, for `compare_output`.
+    """Record the trained model's output as JSON values, so that `compare_output` can check a loaded result against it.
 
     If the adapter's effect is close to rounding error, also record the output with its scale raised. If the output is
     not finite, a message is recorded instead of values. Collective if a forward pass needs all ranks.
@@ -79,7 +79,10 @@ def record_output(
 def compute_output_record(
     reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The model's current output, with everything that is needed to compute it again; JSON."""
+    """The model's current output on fixed inputs as JSON values.
+
+    They include everything that is needed to compute it again.
+    """
     output = _compute_output(reference_model, model, input_spec, SEED, dtype)
     return {
         "seed": SEED,
@@ -93,7 +96,7 @@ def compute_output_record(
 
 
 def find_kernel_fallbacks(model: nn.Module) -> list[Fallback]:
-    """Fallbacks of the kernels installed in this model, without parts of other fallbacks and without compilation."""
+    """Fallbacks of the kernels installed in this model. Parts of other fallbacks and torch.compile are left out."""
     return [switch for switch in list_model_fallbacks(model) if switch.parent is None and switch.name != COMPILE]
 
 
@@ -194,7 +197,7 @@ def compare_output(
 def _check_unequal_base(
     reference_model: ReferenceModel, inputs: Any, base_name: str, digest: str | None, difference: str
 ) -> Check:
-    """Result if the base's output differs: passed only if the noise level is unknown and digests are equal.
+    """Check result for a base whose output differs: passed only if the noise level is unknown and digests are equal.
 
     `difference` describes by how much the outputs differ, for the message.
     """
@@ -209,7 +212,7 @@ def _check_unequal_base(
 
 
 def _check_without_adapter(output_distance: float, limit: float, tolerance_text: str, base_name: str) -> Check:
-    """The check for a result without an adapter to turn off, so that the base cannot be compared separately."""
+    """Check the output of a result without an adapter to turn off. The base cannot be compared separately."""
     text = f"{format_percent(output_distance)} from the one recorded at training's end ({tolerance_text})"
     if output_distance <= limit:
         return Check(True, f"as trained: {text}")
@@ -230,7 +233,7 @@ def _compute_output(
 
 @contextmanager
 def _scale_adapters(model: nn.Module, factor: float) -> Iterator[None]:
-    """Context in which adapters act `factor` as strongly. Afterwards they act exactly as before."""
+    """Context in which adapters act `factor` times as strongly. Afterwards they act exactly as before."""
     # Only LoRA layers have a scale that can be raised.
     layers = [layer for layer in find_tuner_layers(model) if isinstance(layer, LoraLayer)]
     old_scalings = [dict(layer.scaling) for layer in layers]
@@ -244,13 +247,13 @@ def _scale_adapters(model: nn.Module, factor: float) -> Iterator[None]:
 
 
 def is_finite(output_record: Mapping[str, Any]) -> bool:
-    """True if every value of an output is finite: otherwise its norm is not."""
+    """True if every value of a recorded output is finite: otherwise its norm is not."""
     return math.isfinite(output_record["norm"])
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which every adapter is off."""
+    """Context in which every adapter of the model is off."""
     layers = find_tuner_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
@@ -277,7 +280,9 @@ def _sample_values(output: torch.Tensor) -> dict[str, Any]:
 
 
 def compute_distance(current_record: Mapping[str, Any], output_record: Mapping[str, Any]) -> float:
-    """Relative distance from the record, of the values or of the norm, whichever is larger.
+    """Relative distance of an output from its record, of the values or of the norm, whichever is larger.
+
+    Inf if either is not finite.
 
     Inf if either is not finite.
     """

@@ -62,7 +62,7 @@ def _describe_mismatch(
     expected: Mapping[str, torch.Tensor],
     trained_tensors: Mapping[str, torch.Tensor] | None,
 ) -> str | None:
-    """Why this tensor does not belong into the model; None if it does."""
+    """Reason why a file's tensor does not belong into the model; None if it does."""
     if name not in expected:
         return f"{name}: nothing of the model takes it"
     if tensor.shape != expected[name].shape:

@@ -56,7 +56,7 @@ def share_model_weights(
 
 
 def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
-    """Why a fresh model cannot share this model's weights; None if it can."""
+    """Reason why a fresh model cannot share this model's weights; None if it can."""
     if is_sharded(trained_model):
         return "the run's weights are spread over ranks"
     if len({parameter.device.type for parameter in trained_model.parameters()}) > 1:
@@ -65,19 +65,19 @@ def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
 
 
 class ReferenceModel(ABC):
-    """One checkpoint as its own library loads it."""
+    """Base class for a checkpoint as its library (Diffusers or Transformers) loads it, without this package's code."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the loading class, for messages."""
+        """Name of the class that loads a result, for messages."""
 
     @abstractmethod
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
-        """How to draw random inputs for a model trained on these clips. `full_size` keeps height and width."""
+        """Describe random inputs for a model trained on these clips. `full_size` keeps height and width."""
 
     def has_all_inputs(self, input_spec: InputSpec) -> bool:
-        """False for inputs of an earlier version, which do not have the noise level."""
+        """False if recorded inputs cannot be reproduced: those of earlier versions lack the noise level."""
         return True
 
     @abstractmethod
@@ -86,10 +86,10 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model with the checkpoint's weights, on the CPU."""
+        """Load a fresh model with the checkpoint's weights, on the CPU."""
 
     def load_meta_model(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model on the meta device; its buffers have values."""
+        """Build a fresh model on the meta device; its buffers have values."""
         # Parameters are created on meta, and no weight file is read.
         with init_empty_weights(), build_from_configs():
             model = self.load_model(dtype)

@@ -13,19 +13,19 @@ VERIFICATION_FILE = "verification.json"
 
 
 def compute_digests(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """Hex SHA-256 of each file, by its path relative to the run's folder."""
+    """SHA-256 (hex) of each file of a run, by its path relative to the run's folder."""
     return {file.relative_to(folder).as_posix(): compute_sha256(file) for file in sorted(files)}
 
 
 def list_result_files(result: Path, part: str) -> list[Path]:
-    """Files that a verification reads: of an adapter's folder, or of a pipeline's trained component."""
+    """Files that a verification reads: those of an adapter's folder, or of a pipeline's trained component."""
     # A pipeline has one folder per component; an adapter's folder has no such subfolder.
     folder = result / part if (result / part).is_dir() else result
     return [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
 
 
 def find_changed_files(run: Path) -> list[str]:
-    """Files of a run's result whose digest differs from the verified one. Missing files count as changed.
+    """Files of a run's result whose SHA-256 differs from the verified one. Missing files count as changed.
 
     Empty without verification.json, and for one of an earlier version without digests.
     """
@@ -49,7 +49,10 @@ def read_verification(run: Path) -> VerifiedFiles:
 
 
 def require_file_unchanged(file: Path, message_prefix: str) -> None:
-    """`require_unchanged` for the run that this adapter file belongs to; nothing for files outside a run."""
+    """Raise `CheckFailedError` if the run that this adapter file belongs to has changed since it was verified.
+
+    Nothing happens for files outside a run.
+    """
     folder = file.absolute().parent
     if folder.name == "adapter":
         require_unchanged(folder.parent, message_prefix)
@@ -69,5 +72,5 @@ def require_unchanged(run: Path, message_prefix: str) -> None:
 
 
 def write_verification(run: Path, record: Mapping[str, Any]) -> None:
-    """Write verification.json. Raises `OSError`."""
+    """Write a run's verification.json. Raises `OSError`."""
     write_json(run / VERIFICATION_FILE, record)

@@ -48,7 +48,7 @@ _LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, O
 
 @dataclass(frozen=True)
 class Verification:
-    """The checks of one result."""
+    """The outcome of verifying one result: its checks, each module's update, and notes."""
 
     adapter: str
     base_model: str
@@ -60,16 +60,16 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed."""
+        """True if every check of the verification passed."""
         return all(check.passed for check in self.checks.values())
 
     @property
     def failures(self) -> list[str]:
-        """One line for each failed check."""
+        """One line for each failed check of the verification."""
         return [f"{name}: {self.checks[name].message}" for name in self._list_failed()]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible values."""
+        """The verification as JSON-compatible values."""
         return {
             "adapter": self.adapter,
             "base_model": self.base_model,
@@ -80,7 +80,7 @@ class Verification:
         }
 
     def format_lines(self) -> list[str]:
-        """Text for a terminal: a line for each check, notes, and the conclusion."""
+        """The verification as text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
         # Continuation lines are indented to the message's column.
         for name, check in self.checks.items():
@@ -91,7 +91,7 @@ class Verification:
         return [*lines, "every check passed" if self.passed else failed]
 
     def format_summary(self) -> str:
-        """One line for a run's summary."""
+        """The verification in one line, for a run's summary."""
         if not self.passed:
             return f"verified: failed: {', '.join(self._list_failed())}"
         update = self.checks["effect"].message.partition("\n")[0]
@@ -127,7 +127,7 @@ class VerificationTarget:
 
     @property
     def name(self) -> str:
-        """The result's name without its parent folders."""
+        """Name of the result for messages, without its parent folders."""
         return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
 
     def read_config(self) -> dict[str, Any] | None:
@@ -143,7 +143,7 @@ class VerificationTarget:
         return adapter_config or None
 
     def check_output(self, model: nn.Module, dtype: torch.dtype) -> Check:
-        """The check `check_output`, for the model with the result loaded."""
+        """Compare the output of the model that has the result loaded with the recorded output."""
         # The run wrote this into the header when it saved the adapter.
         output_record = self.metadata.get("output")
         if output_record is None:
@@ -166,7 +166,7 @@ class VerificationTarget:
 def check_pipeline(
     result: VerificationTarget, checks: Mapping[str, Check], load_model: Callable[[], nn.Module]
 ) -> Verification:
-    """Add the check `check_output` to the others, if those passed."""
+    """Verify a full pipeline: the output is compared if the other checks passed."""
     # A forward pass with damaged weights would fail or mislead.
     output = Check(False, "not compared: the files do not hold what they should")
     if all(check.passed for check in checks.values()):
@@ -284,7 +284,7 @@ def _silence_libraries() -> Iterator[None]:
 
 
 def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module) -> list[str]:
-    """Layers that the config's target modules match, by PEFT's rule."""
+    """Names of the layers that the config's target modules match, by PEFT's rule."""
     if not config or not config.get("target_modules"):
         return []
     target_config = peft.LoraConfig(target_modules=config["target_modules"])
@@ -296,7 +296,7 @@ def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module
 
 
 def _read_ranks(file_tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Ranks of A and of B in the file, by module."""
+    """Ranks of LoRA A and LoRA B in an adapter file, by module."""
     ranks = {}
     for name, a in file_tensors.items():
         # A is (rank, inputs) and B is (outputs, rank).

@@ -68,7 +68,7 @@ from dit_lora_kernels.support import (
 
 
 def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Repeat each row of a table (B, D) or (B, G, D) for every token of its group; returns (B, T, D) in `dtype`."""
+    """Repeat each row of a modulation table (B, D) or (B, G, D) for every token of its group; (B, T, D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
 
@@ -109,7 +109,9 @@ def ada_norm_reference(
 
 
 def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute one stream's gradients in plain torch, in fp32 (fp64 for fp64 inputs), as the reference for the kernel.
+    """Compute one stream's gradients of the adaptive norm in plain torch, as the reference for the kernel.
+
+    Uses fp32 (fp64 for fp64).
 
     Returns dx', the gradient of ``x' = x + gate * y``, including that of its use elsewhere; ``gate * dx'``, the
     gradient of y; and a list of three sums over the tokens of each group, each (B, G, D): of grad, of ``grad * x_hat``
@@ -141,7 +143,7 @@ def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor
 
 
 def _group_fields(flat: Sequence[Any]) -> list[AdaNormInputs]:
-    """Split a flat list (x, shift, scale, y and gate of each stream in order) into one `AdaNormInputs` per stream."""
+    """Split a flat list (x, shift, scale, y, gate of each stream in order) into one `AdaNormInputs` per stream."""
     size = len(AdaNormInputs._fields)
     return [AdaNormInputs._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
@@ -220,7 +222,7 @@ def _allocate_backward(operands: BackwardOperands, dx: bool, dy: torch.dtype | N
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """Compute the gradients of one stream; this is the backward op.
+    """Compute the gradients of one stream of the adaptive norm; this is the backward op.
 
     Args:
         flat: The tensors of `BackwardOperands`, in the order of its fields.

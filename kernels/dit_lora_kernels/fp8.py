@@ -93,7 +93,7 @@ def multiply(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> 
 
 
 def find_unavailable_reason() -> str | None:
-    """Find out why this machine cannot compute fp8 products; None if it can.
+    """Find out why this machine cannot compute fp8 products. Returns the reason as text, or None if it can.
 
     Runs one small product on the current GPU, and compares it with the exact result.
     """

@@ -177,7 +177,10 @@ def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0
 def lora_qkv_unchecked(
     x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
 ) -> tuple[Tensor, ...]:
-    """Compute `lora_qkv` without checking the operands; `dtype` is the `compute_dtype` of every projection."""
+    """Compute several adapted linear layers of one x without checking the operands.
+
+    `dtype` is their `compute_dtype`.
+    """
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
     # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
@@ -191,7 +194,7 @@ def lora_qkv_unchecked(
 
 
 def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
-    """Raise ValueError for a dropout, dtype, shape or base that `lora_qkv` does not support."""
+    """Raise ValueError for a dropout, dtype, shape or base that the LoRA linear op does not support."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dtype not in COMPUTE_DTYPES:
@@ -215,7 +218,10 @@ def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float
 
 
 class _Settings(NamedTuple):
-    """The arguments of `_LoraProjections` that are not tensors; `scalings` and `quantized` have one per projection."""
+    """The non-tensor arguments of the autograd function `_LoraProjections`.
+
+    `scalings` and `quantized` have one per layer.
+    """
 
     dropout: float
     scalings: list[float]
@@ -273,7 +279,7 @@ class _LoraProjections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of x and of every A and B, from those of the outputs."""
+        """Compute the gradients of x and of every LoRA factor A and B, from those of the layers' outputs."""
         n, settings = len(gradients), ctx.settings
         x, *saved = ctx.saved_tensors
         weights, lows_a, lows_b, products = (saved[i : i + n] for i in range(0, 4 * n, n))
@@ -401,7 +407,7 @@ def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
 
 
 def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torch.dtype) -> Tensor:
-    """The frozen weight (O, I) in the compute dtype, dequantised if another library quantised it."""
+    """The frozen weight (O, I) of a linear layer in the compute dtype, dequantised if another library quantised it."""
     if quantized is not None:
         return quantized.dequantize(dtype)
     assert weight is not None  # `_check_operands` has seen to it
@@ -436,13 +442,13 @@ def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _split_stacked(stacked: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """Split what `_stacked` concatenated into views of these sizes along `dim`."""
+    """Split a concatenated tensor into views of these sizes along `dim`."""
     # Past the Python of `Tensor.split`.
     return [stacked] if len(sizes) == 1 else list(stacked.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the matrix product a @ b in fp32 (fp64 for fp64): a gradient of A or B, which sums over all N rows."""
+    """Compute the gradient of a LoRA factor as the product a @ b in fp32 (fp64 for fp64); it sums over all N rows."""
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)

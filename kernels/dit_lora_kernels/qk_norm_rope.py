@@ -56,7 +56,7 @@ def _rotate_pairs_by_90_degrees(y: Tensor, rotation: str) -> Tensor:
 
 
 def _count_rotated_tokens(table: Tensor) -> int:
-    """Number of tokens that a table of cosines or sines has rows for: R in its shape."""
+    """Number of tokens that a rotary table (cosines or sines) has rows for: R in its shape."""
     return table.shape[1 if table.ndim == 4 else -2]
 
 
@@ -94,7 +94,9 @@ def _apply_rotation(
 
 
 def _normalize(x: Tensor, options: NormRopeOptions) -> tuple[Tensor, Tensor]:
-    """Normalise x (B, S, H, D) without weight and bias; also return rstd (B, S, H, 1), or (B, S, 1, 1) across heads.
+    """Normalise q or k, x (B, S, H, D), without weight and bias.
+
+    Also returns rstd (B, S, H, 1), or (B, S, 1, 1) across heads.
 
     rstd is ``1 / sqrt(variance + eps)``, for RMSNorm of the mean square.
     """
@@ -106,7 +108,7 @@ def _normalize(x: Tensor, options: NormRopeOptions) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
-    """View a weight or bias (D,) or (H*D,) as (1 or H, D) in x's dtype; return a row of `otherwise` if it is None."""
+    """View a norm's weight or bias (D,) or (H*D,) as (1 or H, D) in x's dtype; a row of `otherwise` if it is None."""
     if parameter is None:
         return x.new_full((1, x.shape[-1]), otherwise)
     return parameter.to(x.dtype).view(-1, x.shape[-1])
@@ -125,7 +127,7 @@ def qk_norm_rope_reference(
     rotation: str = "interleaved",
     first: int = 0,
 ) -> Tensor:
-    """Compute `qk_norm_rope` in plain torch, differentiably, as the reference for the kernel.
+    """Normalise and rotate the heads of q or k in plain torch, differentiably, as the reference for the kernel.
 
     It computes in fp32 (fp64 for fp64 inputs) and rounds the result once, to x's dtype.
     """
@@ -139,7 +141,7 @@ def qk_norm_rope_reference(
 def _compute_reference_gradients(
     operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]
 ) -> Gradients:
-    """Compute the gradients of x, weight and bias in plain torch, as the reference for `launch_backward`.
+    """Compute the gradients of norm and rotation (of x, weight and bias) in plain torch, as the kernel's reference.
 
     It computes in fp32 (fp64 for fp64 inputs). `needs` says which of the three are needed; the others are None.
     """
@@ -232,7 +234,7 @@ def _backward_op(
     first: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, weight and bias; this is the backward op of `qk_norm_rope`.
+    """Compute the gradients of norm and rotation for x, weight and bias; this is the backward op of `qk_norm_rope`.
 
     `source` is the forward's output if `rstd` is passed, else its x. `needs` says which gradients are needed. An empty
     tensor is returned for one that is not.
@@ -284,7 +286,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """True if the normalised x can be computed back from a 16-bit output: `from_output` of `qk_norm_rope`.
+    """True if the backward may compute the normalised x from a 16-bit output of `qk_norm_rope` with these weights.
 
     It synchronizes with the GPU: call it once, when a model is patched. The backward divides by the weight, which
     amplifies the output's rounding error. No element of the weight may be below 1e-3, and rms(weight, bias) / |weight|

@@ -36,7 +36,7 @@ MAX_PARTIALS = 512
 
 
 class NormRopeOptions(NamedTuple):
-    """Settings that are fixed for a layer, as in `qk_norm_rope`.
+    """Settings of norm and rotation of q or k that are fixed for a layer, as in `qk_norm_rope`.
 
     `norm` is "layer", "rms" or "none", over each head or `across_heads`. `rotation` is "interleaved" or "half".
     `first` is the first token that is rotated.
@@ -50,7 +50,7 @@ class NormRopeOptions(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that the backward reads.
+    """Tensors that the backward of norm and rotation of q or k reads.
 
     `grad` (B, S, H, D) is the gradient of the output. `source` (B, S, H, D) is the output itself if `rstd` (B, S, H or
     1) is passed, else x, and None without a norm. The others are the parameters and tables of `qk_norm_rope`.
@@ -99,7 +99,7 @@ def _load_rotary_pairs(
 
 @triton.jit
 def _store_rotary_pairs(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """Store the two tiles that `_load_rotary_pairs` returns, in the same places, cast to the pointer's dtype."""
+    """Store the first and second elements of each row's rotary pairs, two tiles, cast to the pointer's dtype."""
     dtype = ptr.dtype.element_ty
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
@@ -164,7 +164,7 @@ def _load_rotation(
 
 @triton.jit
 def _unrotate(a, b, c1, c2, s1, s2):
-    """Rotate the pairs (a, b) back, with the transpose of the rotation, which is its inverse."""
+    """Rotate rotary pairs (a, b) back, with the transpose of the rotation, which is its inverse."""
     return a * c1 + b * s2, b * c2 - a * s1
 
 
@@ -295,7 +295,7 @@ def _backward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ONCE: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store dx of the program's tokens, and its sums for the gradients of weight and bias.
+    """Store dx of the program's tokens, and its sums for the gradients of the norm's weight and bias.
 
     `source` is the output if rstd was saved, else x. A program takes EACH consecutive tokens.
     """
@@ -341,7 +341,7 @@ def _backward_kernel(
 
 
 def _get_compile_time_arguments(x: Tensor, cos: Tensor | None, options: NormRopeOptions) -> dict[str, Any]:
-    """Choose the kernels' compile-time arguments and number of warps, for x (B, S, H, D) and the table `cos`."""
+    """Choose compile-time arguments and number of warps for the kernels of norm and rotation, for x (B, S, H, D)."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
     block = next_power_of_2(width // 2)
@@ -397,7 +397,7 @@ def launch_forward(
 
 
 def launch_backward(operands: BackwardOperands, options: NormRopeOptions, needs: Sequence[bool]) -> Gradients:
-    """Compute the gradients of x, weight and bias; None for one that `needs` does not select.
+    """Compute the gradients of norm and rotation for x, weight and bias; None for one that `needs` does not select.
 
     The kernel stores partial sums of the gradients of weight and bias, which are added up here in fp32 (fp64 for
     fp64).

@@ -48,7 +48,7 @@ MAX_D = 128  # a program holds the whole state in registers, then 64 a thread
 
 
 class BackwardOperands(NamedTuple):
-    """Tensors that the backward reads: the output's gradient (B, S, H, D), and what the forward read and saved."""
+    """Tensors that the backward of ReLU linear attention reads: the output's gradient (B, S, H, D), and saved ones."""
 
     grad: Tensor
     q: Tensor
@@ -96,7 +96,7 @@ def _compute_reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
 def _compute_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the attention in plain torch: the output (B, S, H, D) in q's dtype, and the sums state and z.
+    """Compute ReLU linear attention in plain torch: the output (B, S, H, D) in q's dtype, and the sums state and z.
 
     state (B, H, D, D) is the sum of rotated relu(k) times v, and z (B, H, D) that of relu(k), in fp32 (fp64 for fp64).
     """
@@ -117,12 +117,12 @@ def _compute_reference(
 def relu_linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, eps: float = 1e-6
 ) -> Tensor:
-    """Compute `relu_linear_attention` in plain torch, differentiably, in fp32 (fp64 for fp64), and round once."""
+    """Compute ReLU linear attention in plain torch, differentiably, in fp32 (fp64 for fp64), and round once."""
     return _compute_reference(q, k, v, cos, sin, eps)[0]
 
 
 def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv (B, S, H, D) in plain torch, in fp32 (fp64 for fp64), with the formulas of the kernels."""
+    """Compute the gradients of ReLU linear attention (dq, dk, dv) in plain torch, with the formulas of the kernels."""
     grad, q, k, v, cos, sin, state, z = operands
     # g is dout / (p . z), u is g @ state^T, and dden is the gradient of the denominator p . z.
     back = None if sin is None else -sin  # the inverse rotation, which is its transpose
@@ -172,7 +172,7 @@ def _relu(x):
 
 @triton.jit
 def _load_matrix_block(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
-    """Load some rows and columns of a matrix (S, D) as ACC, 0 outside it; rows are `stride` elements apart."""
+    """Load some rows and columns of a matrix (S, D) as dtype ACC, 0 outside it; rows are `stride` elements apart."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
 
@@ -468,7 +468,7 @@ def key_grad_kernel(
 
 
 def tokens_per_program(s: int, d: int) -> int:
-    """Choose how many of `s` tokens a program takes, for heads of `d` channels: a power of two."""
+    """Choose how many of `s` tokens a linear attention program takes, for heads of `d` channels: a power of two."""
     # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes.
     return min(512 if d <= 64 else 1024, max(32, next_power_of_2(s)))
 
@@ -484,7 +484,7 @@ _BF16_BLOCKS = {
 
 
 def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
-    """Choose the kernel's compile-time arguments, from operands (B, S, H, D); the first one gives the dtype."""
+    """Choose the linear attention kernel's compile-time arguments; the first operand (B, S, H, D) gives the dtype."""
     _, s, _, d = operands[0].shape
     tokens, block_d = tokens_per_program(s, d), max(16, next_power_of_2(d))  # tl.dot's least
     block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
@@ -515,7 +515,7 @@ def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
 
 
 def _prepare_tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Make cos and sin contiguous; also return the distance of two samples' tables in elements, 0 if shared."""
+    """Make rotary tables cos and sin contiguous; also return the distance of two samples in elements, 0 if shared."""
     if cos is None or sin is None:
         return None, None, 0
     shared = cos.ndim == 2 or cos.shape[0] == 1
@@ -523,7 +523,7 @@ def _prepare_tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | No
 
 
 def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the sums that programs store, a (D, D) and a (D,) each, as (B, chunks of tokens, H, ...)."""
+    """Allocate the partial sums that programs store, a (D, D) and a (D,) each, as (B, chunks of tokens, H, ...)."""
     b, s, h, d = q.shape
     chunks = cdiv(s, tokens_per_program(s, d))
     dtype = accumulation_dtype(q.dtype)
@@ -532,14 +532,14 @@ def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_chunks(partials: Tensor) -> Tensor:
-    """Add up the programs' sums over the chunks of tokens (dimension 1); return a view if there is only one chunk."""
+    """Add up the programs' partial sums over the chunks of tokens (dimension 1); a view if there is only one chunk."""
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output (B, S, H, D) in q's dtype, and state (B, H, D, D) and z (B, H, D) in fp32 (fp64 for fp64)."""
+    """Launch ReLU linear attention: output (B, S, H, D) in q's dtype, state (B, H, D, D) and z (B, H, D)."""
     q, k, v = make_rows_contiguous(q), make_rows_contiguous(k), make_rows_contiguous(v)
     cos, sin, table_b = _prepare_tables(cos, sin)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -561,7 +561,7 @@ def launch_forward(
 
 
 def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
-    """Fill the buffers `grads` with dq, dk and dv (B, S, H, D) in the inputs' dtypes; None skips a gradient."""
+    """Launch the linear attention's backward: fill the buffers `grads` with dq, dk and dv; None skips a gradient."""
     if not operands.q.numel():
         return
     dq, dk, dv = grads
@@ -591,7 +591,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute output (B, S, H, D), state (B, H, D, D) and z (B, H, D), contiguous: the forward op, unchecked."""
+    """Forward op of ReLU linear attention, unchecked: output (B, S, H, D), state (B, H, D, D) and z (B, H, D)."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
     output, state, z = _compute_reference(q, k, v, cos, sin, eps)
@@ -618,7 +618,7 @@ def relu_linear_attention_backward(
     eps: float,
     needed_gradients: list[bool],
 ) -> list[Tensor]:
-    """Compute those of dq, dk and dv that `needed_gradients` selects, in this order; this is the backward op."""
+    """Backward op of ReLU linear attention: those of dq, dk and dv that `needed_gradients` selects, in this order."""
     operands = BackwardOperands(grad, q, k, v, cos, sin, state, z)
     grads = _allocate_gradients(q, k, v, needed_gradients)
     if launches(q):

@@ -51,7 +51,7 @@ MAX_ROWS = 16
 
 
 def silu_dwconv_glu_reference(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the op in plain torch, differentiably, as the reference for the kernels.
+    """Compute SiLU, depthwise 3x3 convolution and gate in plain torch, differentiably, as the kernels' reference.
 
     It computes in fp32 (fp64 for fp64 inputs) and rounds the result once, to h's dtype.
     """
@@ -388,7 +388,10 @@ def launch_filter(dc: Tensor, h: Tensor, first_tap: int, last_tap: int) -> Tenso
 
 @op("silu_dwconv_glu")
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `silu_dwconv_glu` (B, H, W, C); this is the forward op, which does not check its operands."""
+    """Compute SiLU, depthwise 3x3 convolution and gate, (B, H, W, C).
+
+    This is the forward op, which does not check its operands.
+    """
     if launches(h):
         return launch_convolution(make_rows_contiguous(h), weight, bias, None)
     return silu_dwconv_glu_reference(h, weight, bias).contiguous()
@@ -403,7 +406,9 @@ def _fake_silu_dwconv_glu_forward(h: Tensor, _weight: Tensor, _bias: Tensor | No
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needed_gradients: list[bool]
 ) -> list[Tensor]:
-    """Compute the gradients of h, weight and bias that `needed_gradients` selects; this is the backward op.
+    """Compute the gradients of h, weight and bias that `needed_gradients` selects.
+
+    This is the convolution's backward op.
 
     They are returned in this order, each in its operand's dtype, without those not needed. `dout` is the gradient of
     the output.

@@ -116,7 +116,7 @@ def get_layout_tuple(tensor: Tensor) -> PlainLayout:
 
 
 class TensorLayout(NamedTuple):
-    """Everything about a tensor except its memory's address and its values."""
+    """Layout of a tensor: dtype, shape, strides and device, without its address and values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -150,7 +150,7 @@ class Prepared:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], constants: dict[str, Any]
     ) -> None:
-        """Store the kernel, its grid, and its arguments after the tensors.
+        """Store a Triton kernel, its grid, and its arguments after the tensors.
 
         `numbers` are whole numbers in the order of the kernel's arguments, and `constants` compile-time arguments by
         name.
@@ -161,7 +161,7 @@ class Prepared:
         self._compiled: dict[tuple[int | None, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch the kernel on the device of the first tensor; Triton would use the current device."""
+        """Launch the stored Triton kernel on the device of the first tensor; Triton would use the current device."""
         assert tensors[0] is not None
         index = tensors[0].get_device()
         if index >= 0 and index != torch.cuda.current_device():
@@ -245,7 +245,7 @@ class Op:
         function = self.function
 
         class Node(torch.autograd.Function):
-            """The op's autograd function on the fast path, where torch.library is bypassed."""
+            """Autograd function of an op on the fast path, where torch.library is bypassed."""
 
             @staticmethod
             def forward(ctx: Any, *args: Any) -> Any:
@@ -257,7 +257,10 @@ class Op:
         self._node = Node
 
     def __call__(self, *args: Any) -> Any:
-        """Compute the outputs: through torch.library if something must see the op, else by calling the function."""
+        """Compute an op's outputs.
+
+        The call goes through torch.library if something must see the op, else to the function.
+        """
         if torch.compiler.is_compiling() or _must_go_through_op(args):
             return self.library(*args)
         if not (torch.is_grad_enabled() and _requires_grad(args)):

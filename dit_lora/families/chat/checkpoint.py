@@ -62,7 +62,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTextCheckpoint(ChatCheckpoint):
-    """An opened checkpoint of a Transformers video chat model."""
+    """An opened checkpoint of a video chat model that Transformers supports."""
 
     layout: PictureLayout
 
@@ -149,7 +149,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return {}
 
     def _get_template(self, *, is_video: bool) -> str:
-        """The chat template that the processor would use.
+        """The chat template that a Transformers processor would use.
 
         SmolVLM has a separate one for videos. Otherwise the processor's comes first, then the tokenizer's.
         """
@@ -168,7 +168,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
 
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
-    """Read config and tokenizer. Raises `DitLoraError` for a model type without a layout."""
+    """Read a chat checkpoint's config and tokenizer. Raises `DitLoraError` for a model type without a layout."""
     path = get_chat_checkpoint_folder(model)
     # Read model_type first: AutoConfig would fail on an unknown type with a less helpful message.
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))

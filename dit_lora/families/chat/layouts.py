@@ -36,7 +36,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class PictureLayout(Protocol):
-    """How one model type processes pictures."""
+    """Protocol for the way in which one model type scales pictures and places them in the prompt."""
 
     fit: ClassVar[Fit]
     has_frame_times: ClassVar[bool]
@@ -44,27 +44,30 @@ class PictureLayout(Protocol):
 
     @property
     def native_side(self) -> int:
-        """Pixels per side that recipes usually set as data.height and data.width."""
+        """Side length in pixels that recipes usually set as data.height and data.width for a model type."""
 
     def size_error(self, height: int, width: int) -> str | None:
-        """Valid values of data.height and data.width, as a message, if these are invalid; else None."""
+        """Error message that names valid values if these data.height and data.width are invalid.
+
+        None if they are valid.
+        """
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
         """Size at which the model sees pictures stored as height x width; `budget` is data.height and data.width."""
 
     def placeholder(self, frames: int) -> str:
-        """Text that the chat template puts in place of a picture or video. `expansion` replaces it."""
+        """Placeholder text that the chat template writes for a picture or video. `expansion` replaces it."""
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
-        """Text of a picture or video of this shape, including the tokens that stand for the model's features."""
+        """Prompt text of a picture or video of this shape, with the tokens that stand for the model's features."""
 
     def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
-        """The model's arguments except `input_ids` (B, L), from uint8 pixels (B, F, 3, H, W) and times (B, F)."""
+        """The chat model's arguments except `input_ids`, from uint8 pixels (B, F, 3, H, W) and frame times (B, F)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquareFrames(ABC):
-    """Base of layouts with square frames of one size, and images that are tiled into such squares."""
+    """Base class of layouts with square frames of one size, and images that are tiled into such squares."""
 
     # Side of a frame or tile in pixels, the input size of the vision encoder.
     side: int
@@ -95,7 +98,7 @@ class SquareFrames(ABC):
 
     @abstractmethod
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of an image stored as height x width, after scaling."""
+        """Height and width of an image stored as height x width, after scaling to the model's limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +317,10 @@ class InternVLLayout(SquareFrames):
         return {"pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
 
     def _select_grid(self, height: int, width: int, max_tiles: int) -> tuple[int, int]:
-        """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
+        """Rows and columns of the tile grid whose aspect ratio is nearest to a picture's.
+
+        Ties go to the largest grid that the picture fills by half.
+        """
         # Smaller grids come first, so that a tie can replace them by a larger one.
         best, min_distance = (1, 1), math.inf
         grids = [(rows, cols) for cols in range(1, max_tiles + 1) for rows in range(1, max_tiles // cols + 1)]

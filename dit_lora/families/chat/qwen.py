@@ -90,7 +90,7 @@ class QwenLayout:
         return f"at least {step} pixels a side" if min(height, width) < step else None
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        """Size of a picture for the model. Raises `DitLoraError` if one side is more than 200 times the other."""
+        """Size at which Qwen sees a picture. Raises `DitLoraError` if one side is more than 200 times the other."""
         if max(height, width) > 200 * min(height, width):
             raise DitLoraError(f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200")
         # Qwen3-VL counts the pixels of all frames of a video together, Qwen2.5-VL those of one frame.
@@ -147,7 +147,10 @@ class QwenLayout:
     def _compute_smart_size(
         self, height: int, width: int, num_pictures: int, min_pixels: int, max_pixels: int
     ) -> tuple[int, int]:
-        """Nearest multiples of the step, scaled if all pictures together have too many or too few pixels."""
+        """Nearest multiples of the step to a height and width.
+
+        They are scaled if all pictures together have too many or too few pixels.
+        """
         step = self.patch_size * self.merge_size
         if num_pictures > 1 and min(height, width) < step:
             scale = max(step / height, step / width)

@@ -64,7 +64,7 @@ _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for colu
 
 
 class Variant(NamedTuple):
-    """The parts of one tiny checkpoint."""
+    """The parts of one tiny chat checkpoint for tests."""
 
     special_tokens: tuple[str, ...]
     """Special tokens; the first is the padding token."""
@@ -79,7 +79,10 @@ class Variant(NamedTuple):
 
 
 def build_tiny_checkpoint(variant_name: str, folder: Path) -> None:
-    """Write a checkpoint to `folder`: config, weights, tokenizer, chat template and the processors' configs."""
+    """Write a tiny chat checkpoint to `folder`.
+
+    It has config, weights, tokenizer, chat template and the processors' configs.
+    """
     tokenizer, model = build_tiny_chat(variant_name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -90,7 +93,10 @@ def build_tiny_checkpoint(variant_name: str, folder: Path) -> None:
 
 
 def build_tiny_chat(variant_name: str, extra_tokens: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
-    """Build a variant's tokenizer and model. Each of `extra_tokens` becomes one token, as in a trained vocabulary."""
+    """Build the tokenizer and the model of a tiny checkpoint.
+
+    Each of `extra_tokens` becomes one token, as in a trained vocabulary.
+    """
     variant = VARIANTS[variant_name]
     tokenizer = build_byte_tokenizer(
         variant.special_tokens,

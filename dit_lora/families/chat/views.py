@@ -17,7 +17,7 @@ from dit_lora.errors import DitLoraError
 
 @dataclass(frozen=True)
 class PixelNormalization:
-    """`(pixel / 255 - mean) / std`, with one mean and std per color channel."""
+    """Normalization of pixels with one mean and std per color channel: `(pixel / 255 - mean) / std`."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -26,13 +26,13 @@ class PixelNormalization:
     def from_processor_config(
         cls, processor: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]
     ) -> "PixelNormalization":
-        """The values of a checkpoint's processor config, or these defaults."""
+        """Read mean and std from a checkpoint's processor config; values it lacks are these defaults."""
         # Values that are missing or null fall back to the defaults.
         own_mean, own_std = processor.get("image_mean") or mean, processor.get("image_std") or std
         return cls(tuple(own_mean), tuple(own_std))
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalise uint8 (..., 3, H, W) to fp32."""
+        """Normalize pixels, uint8 (..., 3, H, W), to fp32."""
         mean = copy_to_device(self.mean, pixels.device)[:, None, None]
         std = copy_to_device(self.std, pixels.device)[:, None, None]
         # Like Transformers' video processors, fold the division by 255 into mean and std.

@@ -31,7 +31,10 @@ _INFO_CLASSES = {kind.pipeline_class.__name__: kind for kind in (CogVideoXInfo, 
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or objective, or channels that do not fit."""
+    """Read the configs of a CogVideoX checkpoint.
+
+    Raises `DitLoraError` for another pipeline or objective, or channels that do not fit.
+    """
     path = get_checkpoint_folder(model)
     kind = _INFO_CLASSES[read_index(model, path, family.pipeline_names)["_class_name"]]
     transformer = _read_transformer_config(path, model)
@@ -64,7 +67,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
 
 def _read_transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
-    """The transformer's config: class defaults, updated by the file and by `model.from_scratch`.
+    """CogVideoX's transformer config: class defaults, updated by the file and by `model.from_scratch`.
 
     Version 1.0's files lack options that were added later.
     """
@@ -85,7 +88,10 @@ def _require_channels(
     vae: Mapping[str, Any],
     info_class: type[CogVideoXInfo],
 ) -> None:
-    """Check that the transformer's inputs and outputs are latents; for image-to-video, inputs twice as many."""
+    """Check that the transformer's inputs and outputs are latents.
+
+    For image-to-video there must be twice as many inputs.
+    """
     latents = vae["latent_channels"]
     # Image-to-video concatenates the image's latents with the noisy ones along the channels.
     inputs = latents * (2 if issubclass(info_class, CogVideoXImageInfo) else 1)

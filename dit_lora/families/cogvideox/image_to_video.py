@@ -33,7 +33,7 @@ IMAGE_TRANSFORM = "cogvideox-i2v-1: the pipeline's preprocessing; clean, then no
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXImageInfo(CogVideoXInfo):
-    """The facts of a CogVideoX checkpoint for image-to-video."""
+    """Info (configs, supported shapes) of a CogVideoX checkpoint for image-to-video."""
 
     has_image_noise: bool = True
     """True if the first image has encodings with noise too (`data.image_noise`)."""
@@ -42,7 +42,10 @@ class CogVideoXImageInfo(CogVideoXInfo):
     supported_options: ClassVar[tuple[str, ...]] = ("data.image_column", "data.image_noise", "validation.images")
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Apply `data.image_noise`. Raises `DitLoraError` if prompts lack first images."""
+        """Apply the recipe's settings, such as `data.image_noise`.
+
+        Raises `DitLoraError` if prompts lack first images.
+        """
         info, problems = super().with_recipe(recipe, training_options), []
         # A flipped clip with an unflipped first image would train on a contradiction.
         if recipe.data.flip:
@@ -54,7 +57,7 @@ class CogVideoXImageInfo(CogVideoXInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXImageEncoders(CogVideoXEncoders):
-    """Encoders for image-to-video."""
+    """Text encoder and VAE of a CogVideoX checkpoint for image-to-video."""
 
     info: CogVideoXImageInfo
 
@@ -89,7 +92,7 @@ class CogVideoXImageEncoders(CogVideoXEncoders):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageChannels(Conditioning):
-    """The first image's latents as further channels of the noisy latents."""
+    """Conditioning that appends the first image's latents to the noisy latents as further channels."""
 
     vae_config: Mapping[str, Any]
     image_dropout: float = 0.0
@@ -100,7 +103,10 @@ class ImageChannels(Conditioning):
         return replace(self, image_dropout=recipe.data.image_dropout)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The image's latent, whether the image is dropped, and which of its encodings is used."""
+        """Random tensors of image conditioning.
+
+        They are noise for the image's latent, whether the image is dropped, and which of its encodings is used.
+        """
         # (B, K, C, 1, H, W): K encodings of one image, each with the shape (C, 1, H, W).
         encodings, *shape = batch["image_latent_mean"].shape[1:]
         image_draws: DrawFunctions = {
@@ -111,7 +117,7 @@ class ImageChannels(Conditioning):
         return {**image_draws, **noised}
 
     def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents (B, F, 2 C, H, W) of noisy ones (B, F, C, H, W)."""
+        """Latents with the image's as further channels: (B, F, 2 C, H, W) from noisy ones (B, F, C, H, W)."""
         scale = self.vae_config["scaling_factor"]
         # Image latents of 1.5 are divided by the scaling factor instead of multiplied, as its VAE's config says.
         inverted = self.vae_config.get("invert_scale_latents", False)

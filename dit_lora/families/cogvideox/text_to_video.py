@@ -43,13 +43,13 @@ OFFSET = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXInfo(CheckpointInfo):
-    """The facts of a CogVideoX checkpoint for text-to-video."""
+    """Info (configs, supported shapes) of a CogVideoX checkpoint for text-to-video."""
 
     pipeline_class: ClassVar[Any] = CogVideoXPipeline
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent along a side, as the pipeline computes it."""
+        """Pixels per latent along a side, as CogVideoX's pipeline computes it."""
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     @property
@@ -100,7 +100,7 @@ class CogVideoXInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXEncoders(Encoders):
-    """Encoders for text-to-video."""
+    """Text encoder and VAE of a CogVideoX checkpoint for text-to-video."""
 
     info: CogVideoXInfo
     transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
@@ -116,7 +116,7 @@ class CogVideoXEncoders(Encoders):
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load T5 as the pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
+        """Load T5 as CogVideoX's pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
         return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
     def load_video_encoder(
@@ -128,7 +128,10 @@ class CogVideoXEncoders(Encoders):
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXDenoiser(Denoiser):
-    """The denoiser of both tasks. What differs between them is the conditioning."""
+    """CogVideoX's transformer and loss, for text-to-video and image-to-video.
+
+    The tasks differ only in the conditioning.
+    """
 
     info: CogVideoXInfo
     objective: VPrediction
@@ -196,7 +199,7 @@ class CogVideoXDenoiser(Denoiser):
         batch: TensorMap,
         random_tensors: TensorMap,
     ) -> torch.Tensor:
-        """Predict the velocity with the random tensors of the conditioning, if any."""
+        """Predict the velocity of noisy latents, with the random tensors of the conditioning, if any."""
         # For image-to-video, (B, F, 2 C, H, W).
         hidden_BFCHW = self.conditioning.append_channels(noisy_BFCHW, batch, random_tensors)
         prompt_embeds = batch["prompt_embeds"]
@@ -231,7 +234,7 @@ class CogVideoXDenoiser(Denoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXSampler(Sampler):
-    """Sampler of both tasks."""
+    """CogVideoX's pipeline arguments, for text-to-video and image-to-video."""
 
     info: CogVideoXInfo
 

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny CogVideoX pipeline with weights from torch's default generator."""
     changes = VARIANTS[variant]
     # 5B and 1.5 have rotary positions, and with them other values of the VAE and the scheduler.
     rotary = "use_rotary_positional_embeddings" in changes

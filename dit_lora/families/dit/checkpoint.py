@@ -53,7 +53,7 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 @dataclass(frozen=True, kw_only=True)
 class DiTInfo(ClassInfo):
-    """The facts of a DiT checkpoint, with the classes it is trained on."""
+    """Info (configs, supported shapes) of a DiT checkpoint, with the classes it is trained on."""
 
     connector_patterns: Sequence[str]
     """Patterns of the `connector_patterns` group if the recipe sets none."""
@@ -61,17 +61,17 @@ class DiTInfo(ClassInfo):
 
     @property
     def pipeline_class(self) -> Any:
-        """Diffusers' pipeline, or for fewer than 1000 classes a subclass that uses their null row."""
+        """Pipeline class for a DiT: Diffusers', or for fewer than 1000 classes a subclass that uses their null row."""
         # Diffusers guides with label 1000, which is only the null class of a table with 1000 classes or more.
         return StockPipeline if self.trained_classes.count >= STOCK_NULL_ROW else DiTPipeline
 
     @property
     def size_multiple(self) -> int:
-        """The only side length that the position table supports."""
+        """The only side length in pixels that a DiT's position table supports."""
         return self.transformer_config["sample_size"] * compute_spatial_factor(self.vae_config)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """One square frame of the size that the position table supports."""
+        """Error messages for shapes other than one square frame of the size that the position table supports."""
         # The position table is not interpolated, so no other size works.
         size = self.size_multiple
         problems = [
@@ -158,7 +158,10 @@ class DiTSampler(Sampler):
         return self._load_pipeline(dtype, transformer, True, id2label=dict(self.info.trained_classes.names))
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label tables. The pipeline adds the null class itself."""
+        """Pipeline arguments for a prompt: the rows of its class in the label tables.
+
+        The pipeline adds the null class itself.
+        """
         # The pipeline takes a list of ints.
         if isinstance(prompt, str):
             return {"class_labels": [self.info.get_row(prompt)]}

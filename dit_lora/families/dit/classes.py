@@ -30,14 +30,17 @@ LABEL_TABLE_NAME = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_tab
 
 @dataclass(frozen=True)
 class ClassTable:
-    """A table of `count` classes, some of them named. A name may hold several synonyms, separated by commas."""
+    """Table of a class-conditional model's classes, some of them named.
+
+    A name may hold several synonyms, separated by commas.
+    """
 
     count: int
     names: Mapping[int, str]
 
     @classmethod
     def from_names(cls, names: Sequence[str], count: int | None = None) -> Self:
-        """A new table with these classes first."""
+        """Create a class table whose first classes have these names."""
         # The names are placed after the count is known, because the null row depends on it.
         table = cls(max(count or 0, len(names)), {})
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
@@ -48,11 +51,11 @@ class ClassTable:
         return min(self.count, STOCK_NULL_ROW)
 
     def rows(self) -> list[int]:
-        """Rows of the classes, in order, without the null row."""
+        """Row numbers of the classes in a label table, in order, without the null row."""
         return [row for row in range(self.count + 1) if row != self.null_row]
 
     def find_row(self, name: str) -> int | None:
-        """Row of a class by its name or one of its synonyms; None if no class has it.
+        """Row of a class, found by its name or one of its synonyms; None if no class has it.
 
         If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
@@ -72,18 +75,18 @@ class ClassTable:
         return rows.pop() if len(rows) == 1 else None
 
     def with_new_classes(self, names: Sequence[str]) -> Self:
-        """The table with new classes appended; the rows of the old classes stay the same."""
+        """Copy of the class table with new classes appended; the rows of the old classes stay the same."""
         # Build the wider table first: it knows which rows are classes.
         wider = type(self)(self.count + len(names), {})
         rows = wider.rows()[self.count :]
         return replace(wider, names={**self.names, **dict(zip(rows, names, strict=True))})
 
     def labels(self) -> dict[str, str]:
-        """The classes as `id2label` of model_index.json."""
+        """The class names by row, in the format of `id2label` in model_index.json."""
         return {str(row): value for row, value in self._sorted_names()}
 
     def suggest_names(self, name: str) -> list[str]:
-        """Names to suggest for an unknown name: all of a short table, else the most similar."""
+        """Class names to suggest for an unknown name: all of a short table, else the most similar."""
         values = [value for _, value in self._sorted_names()]
         if len(values) <= 50:
             return values
@@ -96,7 +99,10 @@ class ClassTable:
         return hashlib.sha256(json.dumps([self.count, self.labels()]).encode()).hexdigest()
 
     def grow_weight(self, weight: torch.Tensor, old_classes: "ClassTable") -> torch.Tensor:
-        """The label table for these classes, from that of the old ones. New classes start as the null class."""
+        """Weights of the label table for these classes, copied from those of the old ones.
+
+        New classes start as the null class.
+        """
         # (classes + 1, width), initially all copies of the null class.
         rows = weight[old_classes.null_row].repeat(self.count + 1, 1)
         # Old classes keep their rows.
@@ -109,7 +115,7 @@ class ClassTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassInfo(CheckpointInfo):
-    """The facts of a class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
+    """Info of a class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
 
     stored_classes: ClassTable
     """The classes in the checkpoint's files."""
@@ -128,7 +134,7 @@ class ClassInfo(CheckpointInfo):
         return tuple(self.stored_classes.labels().values())
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
+        """Apply the classes of the data. New ones are appended; with `model.from_scratch` they are the only ones."""
         info = super().with_recipe(recipe, training_options)
         classes = self._select_classes(recipe, find_class_names_in_data(recipe.data, recipe.cache_dir))
         # Prompts of validation samples may name new classes too, so check them against the extended table.
@@ -158,7 +164,7 @@ class ClassInfo(CheckpointInfo):
         return self.with_classes(self.stored_classes.with_new_classes(added))
 
     def get_row(self, name: str) -> int:
-        """Row of a class by its name. Raises `DitLoraError` with similar names if there is none."""
+        """Row of a class in the label table, by name. Raises `DitLoraError` with similar names if there is none."""
         row = self.trained_classes.find_row(name)
         if row is None:
             suggestions = self.trained_classes.suggest_names(name)
@@ -219,12 +225,12 @@ class ClassEncoders(Encoders):
 
 
 def read_class_names(index: Mapping[str, Any]) -> dict[int, str]:
-    """Names of the classes by row, from model_index.json."""
+    """Names of a checkpoint's classes by row, read from model_index.json."""
     return {int(row): name for row, name in (index.get("id2label") or {}).items()}
 
 
 def find_unknown_names(names: Iterable[str], classes: ClassTable) -> list[str]:
-    """Names without a row, each once, sorted."""
+    """Class names that have no row in the label table, each once, sorted."""
     return sorted({name for name in names if classes.find_row(name) is None})
 
 
@@ -243,7 +249,7 @@ class DiTPipeline(StockPipeline):
 
 @contextmanager
 def _use_null_row(transformer: Any) -> Iterator[None]:
-    """Inside the context, label 1000 (Diffusers' null class) selects the table's own null row."""
+    """Context in which label 1000 (Diffusers' null class) selects the model's null row."""
     # Replace the label before the forward pass, whatever module calls the transformer.
     null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL_ROW)
 
@@ -256,7 +262,7 @@ def _use_null_row(transformer: Any) -> Iterator[None]:
 
 
 def get_embedders(transformer: Any) -> list[Any]:
-    """The timestep and label embedder of each block."""
+    """The module in each DiT block that embeds timestep and label."""
     # Diffusers' DiT repeats timestep and label embedders in every block.
     return [block.norm1.emb for block in transformer.transformer_blocks]
 
@@ -272,7 +278,7 @@ def disable_label_dropout(transformer: Any) -> None:
 
 
 def grow_label_tables(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
-    """Extend every block's label table, and the config, to these classes."""
+    """Extend every block's label table, and the model's config, to these classes."""
     for embedder in get_embedders(transformer):
         labels = embedder.class_embedder
         weight = classes.grow_weight(labels.embedding_table.weight.data, old_classes)

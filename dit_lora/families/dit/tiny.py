@@ -15,7 +15,7 @@ _CLASS_NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: 
 
 
 def build_tiny_checkpoint(_variant: str, folder: Path, num_classes: int = 1000) -> None:
-    """Write a pipeline like DiT-XL for 32x32 pixels, with a learned variance and a name for every class."""
+    """Write a tiny pipeline like DiT-XL for 32x32 pixels, with a learned variance and a name for every class."""
     transformer = DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -35,7 +35,7 @@ def build_tiny_checkpoint(_variant: str, folder: Path, num_classes: int = 1000) 
 
 
 def build_tiny_vae() -> AutoencoderKL:
-    """A VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
+    """Build a tiny VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,

@@ -76,7 +76,7 @@ TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 @dataclass(frozen=True, kw_only=True)
 class FluxInfo(CheckpointInfo):
-    """The facts of a FLUX.1 text-to-image checkpoint."""
+    """Info (configs, supported shapes) of a FLUX.1 text-to-image checkpoint."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -125,13 +125,13 @@ class FluxInfo(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of every caption: the pipeline's default."""
+        """Number of tokens to which every caption is padded: the default of FLUX.1's pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KontextInfo(FluxInfo):
-    """The facts of FLUX.1-Kontext, which edits a reference image."""
+    """Info of a FLUX.1-Kontext checkpoint, which edits a reference image."""
 
     pipeline_class: Any = FluxKontextPipeline
 
@@ -140,7 +140,10 @@ class KontextInfo(FluxInfo):
         return ReferenceSpec(1, 1, self.compute_reference_shape, self._reference_error)
 
     def compute_reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """One of the pipeline's preferred sizes, or the reference's own size within `data.reference_resolution`."""
+        """Shape at which a reference is encoded.
+
+        It is one of the pipeline's preferred sizes, or its own size within `data.reference_resolution`.
+        """
         step = self.size_multiple
         if self.reference_resolution is None:
             # The preferred size with the nearest aspect ratio, as the pipeline selects it.
@@ -163,7 +166,7 @@ class FluxEncoders(Encoders):
     transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
-        """The limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
+        """Load the token limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
         return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_2")
 
     def text_cache_key(self) -> Mapping[str, Any]:
@@ -179,7 +182,7 @@ class FluxEncoders(Encoders):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
+        """Load T5 and CLIP as FLUX.1's pipeline uses them: T5 and the transformer attend to T5's padding."""
         pipeline = self.load_text_pipeline(dtype, device)
 
         def encode_caption(caption: str) -> Tensors:
@@ -236,7 +239,10 @@ class FluxDenoiser(FlowDenoiser):
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        """FLUX.1's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
+
+        This is the inverse of decoding.
+        """
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(shift_and_scale_latents(latents, self.info.vae_config))
 
@@ -262,7 +268,7 @@ class FluxDenoiser(FlowDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class KontextConditioning(Conditioning):
-    """References, whose tokens follow the noisy ones, clean and at the same timestep."""
+    """Conditioning on references whose tokens follow the noisy ones, clean and at the same timestep."""
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # (S, 3), the same for every sample of the batch.
@@ -308,7 +314,7 @@ class KontextSampler(FluxSampler):
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Pack latents (B, C, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+    """Pack FLUX.1 latents (B, C, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
     batch, channels, height, width = latents.shape
     return FluxPipeline._pack_latents(latents, batch, channels, height, width)
 
@@ -316,7 +322,7 @@ def pack_latents(latents: torch.Tensor) -> torch.Tensor:
 def get_common_arguments(
     noisy: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor, guidance: float | None
 ) -> dict[str, Any]:
-    """The arguments that the transformers of FLUX.1 and FLUX.2 share."""
+    """Transformer arguments that FLUX.1 and FLUX.2 share."""
     return {
         "hidden_states": noisy.to(text.dtype),  # the dtype of the pipeline's latents
         # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
@@ -328,14 +334,17 @@ def get_common_arguments(
 
 
 def _compute_image_ids(latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Positions (S, 3) of the tokens of latents, on the CPU, with the pipeline's own method."""
+    """Positions (S, 3) of the tokens of latents, on the CPU, computed with the pipeline's method."""
     return FluxPipeline._prepare_latent_image_ids(
         len(latents), *compute_token_grid(latents), torch.device("cpu"), dtype
     )
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
+    """Read the configs of a FLUX.1 checkpoint.
+
+    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
+    """
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder", "text_encoder_2")
@@ -359,7 +368,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
 
 def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
-    """The facts that checkpoints of FLUX.1 and FLUX.2 share."""
+    """Fields of `CheckpointInfo` that checkpoints of FLUX.1 and FLUX.2 share."""
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     config = fill_defaults(transformer_class, fields["transformer_config"])
     return {

@@ -26,7 +26,7 @@ LATENT_CHANNELS = 4
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny FLUX.1 pipeline with weights from torch's default generator."""
     # Schnell is the only variant without guidance embedding and dynamic shift.
     dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
     kind = FluxKontextPipeline if kontext else FluxPipeline

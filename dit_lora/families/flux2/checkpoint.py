@@ -68,7 +68,7 @@ _LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Flux2Info(FluxInfo):
-    """The facts of a FLUX.2 dev or klein checkpoint."""
+    """Info (configs, supported shapes) of a FLUX.2 dev or klein checkpoint."""
 
     pipeline_class: Any = Flux2Pipeline
     is_distilled: bool = False
@@ -94,7 +94,7 @@ class Flux2Info(FluxInfo):
         return [] if self.is_klein else super().recipe_notes(recipe)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """The family's targets, plus the output layer of each single block by its full name.
+        """Default LoRA targets of FLUX.2: the family's, plus the output layer of each single block by its full name.
 
         Those output layers are linear layers called `to_out`. In the double blocks `to_out` is a list, so the short
         name would match both.
@@ -104,7 +104,7 @@ class Flux2Info(FluxInfo):
 
     @property
     def max_reference_pixels(self) -> int:
-        """Maximum number of pixels of a reference: larger ones are scaled down.
+        """Maximum number of pixels of a reference; larger ones are scaled down.
 
         It is the pipeline's 1024x1024, or `data.reference_resolution` squared if that is larger. Black Forest Labs'
         own code allows 2024x2024 pixels for a single reference and 1024x1024 for each of several.
@@ -116,7 +116,10 @@ class Flux2Info(FluxInfo):
         return ReferenceSpec(0, None, self._reference_shape, self._reference_error)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """The reference's own size, scaled down to `max_reference_pixels` and rounded down to `size_multiple`."""
+        """Shape at which a reference is encoded.
+
+        It is the reference's size, limited to `max_reference_pixels` and rounded down to `size_multiple`.
+        """
         # First the recipe's limit, then the pipeline's.
         height, width = compute_scaled_size(height, width, self.reference_resolution)
         if height * width > self.max_reference_pixels:
@@ -127,7 +130,10 @@ class Flux2Info(FluxInfo):
         return VideoShape(1, height // step * step, width // step * step)
 
     def _reference_error(self, height: int, width: int) -> str | None:
-        """The error of the pipeline's `check_image_input`, or None."""
+        """Error message for a reference of this size that the pipeline's `check_image_input` would reject.
+
+        None if it accepts it.
+        """
         height, width = compute_scaled_size(height, width, self.reference_resolution)
         if max(height, width) > _MOST_RATIO * min(height, width):
             return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
@@ -140,7 +146,7 @@ class Flux2Encoders(Encoders):
     transform = "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
 
     def load_text_limit(self) -> TextLimit:
-        """Number of caption tokens that fit in the chat template."""
+        """Number of caption tokens that fit in the chat template of FLUX.2's text encoder."""
         return measure_template_limit(self.info.pipeline_class, load_tokenizer(self.info), self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
@@ -171,7 +177,7 @@ class Flux2Encoders(Encoders):
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load the language model; embeddings are hidden states of three layers, concatenated.
+        """Load FLUX.2's language model; embeddings are hidden states of three layers, concatenated.
 
         The transformer attends to the padding, as in the pipeline.
         """
@@ -240,7 +246,7 @@ class Flux2Denoiser(FlowDenoiser):
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Packed latents, (B, S, P). The cached ones are already normalised."""
+        """FLUX.2's clean training latents, packed, (B, S, P). The cached ones are already normalized."""
         return pack_latents(batch["latent_mean"].float())
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
@@ -266,7 +272,7 @@ class Flux2Denoiser(FlowDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class Flux2Conditioning(Conditioning):
-    """Any number of references, whose tokens follow the noisy ones, clean and at the same timestep."""
+    """Conditioning on any number of references, whose tokens follow the noisy ones, clean and at the same timestep."""
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # The method takes the references of one sample and reads only their sizes.
@@ -296,7 +302,10 @@ class Flux2Sampler(FluxSampler):
         return pipeline
 
     def _resize_reference(self, picture: Image.Image, target_area: int) -> Image.Image:
-        """Replaces the pipeline's `_resize_to_target_area`, with this checkpoint's limit."""
+        """Scale a reference down to this checkpoint's pixel limit.
+
+        It replaces the pipeline's `_resize_to_target_area`.
+        """
         return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.info.max_reference_pixels)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
@@ -308,12 +317,15 @@ class Flux2Sampler(FluxSampler):
 
 
 def load_tokenizer(info: Flux2Info) -> Any:
-    """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""
+    """Load only the text encoder's tokenizer. dev publishes it inside an image processor, which needs torchvision."""
     return load_pretrained(AutoTokenizer, info.path / "tokenizer")
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
+    """Read the configs of a FLUX.2 checkpoint.
+
+    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
+    """
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder")

@@ -40,7 +40,7 @@ _MISTRAL_TEMPLATE = (
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny FLUX.2 pipeline with weights from torch's default generator."""
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
     tokenizer, encoder = _build_qwen() if klein else _build_mistral()

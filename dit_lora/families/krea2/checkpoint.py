@@ -43,7 +43,7 @@ DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 
 @dataclass(frozen=True, kw_only=True)
 class Krea2Info(QwenLatentsInfo):
-    """The facts of a Krea 2 checkpoint, Raw or Turbo."""
+    """Info (configs, supported shapes) of a Krea 2 checkpoint, Raw or Turbo."""
 
     is_distilled: bool
     """`is_distilled` of model_index.json: the checkpoint samples in eight steps without guidance."""
@@ -115,7 +115,10 @@ class Krea2Denoiser(FlowDenoiser):
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        """Krea 2's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
+
+        This is the inverse of decoding.
+        """
         return _pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
@@ -156,7 +159,7 @@ class Krea2Sampler(Sampler):
 
 
 def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+    """Pack Krea 2 latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
     # An instance method of the pipeline, which reads only `patch_size`.
     pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
     batch, channels, _, height, width = latents.shape
@@ -164,7 +167,10 @@ def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
+    """Read the configs of a Krea 2 checkpoint.
+
+    Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
+    """
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder")
@@ -192,7 +198,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
 
 def _select_text_encoder_layers(index: Mapping[str, Any]) -> tuple[int, ...]:
-    """Indices of the hidden states that model_index.json selects, or the pipeline's default."""
+    """Indices of the text encoder's hidden states that model_index.json selects, or the pipeline's default."""
     # Build the pipeline without components, so that its own code fills in the default layers.
     nothing: Any = None
     pipeline: Any = Krea2Pipeline(

@@ -28,7 +28,7 @@ _LAYERS, _SELECTED = 5, (1, 2, 4)
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write the pipeline with weights from torch's default generator."""
+    """Write a tiny Krea 2 pipeline with weights from torch's default generator."""
     tokenizer = build_byte_tokenizer(
         (*_CHAT_TOKENS, *_VISION_TOKENS.values(), *_TEMPLATE_WORDS), end_token="<|im_end|>"
     )

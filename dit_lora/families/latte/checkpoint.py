@@ -54,7 +54,7 @@ TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
 @dataclass(frozen=True, kw_only=True)
 class LatteInfo(CheckpointInfo):
-    """The facts of a Latte text-to-video checkpoint."""
+    """Info (configs, supported shapes) of a Latte text-to-video checkpoint."""
 
     pipeline_class: ClassVar[Any] = LattePipeline
 
@@ -63,7 +63,10 @@ class LatteInfo(CheckpointInfo):
         return compute_spatial_factor(self.vae_config) * self.transformer_config["patch_size"]
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
+        """Error messages for a shape that Latte does not support.
+
+        Frames must match the temporal position table, or be 1; height and width must be multiples of 16.
+        """
         problems = side_errors(shape, self.size_multiple)
         # One frame is trained as an image, without temporal attention between frames.
         frames = self.transformer_config["video_length"]
@@ -89,7 +92,7 @@ class LatteEncoders(Encoders):
         return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load T5 as the pipeline uses it: all 120 tokens with padding, and a mask of the text tokens.
+        """Load T5 as Latte's pipeline uses it: all 120 tokens with padding, and a mask of the text tokens.
 
         Captions are only lower-cased: the pipeline's `clean_caption` has no effect unless ftfy and bs4 are installed.
         """
@@ -155,7 +158,10 @@ class LatteDenoiser(NoiseDenoiser):
 @dataclass(frozen=True, kw_only=True)
 class LatteSampler(Sampler):
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
+        """Latte's pipeline arguments for a prompt.
+
+        Embeddings have no padding; of the empty prompt, as many tokens are passed.
+        """
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
         # The number of text tokens, end token included.
@@ -176,7 +182,10 @@ class LatteSampler(Sampler):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline, broken weights or a model without a variance."""
+    """Read the configs of a Latte checkpoint.
+
+    Raises `DitLoraError` for another pipeline, broken weights or a model without a variance.
+    """
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
     require_complete_weights(model, path, "vae", "text_encoder")

@@ -11,7 +11,7 @@ from dit_lora.models.video_dit_base import build_iddpm_scheduler
 
 
 def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
-    """Write a pipeline like Latte-1; its native shape is 4 frames of 32x32."""
+    """Write a tiny pipeline like Latte-1; its native shape is 4 frames of 32x32."""
     tokenizer = build_t5_tokenizer()
     pipeline: Any = LattePipeline(
         tokenizer=tokenizer,

@@ -38,7 +38,9 @@ _TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs.
+    """Read the configs of an LTX-2 or LTX-2.3 checkpoint.
+
+    Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
 
     Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
     """
@@ -79,7 +81,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
 
 def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
-    """Raise for LTX-2.5, which has another text encoder, no feed-forward biases and an embedding for keyframes."""
+    """Raise `DitLoraError` for LTX-2.5, which is not supported.
+
+    It has another text encoder, no feed-forward biases and an embedding for keyframes.
+    """
     # An entry of the index is [library, class].
     encoder = (index.get("text_encoder") or [None, None])[1]
     # Each sign, and whether the checkpoint shows it.

@@ -24,7 +24,7 @@ _SCALE_SHIFT_BY_EMBEDDING = {
 
 @contextmanager
 def use_modality_timesteps(transformer: nn.Module) -> Iterator[None]:
-    """Inside the context, scale and shift of the cross-modal attention use the timesteps of the modality's own tokens.
+    """Context in which scale and shift of the cross-modal attention use the timesteps of the modality's tokens.
 
     The gate keeps the other modality's noise level; the call must pass `use_cross_timestep=True`.
 

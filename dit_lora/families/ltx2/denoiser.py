@@ -32,20 +32,24 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, move_to_devi
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Denoiser(FlowDenoiser):
-    """The denoiser of all tasks. What differs between them is the conditioning."""
+    """LTX-2's transformer and loss, for all tasks. The tasks differ only in the conditioning."""
 
     info: LTX2Info
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
 
     def mu(self, size: torch.Size) -> float:
-        """Logarithm of the shift: the scheduler's line through 1,024 and 4,096 tokens, extended on both sides.
+        """Logarithm of LTX-2's noise-level shift.
+
+        It is the scheduler's line through 1,024 and 4,096 tokens, extended on both sides.
 
         The vendor's trainer does not clamp it either (Lightricks/LTX-2, ltx-trainer, timestep_samplers.py).
         """
         return compute_mu(self.info.scheduler, prod(size[1:]))
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
+        """Random tensors of a training step of LTX-2.
+
+        They are those of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
 
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
@@ -73,17 +77,22 @@ class LTX2Denoiser(FlowDenoiser):
         return {**video, **sound, **conditioning}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Packed latents, (B, S, C), with those that are given in their place. The cached ones are normalised."""
+        """LTX-2's clean training latents, packed (B, S, C), with those that are given as conditioning in their place.
+
+        The cached ones are normalized.
+        """
         # (B, C, F, H, W) -> (B, S, C)
         packed = LTX2Pipeline._pack_latents(batch["latent_mean"].float())
         return self.conditioning.replace_given_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
+        """Loss weights from masks, packed like LTX-2's video latents, (B, S, C). Sound is never masked."""
         return compute_packed_loss_weights(batch, self.mask_floor, LTX2Pipeline._pack_latents)
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
-        """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.
+        """LTX-2's velocity loss of each sample.
+
+        With sound, it is the sum of the mean over video and the mean over sound.
 
         The vendor's trainer adds them in the same way (flexible.py, compute_loss). The reported timesteps are the
         video's.

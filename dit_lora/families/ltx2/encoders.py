@@ -27,7 +27,7 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Encoders(Encoders):
-    """Encoders for text-to-video."""
+    """Text encoder and VAEs of an LTX-2 checkpoint for text-to-video."""
 
     info: LTX2Info
     text_postprocessors: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
@@ -35,7 +35,10 @@ class LTX2Encoders(Encoders):
 
     @property
     def sound_format(self) -> SoundFormat | None:
-        """The audio VAE's sample rate and channels; None if sound is not trained."""
+        """Format of the sound that is trained: the audio VAE's sample rate and channels.
+
+        None if sound is not trained.
+        """
         config = self.info.audio_vae
         return SoundFormat(config["sample_rate"], config["in_channels"]) if self.info.has_sound else None
 
@@ -65,7 +68,7 @@ class LTX2Encoders(Encoders):
         }
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the pipeline with only its text encoder and connectors."""
+        """Load LTX-2's pipeline with only its text encoder and connectors."""
         # None leaves a component out. The connectors stay, because captions pass through them.
         components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
         return load_pretrained(
@@ -73,7 +76,7 @@ class LTX2Encoders(Encoders):
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Gemma and the connectors as the pipeline uses them."""
+        """Load Gemma and the connectors as LTX-2's pipeline uses them."""
         return make_text_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
     def load_video_encoder(

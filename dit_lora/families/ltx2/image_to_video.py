@@ -38,7 +38,7 @@ IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessin
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2ImageInfo(LTX2Info):
-    """The facts of an LTX-2 or LTX-2.3 checkpoint for image-to-video."""
+    """Info (configs, supported shapes) of an LTX-2 or LTX-2.3 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
     image_arguments: ClassVar[tuple[str, ...]] = ("image",)
@@ -61,7 +61,7 @@ class LTX2ImageInfo(LTX2Info):
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2ImageEncoders(LTX2Encoders):
-    """Encoders for image-to-video."""
+    """Text encoder and VAEs of an LTX-2 checkpoint for image-to-video."""
 
     info: LTX2ImageInfo
 
@@ -86,7 +86,7 @@ class LTX2ImageEncoders(LTX2Encoders):
         return self.add_sound_encoder(encode, device)
 
     def _encode_image_latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
-        """The image's latents (C, 1, H, W), made by the pipeline's own method for a video of one frame."""
+        """Latents (C, 1, H, W) of a first image, encoded by the pipeline's method for a video of one frame."""
         # A stand-in for the pipeline, with the attributes that prepare_latents reads.
         pipeline_stub: Any = SimpleNamespace(
             vae=vae,
@@ -123,7 +123,7 @@ def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tenso
 
 
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
-    """The checkpoint for image-to-video."""
+    """Build an opened LTX-2 checkpoint for image-to-video."""
     info = LTX2ImageInfo(**facts)
     conditioning = FirstTokens(image_latents=get_image_tokens)
     return Checkpoint(

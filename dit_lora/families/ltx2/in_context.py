@@ -42,7 +42,7 @@ from dit_lora.numerics.streams import move_to_device
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2InContextInfo(LTX2Info):
-    """The facts of an LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
+    """Info of an LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
     trained_shape: VideoShape | None = None
@@ -53,7 +53,10 @@ class LTX2InContextInfo(LTX2Info):
         return ReferenceSpec(1, 1, self._reference_shape, is_clip=True)
 
     def compute_reference_downscale(self, shape: VideoShape) -> int:
-        """The pipeline's `reference_downscale_factor`: the smallest that satisfies `data.reference_resolution`."""
+        """The pipeline's `reference_downscale_factor`, an integer.
+
+        It is the smallest that satisfies `data.reference_resolution`.
+        """
         factor, side = 1, self.reference_resolution
         # The smallest integer factor that brings the reference down to `side` squared pixels.
         while side is not None and shape.height * shape.width > (side * factor) ** 2:
@@ -65,7 +68,7 @@ class LTX2InContextInfo(LTX2Info):
         return VideoShape(shape.frames, shape.height // factor, shape.width // factor)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Also reject sides that the downscale factor does not divide into whole tokens.
+        """Error messages for a shape, also for sides that the downscale factor does not divide into whole tokens.
 
         Otherwise the reference's positions would not match the video's.
         """
@@ -80,7 +83,10 @@ class LTX2InContextInfo(LTX2Info):
         ]
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Check the shape again with `data.reference_resolution` applied."""
+        """Copy of the checkpoint's info with the recipe's settings.
+
+        The shape is checked with `data.reference_resolution` applied.
+        """
         info = super().with_recipe(recipe, training_options)
         # The base class checked it before `reference_resolution` was set, when the factor was still 1.
         shape = VideoShape.from_data(recipe.data)
@@ -88,7 +94,10 @@ class LTX2InContextInfo(LTX2Info):
         return replace(info, trained_shape=shape)
 
     def training_metadata(self) -> dict[str, Any]:
-        """Add the downscale factor of references, under the name that other programs read."""
+        """Training metadata for an adapter's header.
+
+        It includes the downscale factor of references, under the name that other programs read.
+        """
         header = super().training_metadata()
         return (
             header
@@ -104,7 +113,7 @@ class LTX2InContextInfo(LTX2Info):
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2InContextEncoders(LTX2Encoders):
-    """Encoders of clips and their references."""
+    """Text encoder and VAEs of an LTX-2 checkpoint that trains on clips and their references."""
 
     info: LTX2InContextInfo
 
@@ -120,7 +129,7 @@ class LTX2InContextEncoders(LTX2Encoders):
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2InContextSampler(LTX2Sampler):
-    """Sampler of videos from a reference clip."""
+    """LTX-2's pipeline arguments for generating videos from a reference clip."""
 
     info: LTX2InContextInfo
 
@@ -128,7 +137,7 @@ class LTX2InContextSampler(LTX2Sampler):
         return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.info.compute_reference_downscale(shape)}
 
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        """The reference clip, read as in training; the pipeline scales it down."""
+        """Pipeline arguments with the reference clip, read as in training; the pipeline scales it down."""
         info, fps = self.info, sampling.fps or self.info.frame_rate
         clips = read_reference_clips(info.path.name, info.references, sampling.references, sampling.shape, fps)
         conditions = [LTX2ReferenceCondition(frames=_to_pil_frames(clip)) for clip in clips]
@@ -137,12 +146,12 @@ class LTX2InContextSampler(LTX2Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceTokens(Conditioning):
-    """References as further tokens of the transformer."""
+    """Conditioning that appends a reference clip as further tokens of LTX-2's transformer."""
 
     transformer_config: Mapping[str, Any]
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
-        """The transformer's arguments with the reference's tokens after the video's, (B, S + R, C)."""
+        """LTX-2's transformer arguments with the reference's tokens after the video's, (B, S + R, C)."""
         latents, tokens, timesteps = (
             get_reference_latents(batch),
             transformer_kwargs["hidden_states"],
@@ -189,7 +198,7 @@ class ReferenceTokens(Conditioning):
 
 @dataclass(frozen=True)
 class _ClipEncoder:
-    """Encodes clips, and their references as the pipeline does."""
+    """VAE encoder of clips that also encodes their references, as the pipeline does."""
 
     encoders: LTX2InContextEncoders
     vae: Any
@@ -203,7 +212,7 @@ class _ClipEncoder:
         return name_reference_latents([self._encode_reference(clip, shape) for clip in references])
 
     def _encode_reference(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-        """The reference's latents (C, F, H, W), made by the pipeline's own method."""
+        """Latents (C, F, H, W) of a reference clip, encoded by the pipeline's method."""
         vae, info, pipeline = self.vae, self.encoders.info, self.encoders.info.pipeline_class
         # `frames` collects the latents before they are packed.
         ratio, frames = vae.spatial_compression_ratio, []
@@ -239,7 +248,7 @@ class _ClipEncoder:
 
 @dataclass(frozen=True)
 class _ClipSoundEncoder(_ClipEncoder):
-    """Also encodes the sound of clips."""
+    """Encoder of clips and their references that also encodes the clips' sound."""
 
     audio_encoder: AudioEncoder
 
@@ -248,7 +257,10 @@ class _ClipSoundEncoder(_ClipEncoder):
 
 
 class _NoPositions:
-    """Replaces the transformer's RoPE while a reference is encoded: positions are computed per batch instead."""
+    """Stand-in for the transformer's RoPE while a reference is encoded.
+
+    Its positions are empty because they are computed per batch.
+    """
 
     def prepare_video_coords(self, **_sizes: Any) -> torch.Tensor:
         return torch.zeros(1, 3, 0, 2)
@@ -260,7 +272,7 @@ def _to_pil_frames(clip: torch.Tensor) -> list[Any]:
 
 
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
-    """The checkpoint for videos from a reference clip."""
+    """Build an opened LTX-2 checkpoint that generates videos from a reference clip."""
     info = LTX2InContextInfo(**facts)
     # The config has the factors and the offset that positions are computed with.
     conditioning = ReferenceTokens(transformer_config=info.transformer_config)

@@ -21,7 +21,7 @@ PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any au
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Info(CheckpointInfo):
-    """The facts of an LTX-2 or LTX-2.3 checkpoint for text-to-video."""
+    """Info (configs, supported shapes) of an LTX-2 or LTX-2.3 checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -40,7 +40,10 @@ class LTX2Info(CheckpointInfo):
 
     @property
     def is_distilled(self) -> bool:
-        """True if it generates videos in few steps: its scheduler does not shift by size, unlike the base model's."""
+        """True if an LTX-2 checkpoint generates videos in few steps.
+
+        Its scheduler does not shift by size, unlike the base model's.
+        """
         return not self.scheduler["use_dynamic_shifting"]
 
     @property
@@ -49,7 +52,7 @@ class LTX2Info(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of every caption: the pipeline's default."""
+        """Number of tokens to which every caption is padded: the default of LTX-2's pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
     @property
@@ -59,12 +62,15 @@ class LTX2Info(CheckpointInfo):
         return lcm(PIPELINE_MULTIPLE, *sides)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Frames must be 8n + 1: the pipeline silently drops the rest."""
+        """Error messages for a shape that LTX-2 does not support.
+
+        Frames must be 8n + 1: the pipeline silently drops the rest.
+        """
         temporal = self.transformer_config["vae_scale_factors"][0]
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
     def text_width(self, modality: str) -> int:
-        """Width of a caption's tensors for `video` or `audio`."""
+        """Width of a caption's cached tensors for one modality, `video` or `audio`."""
         # The connectors' output has as many channels as their attention.
         heads, width = (
             self.connectors[f"{modality}_connector_{name}"] for name in ("num_attention_heads", "attention_head_dim")
@@ -72,7 +78,9 @@ class LTX2Info(CheckpointInfo):
         return int(heads * width)
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Apply frames per second, which set positions, and sound.
+        """Apply the recipe's frame rate, which sets positions, and its sound option.
+
+        Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
 
         Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
         """
@@ -92,7 +100,7 @@ class LTX2Info(CheckpointInfo):
         return replace(info, fps=data.fps, has_sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """The video's attention layers, or all attention layers if sound is trained."""
+        """Default LoRA targets of LTX-2: the video's attention layers, or all attention layers if sound is trained."""
         return ATTENTION_LAYERS if self.has_sound else tuple(defaults)
 
     def training_metadata(self) -> dict[str, Any]:
@@ -113,5 +121,8 @@ class LTX2Info(CheckpointInfo):
         return ["sound: not trained (data.sound: false). Samples have no sound"]
 
     def index_changes(self) -> dict[str, Any]:
-        """The pipeline class, if another task than the checkpoint's was trained."""
+        """Change of model_index.json to the pipeline class that was trained.
+
+        Empty unless the recipe chose another task than the checkpoint's.
+        """
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}

@@ -18,7 +18,7 @@ from dit_lora.families.ltx2.text import bypass_connectors, join_prompt_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Sampler(Sampler):
-    """Sampler of the tasks without references."""
+    """LTX-2's pipeline arguments for the tasks without references."""
 
     info: LTX2Info
 
@@ -39,7 +39,10 @@ class LTX2Sampler(Sampler):
         }
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        """Frames per second and guidance. Raises `DitLoraError` for a single step if its timestep would be NaN."""
+        """LTX-2's pipeline arguments for frame rate and guidance.
+
+        Raises `DitLoraError` for a single step if its timestep would be NaN.
+        """
         require_min_steps(self.info.scheduler, sampling.inference_steps, f"{self.info.path.name}: inference steps")
         # Without a frame rate, that of `shape_kwargs` applies.
         rate = {} if sampling.fps is None else {"frame_rate": float(sampling.fps)}

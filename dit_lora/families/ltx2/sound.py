@@ -25,7 +25,7 @@ SOUND_TRANSFORM = "ltx2-sound-1: log mel of 1,024 points, posterior mean, normal
 
 
 class AudioEncoder(Protocol):
-    """Encodes sound into the tensors that are cached for a sample."""
+    """Protocol of an encoder that turns sound into the tensors that are cached for a sample."""
 
     def __call__(self, waveform: torch.Tensor, rate: int) -> Tensors:
         """Encode a floating point `waveform` (channels, N) from -1 to 1, at `rate` samples per second."""

@@ -52,7 +52,10 @@ def join_prompt_tensors(prompt: Tensors, empty_prompt: Tensors | None) -> dict[s
 
 @contextmanager
 def bypass_connectors(pipeline: Any, prompt_kwargs: Mapping[str, Any], video_width: int) -> Iterator[None]:
-    """Inside the context, the pipeline accepts prompts from `join_prompt_tensors`; others leave it unchanged."""
+    """Context in which LTX-2's pipeline accepts prompts from `join_prompt_tensors`.
+
+    Other prompts leave it unchanged.
+    """
     if "prompt_embeds" not in prompt_kwargs:
         yield
         return
@@ -65,7 +68,7 @@ def bypass_connectors(pipeline: Any, prompt_kwargs: Mapping[str, Any], video_wid
 
 
 class _SplitConnectors:
-    """Replaces a pipeline's connectors and splits what `join_prompt_tensors` joined."""
+    """Stand-in for the connectors of LTX-2's pipeline. It splits prompts that `join_prompt_tensors` joined."""
 
     # Not an nn.Module: a pipeline asks its modules for their device.
     def __init__(self, video_width: int) -> None:
@@ -74,6 +77,6 @@ class _SplitConnectors:
     def __call__(
         self, prompt_embeds: torch.Tensor, attention_mask: torch.Tensor, padding_side: str = "left"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The video's text (B, T, D), the sound's text (B, T, A) and their mask (B, T)."""
+        """Split a joined prompt into the video's text (B, T, D), the sound's text (B, T, A) and their mask (B, T)."""
         video, audio = prompt_embeds.tensor_split([self.video_width], dim=-1)
         return video, audio, attention_mask

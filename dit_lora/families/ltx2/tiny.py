@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny LTX-2 pipeline with weights from torch's default generator."""
     is_new, tokenizer = variant == "ltx-2.3", _build_tokenizer()
     pipeline: Any = LTX2Pipeline(
         tokenizer=tokenizer,
@@ -63,7 +63,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
 
 
 def _build_tokenizer() -> GemmaTokenizer:
-    """A tokenizer of the printable ASCII characters. Nothing is trained."""
+    """Build a tokenizer of the printable ASCII characters. Nothing is trained."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     characters = [c for c in string.printable if not c.isspace()]
     # "▁" stands for a space.
@@ -108,7 +108,10 @@ def _build_gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
 
 
 def _build_connectors(is_new: bool) -> LTX2TextConnectors:
-    """Registers replace padding, as in the published ones. Those of 2.3 have gates and one width per modality."""
+    """Build tiny text connectors, in which registers replace padding, as in the published ones.
+
+    Those of 2.3 have gates and one width per modality.
+    """
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,
         # The embedding's output counts as a layer.
@@ -134,7 +137,10 @@ def _build_connectors(is_new: bool) -> LTX2TextConnectors:
 
 
 def _build_transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
-    """Heads have 16 and 8 elements, not a multiple of 6, so the first rotation angles are 0."""
+    """Build a tiny LTX-2 transformer.
+
+    Heads have 16 and 8 elements, not a multiple of 6, so the first rotation angles are 0.
+    """
     return LTX2VideoTransformer3DModel(
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -153,7 +159,10 @@ def _build_transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
 
 
 def _build_vae() -> AutoencoderKLLTX2Video:
-    """Downscales time and sides by 8, and sides by 4 more, like the published VAE, at its smallest width."""
+    """Build a tiny video VAE.
+
+    It downscales time and sides by 8, and sides by 4 more, like the published VAE, at its smallest width.
+    """
     vae: Any = AutoencoderKLLTX2Video(
         latent_channels=LATENT_CHANNELS,
         block_out_channels=(8, 8, 8, 8),

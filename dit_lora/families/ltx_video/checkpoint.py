@@ -28,7 +28,10 @@ from dit_lora.families.refusals import refuse_ic_lora
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
+    """Read the configs of an LTX-Video checkpoint.
+
+    Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
+    """
     refuse_ic_lora(model)
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)

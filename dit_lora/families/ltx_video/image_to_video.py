@@ -39,7 +39,7 @@ IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of o
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoImageInfo(LTXVideoInfo):
-    """The facts of an LTX-Video checkpoint for image-to-video."""
+    """Info (configs, supported shapes) of an LTX-Video checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
     image_arguments: ClassVar[tuple[str, ...]] = ("image",)
@@ -62,7 +62,7 @@ class LTXVideoImageInfo(LTXVideoInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoImageEncoders(LTXVideoEncoders):
-    """Encoders for image-to-video."""
+    """Text encoder and VAE of an LTX-Video checkpoint for image-to-video."""
 
     info: LTXVideoImageInfo
 
@@ -92,7 +92,7 @@ class LTXVideoImageEncoders(LTXVideoEncoders):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledFirstTokens(FirstTokens):
-    """`FirstTokens` whose image latent is sampled from its posterior."""
+    """First-frame conditioning of packed latents, whose image latent is sampled from its posterior."""
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # (C, 1, H, W)
@@ -113,7 +113,7 @@ def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tenso
 
 
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
-    """The checkpoint for image-to-video."""
+    """Build an opened LTX-Video checkpoint for image-to-video."""
     info = LTXVideoImageInfo(**facts)
     conditioning = SampledFirstTokens(image_latents=get_image_tokens)
     return Checkpoint(

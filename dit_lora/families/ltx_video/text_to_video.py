@@ -49,7 +49,7 @@ _DECODE_KWARGS = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoInfo(CheckpointInfo):
-    """The facts of an LTX-Video checkpoint for text-to-video."""
+    """Info (configs, supported shapes) of an LTX-Video checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -62,12 +62,12 @@ class LTXVideoInfo(CheckpointInfo):
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent along a side."""
+        """Pixels per LTX-Video latent along a side."""
         return self._compression_factor("spatial_compression_ratio", self.vae_config["patch_size"])
 
     @property
     def temporal_factor(self) -> int:
-        """Frames per latent frame, except the first, which is a single frame."""
+        """Frames per LTX-Video latent frame. The first latent frame is a single frame."""
         return self._compression_factor("temporal_compression_ratio", self.vae_config["patch_size_t"])
 
     def _compression_factor(self, name: str, patch: int) -> int:
@@ -81,7 +81,10 @@ class LTXVideoInfo(CheckpointInfo):
         return lcm(PIPELINE_MULTIPLE, self.spatial_factor)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Frames must be 8n + 1: the pipeline silently drops the rest."""
+        """Error messages for a shape that LTX-Video does not support.
+
+        Frames must be 8n + 1: the pipeline silently drops the rest.
+        """
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, self.temporal_factor)]
 
     @property
@@ -90,11 +93,11 @@ class LTXVideoInfo(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens of every caption: the pipeline's default."""
+        """Number of tokens to which every caption is padded: the default of LTX-Video's pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Apply frames per second. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
+        """Apply the recipe's frame rate. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         # Check now: otherwise validation samples would fail in the middle of a run.
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
         return replace(super().with_recipe(recipe, training_options), fps=recipe.data.fps)
@@ -105,13 +108,13 @@ class LTXVideoInfo(CheckpointInfo):
         return replace(super().with_training_metadata(metadata), fps=fps)
 
     def index_changes(self) -> dict[str, Any]:
-        """The pipeline class, if another task than the checkpoint's was trained."""
+        """Pipeline class of LTX-Video for the task that is trained, which may differ from the checkpoint's."""
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoEncoders(Encoders):
-    """Encoders for text-to-video."""
+    """Text encoder and VAE of an LTX-Video checkpoint for text-to-video."""
 
     info: LTXVideoInfo
     transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
@@ -161,7 +164,10 @@ class LTXVideoEncoders(Encoders):
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoDenoiser(FlowDenoiser):
-    """The denoiser of both tasks. What differs between them is the conditioning."""
+    """LTX-Video's transformer and loss, for text-to-video and image-to-video.
+
+    The tasks differ only in the conditioning.
+    """
 
     info: LTXVideoInfo
     transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
@@ -171,19 +177,22 @@ class LTXVideoDenoiser(FlowDenoiser):
         return compute_mu(self.info.scheduler, prod(size[1:]))
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        """The random tensors of flow matching, with noise for packed latents (S, C)."""
+        """Random tensors of a flow-matching step, with noise for packed latents (S, C)."""
         channels, *grid = batch["latent_mean"].shape[1:]
         return {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
+        """LTX-Video's clean training latents: sampled from the posterior, normalized and packed, (B, S, C).
+
+        This is the inverse of decoding.
+        """
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         packed = pack_latents(normalize_latents(latents, batch, self.info.vae_config["scaling_factor"]))
         # For image-to-video, the image's tokens replace those of the first frame.
         return self.conditioning.replace_given_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
+        """Loss weights from masks, packed like LTX-Video's latents, (B, S, C); None without masks."""
         return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
 
     def predict(
@@ -222,7 +231,7 @@ class LTXVideoDenoiser(FlowDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoSampler(Sampler):
-    """Sampler of both tasks."""
+    """LTX-Video's pipeline arguments, for text-to-video and image-to-video."""
 
     info: LTXVideoInfo
 
@@ -238,7 +247,10 @@ class LTXVideoSampler(Sampler):
         }
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        """Frames per second. Raises `DitLoraError` for a single step if its timestep would be NaN."""
+        """LTX-Video's pipeline argument for frames per second.
+
+        Raises `DitLoraError` for a single step if its timestep would be NaN.
+        """
         require_min_steps(self.info.scheduler, sampling.inference_steps, f"{self.info.path.name}: inference steps")
         return {} if sampling.fps is None else {"frame_rate": sampling.fps}
 
@@ -262,5 +274,5 @@ def normalize_latents(latents: torch.Tensor, batch: TensorMap, scaling_factor: f
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Pack latents (B, C, F, H, W) into tokens (B, S, C) with the pipeline's own method."""
+    """Pack LTX-Video latents (B, C, F, H, W) into tokens (B, S, C) with the pipeline's method."""
     return LTXPipeline._pack_latents(latents)

@@ -25,7 +25,7 @@ _DECODER_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny LTX-Video pipeline with weights from torch's default generator."""
     tokenizer = build_t5_tokenizer()
     pipeline: Any = LTXPipeline(
         tokenizer=tokenizer,

@@ -33,7 +33,7 @@ from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageInfo(QwenLatentsInfo):
-    """The facts of a Qwen-Image text-to-image checkpoint."""
+    """Info (configs, supported shapes) of a Qwen-Image text-to-image checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
 
@@ -47,7 +47,7 @@ class QwenImageEncoders(QwenLatentsEncoders):
     info: QwenImageInfo
 
     def load_text_limit(self) -> TextLimit:
-        """The limit on caption tokens, not counting the chat template's tokens around the caption."""
+        """Load Qwen-Image's caption limit, not counting the chat template's tokens around the caption."""
         return load_text_limit(self.info.path, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ class QwenImageEncoders(QwenLatentsEncoders):
         return get_caption_spec(self.info, self.info.text_tokens, dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Qwen2.5-VL as the pipeline uses it. Captions are padded with zeros and have a mask."""
+        """Load Qwen2.5-VL as Qwen-Image's pipeline uses it. Captions are padded with zeros and have a mask."""
         pipeline, num_tokens = self.load_text_pipeline(dtype, device), self.info.text_tokens
 
         def encode_caption(caption: str) -> Tensors:
@@ -92,7 +92,10 @@ class QwenImageDenoiser(FlowDenoiser):
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
+        """Qwen-Image's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
+
+        This is the inverse of decoding.
+        """
         return pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
@@ -134,7 +137,7 @@ class QwenImageSampler(Sampler):
         return {"height": shape.height, "width": shape.width}
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
-        """Generate one image; the guidance scale is the pipeline's `true_cfg_scale`.
+        """Generate one image with Qwen-Image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         The pipeline's `guidance_scale` is for an embedding that no published checkpoint has.
         """
@@ -149,19 +152,19 @@ class QwenImageSampler(Sampler):
 
 
 def build_empty_pipeline(pipeline_class: Any) -> Any:
-    """The pipeline without components, to read the prompt templates."""
+    """Qwen-Image's pipeline without components, to read its prompt templates."""
     parameters = inspect.signature(pipeline_class.__init__).parameters
     return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
 def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:
-    """The prompt template and the number of its tokens that the pipeline drops, for `Encoders.text_cache_key`."""
+    """Part of the text cache key: the prompt template, and the number of its tokens that the pipeline drops."""
     stock = build_empty_pipeline(pipeline_class)
     return {"template": stock.prompt_template_encode, "dropped": stock.prompt_template_encode_start_idx}
 
 
 def get_caption_spec(info: QwenLatentsInfo, num_tokens: int, dtype: torch.dtype) -> TensorSpec:
-    """Shapes and dtypes of a caption from `pad_caption`, without the batch."""
+    """Shapes and dtypes of an encoded, padded Qwen-Image caption, without the batch dimension."""
     size = (num_tokens, info.transformer_config["joint_attention_dim"])
     return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
@@ -174,13 +177,16 @@ def pad_caption(embeddings: torch.Tensor, num_tokens: int) -> Tensors:
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
+    """Pack Qwen-Image latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
     batch, channels, _, height, width = latents.shape
     return QwenImagePipeline._pack_latents(latents, batch, channels, height, width)
 
 
 def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
-    """Pipeline arguments for embeddings, cut to the length that the pipeline would have given the prompts."""
+    """Qwen-Image's pipeline arguments for prompt embeddings.
+
+    These are cut to the length that the pipeline would have given the prompts.
+    """
     embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
     if mask is None:  # the pipeline warns if the mask is missing
         mask = torch.ones(embeddings.shape[:2], dtype=torch.bool)

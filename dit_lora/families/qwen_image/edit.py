@@ -53,7 +53,7 @@ _IMAGE_TOKEN = "<|image_pad|>"
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageEditInfo(QwenLatentsInfo):
-    """The facts of a Qwen-Image-Edit checkpoint. The defaults are those of the first one, which takes one image."""
+    """Info of a Qwen-Image-Edit checkpoint. The defaults are those of the first one, which takes one image."""
 
     pipeline_class: Any = QwenImageEditPipeline
     max_references: int = 1
@@ -78,7 +78,7 @@ class QwenImageEditInfo(QwenLatentsInfo):
         return super().with_recipe(recipe, training_options)
 
     def select_prompt_images(self, pictures: list[Image.Image]) -> Any:
-        """Images in the form in which the pipeline encodes them with a prompt."""
+        """Reference images in the form in which Qwen-Image-Edit's pipeline encodes them with a prompt."""
         return pictures[0] if self.max_references == 1 else pictures
 
 
@@ -94,7 +94,9 @@ EDIT_PLUS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConditioning(Conditioning):
-    """References, whose tokens follow the noisy ones, clean.
+    """Conditioning on references whose tokens follow the noisy ones, clean.
+
+    In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
 
     In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
     """
@@ -113,7 +115,10 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
     info: QwenImageEditInfo
 
     def load_text_limit(self) -> TextLimit:
-        """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
+        """Number of caption tokens that fit next to the maximum number of images.
+
+        The pipeline itself truncates nothing.
+        """
         tokenizer, stock = load_processor(self.info.path).tokenizer, build_empty_pipeline(self.info.pipeline_class)
         image_prompts = (self.info.image_prompt.format(number + 1) for number in range(self.info.max_references))
         # Without the images' own tokens, which `_count_prompt_tokens` adds.
@@ -123,7 +128,10 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
         return TextLimit(tokenizer, self.info.text_tokens - num_kept)
 
     def _count_prompt_tokens(self, image_processor: Any) -> int:
-        """Number of tokens that captions are padded to: the pipeline's default for text, plus those of the images."""
+        """Number of tokens that Qwen-Image-Edit's captions are padded to.
+
+        It is the pipeline's default for text, plus those of the images.
+        """
         # An upper bound, so that one padded length fits every caption with its images.
         num_image_tokens = max_image_tokens(image_processor, self.info.text_area)
         return self.info.text_tokens + self.info.max_references * num_image_tokens
@@ -154,7 +162,7 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Qwen2.5-VL as the pipeline uses it, for captions with references.
+        """Load Qwen2.5-VL as Qwen-Image-Edit's pipeline uses it, for captions with references.
 
         Captions are padded with zeros and have a mask of text and image tokens.
         """
@@ -213,7 +221,7 @@ class QwenImageEditSampler(QwenImageSampler):
 
 
 def _compute_size(area: int, height: int, width: int) -> tuple[int, int]:
-    """Height and width of an image of this size, scaled to about `area` pixels as in the pipelines."""
+    """Height and width of a reference image, scaled to about `area` pixels as in Qwen-Image-Edit's pipelines."""
     scaled_width, scaled_height = edit_plus.calculate_dimensions(area, width / height)
     return scaled_height, scaled_width
 

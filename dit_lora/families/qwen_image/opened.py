@@ -38,7 +38,7 @@ _UNSUPPORTED_PIPELINES = {
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs.
+    """Read the configs of a Qwen-Image or Qwen-Image-Edit checkpoint.
 
     Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
     """

@@ -34,12 +34,12 @@ class PictureProcessor(Qwen2VLProcessor):
 
 
 def load_processor(path: Path) -> PictureProcessor:
-    """Load a checkpoint's processor."""
+    """Load a checkpoint's Qwen2-VL processor for text and images."""
     return load_pretrained(PictureProcessor, _processor_folder(path))
 
 
 def load_image_processor(path: Path) -> Any:
-    """Load only the image processor, which tells how many tokens an image has."""
+    """Load only a checkpoint's image processor, which tells how many tokens an image has."""
     return load_pretrained(AutoImageProcessor, _processor_folder(path))
 
 
@@ -51,14 +51,17 @@ def _processor_folder(path: Path) -> Path:
 
 
 def count_image_tokens(image_processor: Any, height: int, width: int) -> int:
-    """Number of tokens of an image of this size."""
+    """Number of tokens that an image of this size has in the text encoder."""
     # The model merges squares of merge_size x merge_size patches into one token.
     patches: int = image_processor.get_number_of_image_patches(height, width, {})
     return int(patches // image_processor.merge_size**2)
 
 
 def max_image_tokens(image_processor: Any, area: int) -> int:
-    """Maximum number of tokens of an image scaled to this area, over all aspect ratios up to `MAX_RATIO`."""
+    """Maximum number of text encoder tokens of an image scaled to this area.
+
+    All aspect ratios up to `MAX_RATIO` are considered.
+    """
     return max(count_image_tokens(image_processor, height, width) for height, width in _extreme_sizes(area))
 
 
@@ -76,7 +79,7 @@ def _extreme_sizes(area: int) -> Iterable[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class PictureTextEncoder:
-    """A `TextEncoder` for captions that are encoded together with references."""
+    """Text encoder for captions that are encoded together with reference images."""
 
     model: str
     encode_caption: Callable[[str, list[Image.Image]], Tensors]

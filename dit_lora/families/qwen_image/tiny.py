@@ -33,7 +33,7 @@ _PIPELINE_CLASSES: dict[str, Any] = {
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write the pipeline with weights from torch's default generator."""
+    """Write a tiny Qwen-Image pipeline with weights from torch's default generator."""
     kind = _PIPELINE_CLASSES[variant]
     text = _build_text_components(kind)
     # The processor's files are written separately: Transformers' class contains a video processor, which needs
@@ -71,7 +71,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
 
 
 def _write_processor(tokenizer: Any, folder: Path) -> None:
-    """Write the folder `processor` and add it to the pipeline's index."""
+    """Write the folder `processor` of a tiny Qwen-Image-Edit pipeline and add it to the pipeline's index."""
     name = Qwen2VLProcessor.__name__
     tokenizer.save_pretrained(folder / "processor")
     files = VARIANTS["qwen2.5-vl"].files

@@ -45,7 +45,7 @@ class Fp32LinearAttention:
 
 
 class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
-    """Also clamps the output at +-65504, which Diffusers' processor does only in fp16."""
+    """Linear attention in fp32 whose output is clamped at +-65504. Diffusers' processor does that only in fp16."""
 
     def __call__(
         self,
@@ -59,7 +59,7 @@ class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
 
 
 def keep_linear_attention_fp32(transformer: nn.Module, *, should_saturate: bool) -> None:
-    """Wrap the processor of every self-attention layer. The wrappers are not saved with the model."""
+    """Wrap the processor of every self-attention layer of a Sana model. The wrappers are not saved with the model."""
     wrap = SaturatingLinearAttention if should_saturate else Fp32LinearAttention
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]
         attention: Any = block.attn1  # type: ignore[union-attr]
@@ -67,7 +67,7 @@ def keep_linear_attention_fp32(transformer: nn.Module, *, should_saturate: bool)
 
 
 def _wrap_for_autocast(attn: Attention, device_type: str, dtype: torch.dtype) -> Any:
-    """A stand-in for an attention layer, for the stock processor: its modules still run under autocast."""
+    """A stand-in for an attention layer that the stock processor gets. Its modules still run under autocast."""
 
     def run_with_autocast(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if module is None:

@@ -69,7 +69,7 @@ _FP16_TRAINED_NAME = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_d
 
 @dataclass(frozen=True, kw_only=True)
 class SanaInfo(CheckpointInfo):
-    """The facts of a Sana text-to-image checkpoint."""
+    """Info (configs, supported shapes) of a Sana text-to-image checkpoint."""
 
     should_saturate: bool = False
     """True if it was trained in fp16, whose range its linear attention relies on."""
@@ -85,7 +85,10 @@ class SanaInfo(CheckpointInfo):
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Sana")]
 
     def index_changes(self) -> dict[str, Any]:
-        """Record the fp16 training: a fully trained model is stored in fp32 but still relies on fp16's range."""
+        """Changes to model_index.json that record fp16 training.
+
+        A fully trained model is stored in fp32 but still relies on fp16's range.
+        """
         return {_TRAINED_IN_KEY: "fp16"} if self.should_saturate else {}
 
 
@@ -109,7 +112,7 @@ class SanaEncoders(Encoders):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Gemma as the pipeline uses it, with an instruction before each caption.
+        """Load Gemma as Sana's pipeline uses it, with an instruction before each caption.
 
         Of the result, the first and the last 299 tokens are kept. "" is encoded without the instruction, like the
         pipeline's negative prompt.
@@ -132,7 +135,7 @@ class SanaEncoders(Encoders):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
+        """Load Sana's autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
         vae = memory.load(AutoencoderDC, self.info.path, torch.float32, device)
 
         @torch.no_grad()
@@ -177,7 +180,7 @@ class SanaSampler(Sampler):
     output_field = "images"
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
+        """Load Sana's pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
 
         The transformer is clamped to fp16's range if the checkpoint relies on it.
         """
@@ -217,7 +220,10 @@ def predict_velocity(
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or objective, or broken weight files."""
+    """Read the configs of a Sana checkpoint.
+
+    Raises `DitLoraError` for another pipeline or objective, or broken weight files.
+    """
     fields, objective = read_sana_fields(family, model)
     # Random weights were not trained in fp16, so nothing has to be clamped.
     saturates = model.from_scratch is None and is_trained_in_fp16(fields["path"], model)
@@ -231,7 +237,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
 
 def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
-    """True if the transformer was trained in fp16, by its files, their dtype, the index or the published name.
+    """True if a Sana transformer was trained in fp16, by its files, their dtype, the index or the published name.
 
     The name is the last test, for a published checkpoint whose fp32 file was the only one downloaded.
     """
@@ -246,7 +252,7 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 
 def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
-    """The facts that checkpoints of Sana and SANA-Video share, as fields of `CheckpointInfo`, and the objective."""
+    """Info fields that checkpoints of Sana and SANA-Video share, and the objective."""
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
     objective = build_flow_objective(model, read_component_config(path, "scheduler"))
@@ -255,7 +261,7 @@ def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[
 
 
 def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
-    """The objective with the shift of the checkpoint's scheduler.
+    """Flow-matching objective with the shift of the checkpoint's scheduler.
 
     Solvers call it `flow_shift`, FlowMatchEulerDiscreteScheduler calls it `shift`. If the latter were built from a
     solver's config, its shift would silently be 1.

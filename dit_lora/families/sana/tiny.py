@@ -13,7 +13,10 @@ LATENT_CHANNELS = 4
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a pipeline like Sana; a variant like 1.5 normalises q and k, another stores its transformer in fp16."""
+    """Write a tiny pipeline like Sana.
+
+    A variant like 1.5 normalizes q and k; another stores its transformer in fp16.
+    """
     tokenizer = build_gemma_tokenizer()
     transformer: Any = SanaTransformer2DModel(
         in_channels=LATENT_CHANNELS,
@@ -40,7 +43,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
 
 
 def build_gemma_tokenizer() -> GemmaTokenizer:
-    """A tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
+    """Build a tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     # The newline is a token because the pipeline's instruction has several lines.
@@ -66,7 +69,10 @@ def build_gemma_encoder(vocab_size: int) -> Gemma2Model:
 
 
 def _build_autoencoder() -> AutoencoderDC:
-    """Halves the sides four times (DC-AE: five times), with DC-AE's two kinds of blocks."""
+    """Build a tiny DC-AE with the published model's two kinds of blocks.
+
+    It halves the sides four times (published: five times).
+    """
     blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock", "EfficientViTBlock")
     # One entry per stage.
     channels, layers = (8, 8, 16, 16, 16), (1, 1, 1, 1, 1)

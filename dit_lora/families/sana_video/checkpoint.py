@@ -43,7 +43,7 @@ _WAN_FACTORS = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoInfo(SanaInfo):
-    """The facts of a SANA-Video text-to-video checkpoint with Wan's autoencoder."""
+    """Info of a SANA-Video text-to-video checkpoint with Wan's autoencoder."""
 
     pipeline_class: ClassVar[Any] = SanaVideoPipeline
 
@@ -61,14 +61,20 @@ class SanaVideoInfo(SanaInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoEncoders(SanaEncoders):
-    """Captions are encoded unchanged. A motion score is part of the caption, ` motion score: 30.` at its end."""
+    """Text encoder and VAE of a SANA-Video checkpoint.
+
+    Captions are encoded unchanged: a motion score is part of the caption, ` motion score: 30.` at its end.
+    """
 
     transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
+        """Load SANA-Video's VAE.
+
+        Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`.
+        """
         return make_pixel_encoder(memory.load(AutoencoderKLWan, self.info.path, torch.float32, device), encode_video)
 
 
@@ -103,7 +109,10 @@ class SanaVideoSampler(SanaSampler):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's."""
+    """Read the configs of a SANA-Video checkpoint.
+
+    Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's.
+    """
     fields, objective = read_sana_fields(family, model)
     vae = fields["vae_config"]
     kind = vae.get("_class_name")

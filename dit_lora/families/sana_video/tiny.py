@@ -16,7 +16,7 @@ from dit_lora.families.tiny.vae import scale_posterior
 
 
 def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
-    """Write a pipeline like SANA-Video with Wan's autoencoder, whose latents have per-channel mean and deviation."""
+    """Write a tiny SANA-Video pipeline with Wan's autoencoder, whose latents have per-channel mean and deviation."""
     tokenizer = build_gemma_tokenizer()
     pipeline: Any = SanaVideoPipeline(
         tokenizer=tokenizer,

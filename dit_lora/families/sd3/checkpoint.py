@@ -52,7 +52,7 @@ TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for par
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Info(CheckpointInfo):
-    """The facts of a Stable Diffusion 3 or 3.5 checkpoint."""
+    """Info (configs, supported shapes) of a Stable Diffusion 3 or 3.5 checkpoint."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -77,9 +77,10 @@ class SD3Info(CheckpointInfo):
         ]
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
-        """The family's targets, the text queries of all blocks but the last, and the second attention of 3.5 medium.
+        """Default LoRA targets of SD3.
 
-        No layer reads the text after the last block, so an adapter on its queries there would never learn. Diffusers'
+        They are the family's, the text queries of all blocks but the last, and the second attention of 3.5 medium. No
+        layer reads the text after the last block, so an adapter on its queries there would never learn. Diffusers'
         script adapts them anyway. Since it names only `attn.`, it skips the `attn2` that 3.5 medium introduced.
         """
         config = self.transformer_config
@@ -91,7 +92,7 @@ class SD3Info(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of T5 tokens of every caption: the pipeline's default."""
+        """Number of T5 tokens to which every caption is padded: the default of SD3's pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
@@ -101,7 +102,7 @@ class SD3Encoders(Encoders):
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
-        """The limit of T5. The CLIPs read the first 77 tokens of a caption."""
+        """Load the token limit of T5. The CLIPs read the first 77 tokens of a caption."""
         return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_3")
 
     def text_cache_key(self) -> Mapping[str, Any]:
@@ -117,7 +118,7 @@ class SD3Encoders(Encoders):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load both CLIPs and T5 as the pipeline uses them; they and the transformer attend to all padding."""
+        """Load both CLIPs and T5 as SD3's pipeline uses them; they and the transformer attend to all padding."""
         pipeline = self.load_text_pipeline(dtype, device)
 
         def encode_caption(caption: str) -> Tensors:
@@ -155,7 +156,7 @@ class SD3Denoiser(FlowDenoiser):
         return compute_mu(self.info.scheduler, num_patches)
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
+        """SD3's clean training latents, sampled from the posterior and normalized. This is the inverse of decoding."""
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.info.vae_config)
 
@@ -191,7 +192,10 @@ class SD3Sampler(Sampler):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
+    """Read the configs of an SD3 checkpoint.
+
+    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
+    """
     path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
     # Only encoders have weights.

@@ -19,7 +19,7 @@ _CLIP_WIDTHS = (8, 16)
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny SD3 pipeline with weights from torch's default generator."""
     clip, t5 = build_clip_tokenizer(), build_t5_tokenizer()
     clip_l, clip_g = (build_projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
     pipeline: Any = StableDiffusion3Pipeline(

@@ -25,7 +25,7 @@ def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncode
 
 
 def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) -> TextEncoder:
-    """A caption encoder of a pipeline that pads every caption to `num_tokens`, so that none influences the others."""
+    """Create a caption encoder that pads every caption to `num_tokens`, so that none influences the others."""
 
     @torch.no_grad()
     def encode(captions: Sequence[str]) -> Tensors:

@@ -11,7 +11,10 @@ from dit_lora.families.base import TextLimit
 
 
 def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
-    """Number of tokens left for a caption out of `max_tokens`. `arguments` go to `encode_prompt`."""
+    """Number of tokens left for a caption out of `max_tokens` after the chat template's.
+
+    `arguments` go to `encode_prompt`.
+    """
     probe = _PaddingCounter()
     pipeline = pipeline_class(scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None)
     # The padding that an empty caption leaves is the number of tokens a caption can have.
@@ -20,7 +23,7 @@ def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int,
 
 
 class _PaddingCounter(nn.Module):
-    """Replaces the text encoder and counts the padding tokens it gets for an empty caption."""
+    """Stand-in for a pipeline's text encoder that counts the padding tokens it gets for an empty caption."""
 
     dtype, device = torch.float32, torch.device("cpu")
     num_pads = 0

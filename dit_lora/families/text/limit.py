@@ -7,7 +7,10 @@ from dit_lora.families.base import TextLimit
 
 
 def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:
-    """Load the tokenizer from this folder of a checkpoint. Without `max_tokens`, the tokenizer's own limit applies."""
+    """Load a checkpoint's tokenizer from this folder, with the caption's token limit.
+
+    Without `max_tokens`, the limit is the tokenizer's.
+    """
     # Import here: Transformers takes seconds to import.
     from transformers import AutoTokenizer
 

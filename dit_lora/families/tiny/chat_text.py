@@ -28,7 +28,7 @@ _QWEN_TEMPLATE = (
 
 
 def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
-    """Qwen3's tokenizer, and the config of a model with this many layers for it."""
+    """Build Qwen3's tokenizer in small, and the config of a text model with this many layers for it."""
     tokenizer = build_byte_tokenizer(_QWEN_TOKENS, end_token="<|im_end|>")
     tokenizer.chat_template = _QWEN_TEMPLATE
     config = Qwen3Config(
@@ -38,7 +38,7 @@ def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
 
 
 def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str, **options: Any) -> Qwen2Tokenizer:
-    """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
+    """Build a tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
     # Sorted, so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
@@ -51,5 +51,5 @@ def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str, **opti
 
 
 def special_token_ids(tokenizer: Any) -> dict[str, Any]:
-    """Token ids of a tokenizer's end and padding, named as in a model's config."""
+    """Token ids of a tokenizer's end and padding, under their names in a model's config."""
     return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

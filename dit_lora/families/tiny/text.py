@@ -24,7 +24,7 @@ POOLED_WIDTH = 16
 
 
 def build_t5_tokenizer() -> T5Tokenizer:
-    """A tokenizer of the printable ASCII characters, inside a word and at its start. Nothing is trained."""
+    """Build a tokenizer of the printable ASCII characters, inside a word and at its start. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "</s>", "<unk>"]
     pieces = ["▁", *characters, *(f"▁{c}" for c in characters)]
@@ -47,7 +47,7 @@ def build_t5_encoder(vocab_size: int) -> T5EncoderModel:
 
 
 def build_clip_tokenizer() -> CLIPTokenizer:
-    """A tokenizer of the printable ASCII characters, inside a word and at its end. Nothing is trained."""
+    """Build a tokenizer of the printable ASCII characters, inside a word and at its end. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     # CLIP's BPE marks the end of a word with </w>.
     pieces = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
@@ -80,6 +80,6 @@ def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
 
 
 def build_umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
-    """T5 with separate relative positions in every layer; padding is masked."""
+    """Build a tiny UMT5 encoder: T5 with separate relative positions in every layer. Padding is masked."""
     config = UMT5Config(vocab_size=vocab_size, d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
     return UMT5EncoderModel(config).eval()

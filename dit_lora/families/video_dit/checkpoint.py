@@ -53,7 +53,7 @@ from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 @dataclass(frozen=True)
 class VideoClassTable(ClassTable):
-    """A table of classes whose last row is the null class."""
+    """Class table of a video DiT, whose last row is the null class."""
 
     @property
     def null_row(self) -> int:
@@ -61,12 +61,15 @@ class VideoClassTable(ClassTable):
 
 
 def compute_size_multiple(info: CheckpointInfo) -> int:
-    """VAE factor times patch size: height and width must be multiples of it."""
+    """Number of pixels that height and width must be a multiple of: VAE factor times patch size."""
     return compute_spatial_factor(info.vae_config) * info.transformer_config["patch_size"]
 
 
 def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
-    """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
+    """Error messages for a video DiT's shape.
+
+    Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16).
+    """
     # Positions are computed for any size, so only whole patches matter.
     frame_step, step = info.transformer_config["patch_size_t"], info.size_multiple
     return multiple_errors(
@@ -76,7 +79,7 @@ def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextVideoDiTInfo(CheckpointInfo):
-    """The facts of a video DiT that is conditioned on text."""
+    """Info (configs, supported shapes) of a video DiT that is conditioned on text."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
 
@@ -90,7 +93,7 @@ class TextVideoDiTInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassVideoDiTInfo(ClassInfo):
-    """The facts of a video DiT that is conditioned on classes, with the classes it is trained on."""
+    """Info of a video DiT that is conditioned on classes, with the classes it is trained on."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
     num_classes_key = "num_classes"
@@ -103,7 +106,7 @@ class ClassVideoDiTInfo(ClassInfo):
         return find_patch_errors(self, shape)
 
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
-        """Always raise `DitLoraError`: a LoRA cannot train rows of this label table."""
+        """Always raise `DitLoraError` for new classes: a LoRA cannot train rows of this label table."""
         problem = (
             f"{self.path.name} has no classes with these names, and a LoRA cannot add them; correct the "
             "names, use train.mode: full, or a model that is conditioned on text"
@@ -122,7 +125,7 @@ class TextVideoDiTEncoders(Encoders):
         return {"pooled_projections": (torch.Size((self.info.transformer_config["text_dim"],)), dtype)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Maps texts to CLIP's pooled output, (B, D)."""
+        """Text encoder that maps captions to CLIP's pooled output, (B, D)."""
         pipeline = self.load_text_pipeline(dtype, device)
         # encode_prompt disables gradients itself.
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
@@ -200,7 +203,7 @@ class ClassVideoDiTSampler(Sampler):
         return self._load_pipeline(dtype, transformer, False, id2label=self.info.trained_classes.labels())
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Rows of the label table. The pipeline adds the null class itself."""
+        """Pipeline arguments for a prompt: its rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
             return {"class_labels": torch.tensor([self.info.get_row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
@@ -210,7 +213,7 @@ class ClassVideoDiTSampler(Sampler):
 
 
 def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
-    """Load the transformer, with rows for the classes that are trained if it is conditioned on classes."""
+    """Load a video DiT, with rows for the classes that are trained if it is conditioned on classes."""
     if isinstance(info, ClassVideoDiTInfo):
         return info.load_transformer(VideoDiTTransformer3DModel, dtype, grow_label_table)
     return load_or_init(VideoDiTTransformer3DModel, info.path, dtype, info.from_scratch, info.part)
@@ -225,7 +228,7 @@ def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTa
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for another pipeline or broken weight files."""
+    """Read the configs of a video DiT. Raises `DitLoraError` for another pipeline or broken weight files."""
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)

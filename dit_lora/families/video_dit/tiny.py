@@ -16,7 +16,7 @@ CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc",
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
+    """Write a tiny pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
     # Exactly one of the two conditions.
     condition = {"text_dim": POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
@@ -44,7 +44,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
 
 
 def _randomize_zero_weights(transformer: VideoDiTTransformer3DModel) -> None:
-    """Randomise the zero-initialised layers: a fresh adaLN-zero model outputs zeros and passes no gradient on."""
+    """Randomize the zero-initialized layers: a fresh adaLN-zero model outputs zeros and passes no gradient on."""
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             if name.startswith("proj_out") or "adaln" in name:

@@ -33,7 +33,7 @@ _TILE_SIZE = 224  # pixels per side of a tile in the original
 
 @dataclass(frozen=True, kw_only=True)
 class VideoChat2Checkpoint(ChatCheckpoint):
-    """An opened VideoChat2 folder."""
+    """An opened VideoChat2 checkpoint, a chat model."""
 
     config: VideoChat2Config
     qformer_tokenizer: Any
@@ -67,7 +67,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
     @property
     def answer_end(self) -> str:
-        """Text that ends an answer in training: a token, or plain text in Vicuna's format."""
+        """Text that ends an answer of VideoChat2 in training: a token, or plain text in Vicuna's format."""
         return PROMPT_FORMATS[self.prompt_format].answer[1].strip()
 
     def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape | None:

@@ -85,7 +85,10 @@ _MAX_POSITIONS = 512
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a checkpoint to `folder`: config, weights, the language model's tokenizer and qformer_tokenizer/."""
+    """Write a tiny VideoChat2 checkpoint to `folder`.
+
+    It has config, weights, the language model's tokenizer and qformer_tokenizer/.
+    """
     tokenizer = build_llm_tokenizer(VARIANTS[variant])
     qformer_tokenizer = build_bert_tokenizer()
     config = build_tiny_config(variant, tokenizer, len(qformer_tokenizer))
@@ -104,7 +107,10 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
 
 
 def build_tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> VideoChat2Config:
-    """A config with three vision blocks of 16-pixel patches, two Q-Former layers and two language model layers."""
+    """A tiny VideoChat2 config.
+
+    It has three vision blocks of 16-pixel patches, two Q-Former layers and two language model layers.
+    """
     return VideoChat2Config(
         vision_config={
             "image_size": 32,
@@ -155,7 +161,10 @@ def _build_text_config(prompt_format: str, tokenizer: LlamaTokenizer, context_fa
 
 
 def build_llm_tokenizer(prompt_format: str) -> LlamaTokenizer:
-    """A BPE like Llama's, as all three language models use: a short list of whole words, characters and bytes."""
+    """Build a BPE tokenizer like Llama's, as all three language models use.
+
+    It has a short list of whole words, characters and bytes.
+    """
     characters = [c for c in string.printable if not c.isspace()]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters]
     merges: list[tuple[str, str]] = []
@@ -180,7 +189,7 @@ def build_llm_tokenizer(prompt_format: str) -> LlamaTokenizer:
 
 
 def build_bert_tokenizer() -> BertTokenizer:
-    """BERT's WordPiece over the same words and all ASCII characters, with the original's [DEC] token."""
+    """Build BERT's WordPiece tokenizer over the same words and all ASCII characters, with the [DEC] token."""
     # Lower case only, as in bert-base-uncased.
     characters = [c for c in string.printable if not c.isspace() and not c.isupper()]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]

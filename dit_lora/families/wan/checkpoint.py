@@ -26,7 +26,10 @@ _IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs. Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files."""
+    """Read the configs of a Wan checkpoint.
+
+    Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files.
+    """
     path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)
@@ -71,7 +74,7 @@ def _get_stored_task(index: Mapping[str, Any]) -> str:
 
 
 def _select_task(model: ModelConfig, index: Mapping[str, Any]) -> str:
-    """The task to train. TI2V-5B (`expand_timesteps`) supports both tasks."""
+    """The task for which a Wan checkpoint trains. TI2V-5B (`expand_timesteps`) supports both tasks."""
     refuse_ic_lora(model)
     stored_task, has_both_tasks = _get_stored_task(index), bool(index.get("expand_timesteps"))
     task = model.task or stored_task
@@ -87,7 +90,7 @@ def _select_task(model: ModelConfig, index: Mapping[str, Any]) -> str:
 def _require_matching_components(
     model: ModelConfig, index: Mapping[str, Any], fields: Mapping[str, Any], *, has_condition_channels: bool
 ) -> None:
-    """Check channels, the boundary with its second expert, and the image embedding with its encoder.
+    """Check a Wan checkpoint's channels, its boundary with the second expert, and its image embedding.
 
     `has_condition_channels` is true if a mask and a condition are concatenated with the latents.
     """

@@ -44,7 +44,7 @@ EmbedImages = Callable[[list[Any]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WanImageInfo(WanInfo):
-    """The facts of a Wan checkpoint for image-to-video."""
+    """Info (configs, supported shapes) of a Wan checkpoint for image-to-video."""
 
     has_token_mask: bool
     """True if the image is the first latent frame itself, marked by timestep 0 of its tokens (`expand_timesteps`)."""
@@ -62,12 +62,12 @@ class WanImageInfo(WanInfo):
 
     @property
     def has_clip(self) -> bool:
-        """True if the transformer attends to the image's CLIP embedding (2.1)."""
+        """True if the Wan transformer attends to the image's CLIP embedding (2.1)."""
         return self.transformer_config["image_dim"] is not None
 
     @property
     def has_last_image(self) -> bool:
-        """True if the last frame is given too (FLF2V): the embedding has positions for two images."""
+        """True if a Wan checkpoint also takes the last frame (FLF2V): the embedding has positions for two images."""
         return self.transformer_config["pos_embed_seq_len"] is not None
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
@@ -75,7 +75,10 @@ class WanImageInfo(WanInfo):
         return [*problems, *min_frames_errors(shape.frames, self.vae_config["scale_factor_temporal"])]
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        """Raise `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`)."""
+        """Apply the recipe's settings.
+
+        Raises `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`).
+        """
         info, problems = super().with_recipe(recipe, training_options), []
         # A separate first image would not belong to the clip's last frame.
         if self.has_last_image and any(source.image_column for source in recipe.data.all_sources):
@@ -88,7 +91,7 @@ class WanImageInfo(WanInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class WanImageEncoders(WanEncoders):
-    """Encoders for image-to-video."""
+    """Text encoder, image encoder and VAE of a Wan checkpoint for image-to-video."""
 
     info: WanImageInfo
 
@@ -105,7 +108,7 @@ class WanImageEncoders(WanEncoders):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE, and CLIP if the checkpoint uses it, in fp32.
+        """Load Wan's VAE, and CLIP if the checkpoint uses it, in fp32.
 
         Samples keep the clip's posterior and `image_latents`, the normalised condition: (mask channels + C, F, H, W),
         or (C, 1, H, W) for TI2V-5B. With CLIP they also keep `image_embeds`, (images, P, width).
@@ -128,7 +131,7 @@ class WanImageEncoders(WanEncoders):
         return encode
 
     def _make_pipeline_stub(self, vae: Any) -> Any:
-        """A stand-in for the pipeline with the attributes that its `prepare_latents` reads."""
+        """A stand-in for Wan's pipeline with the attributes that its `prepare_latents` reads."""
         return SimpleNamespace(
             vae=vae,
             vae_scale_factor_temporal=self.info.vae_config["scale_factor_temporal"],
@@ -139,7 +142,10 @@ class WanImageEncoders(WanEncoders):
     def _encode_condition(
         self, pipeline_stub: Any, first_image: torch.Tensor, last_images: list[torch.Tensor], frames: int
     ) -> torch.Tensor:
-        """The condition, by the pipeline's own method: joined with the latents (TI2V-5B: in place of the first)."""
+        """The image condition of a clip, computed with the pipeline's method.
+
+        It is joined with the latents (TI2V-5B: in place of the first).
+        """
         height, width = first_image.shape[-2:]
         condition = self.info.pipeline_class.prepare_latents(
             pipeline_stub,
@@ -169,7 +175,7 @@ class WanImageEncoders(WanEncoders):
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionChannels(Conditioning):
-    """Mask and condition as further channels of the noisy latents."""
+    """Conditioning that appends mask and image condition to the noisy latents as further channels."""
 
     def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         # (B, C + mask channels + C, F, H, W)
@@ -178,7 +184,7 @@ class ConditionChannels(Conditioning):
 
 @dataclass(frozen=True, kw_only=True)
 class WanImageSampler(WanSampler):
-    """Sampler for image-to-video."""
+    """Wan's pipeline arguments for image-to-video."""
 
     info: WanImageInfo
 
@@ -189,12 +195,12 @@ class WanImageSampler(WanSampler):
 
 
 def get_image_latents(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-    """The images' latents of TI2V-5B, (B, C, 1, H, W)."""
+    """Normalized latents (B, C, 1, H, W) of the first images, for Wan's TI2V-5B."""
     return batch["image_latents"].float()
 
 
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
-    """The checkpoint for image-to-video."""
+    """Build an opened Wan checkpoint for image-to-video."""
     info = WanImageInfo(**facts)
     # TI2V-5B is given the image as a clean frame, the others as channels.
     conditioning = FirstFrame(image_latents=get_image_latents) if info.has_token_mask else ConditionChannels()

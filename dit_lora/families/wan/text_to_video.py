@@ -45,7 +45,7 @@ _TEXT_COMPONENTS = ("text_encoder", "tokenizer", "scheduler")
 
 @dataclass(frozen=True, kw_only=True)
 class WanInfo(CheckpointInfo):
-    """The facts of a Wan checkpoint for text-to-video."""
+    """Info (configs, supported shapes) of a Wan checkpoint for text-to-video."""
 
     expert_boundary: float | None = None
     """Noise level from which `transformer` denoises; below it, `transformer_2` does. None with a single expert."""
@@ -66,7 +66,10 @@ class WanInfo(CheckpointInfo):
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        """Frames must be 4n + 1: the VAE silently drops the rest."""
+        """Error messages for a shape that Wan does not support.
+
+        Frames must be 4n + 1: the VAE silently drops the rest.
+        """
         temporal = self.vae_config["scale_factor_temporal"]
         return [
             *side_errors(shape, self.size_multiple),
@@ -89,7 +92,7 @@ class WanInfo(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens that captions are padded to.
+        """Number of tokens that Wan's captions are padded to.
 
         It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
         that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
@@ -97,7 +100,10 @@ class WanInfo(CheckpointInfo):
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
-        """A note if captions are encoded without ftfy, which the pipeline uses where it is installed."""
+        """Messages for the start of a run.
+
+        There is a note if captions are encoded without ftfy, which the pipeline uses where it is installed.
+        """
         if is_ftfy_available():
             return []
         return [
@@ -106,13 +112,13 @@ class WanInfo(CheckpointInfo):
         ]
 
     def index_changes(self) -> dict[str, Any]:
-        """The pipeline class, if another task than the checkpoint's was trained."""
+        """Pipeline class of Wan for the task that is trained, which may differ from the checkpoint's."""
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanEncoders(Encoders):
-    """Encoders for text-to-video."""
+    """Text encoder and VAE of a Wan checkpoint for text-to-video."""
 
     info: WanInfo
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
@@ -130,7 +136,7 @@ class WanEncoders(Encoders):
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Load the pipeline with only its text encoder: no transformer and no image encoder."""
+        """Load Wan's pipeline with only its text encoder: no transformer and no image encoder."""
         # Entries of components are [library, class]; other entries are options of the pipeline.
         index = read_component_config(self.info.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
@@ -152,7 +158,7 @@ class WanEncoders(Encoders):
 
 @dataclass(frozen=True, kw_only=True)
 class WanDenoiser(FlowDenoiser):
-    """The denoiser of all tasks. What differs between them is the conditioning."""
+    """Wan's transformer and loss, for all tasks. The tasks differ only in the conditioning."""
 
     info: WanInfo
     transformer_class: ClassVar[Any] = WanTransformer3DModel
@@ -209,13 +215,13 @@ class WanDenoiser(FlowDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class WanSampler(Sampler):
-    """Sampler for text-to-video."""
+    """Wan's pipeline arguments for text-to-video."""
 
     info: WanInfo
 
     @property
     def fp32_components(self) -> tuple[str, ...]:
-        """The VAE, as in Diffusers' examples."""
+        """Components of Wan's pipeline that stay in fp32: the VAE, as in Diffusers' examples."""
         return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:

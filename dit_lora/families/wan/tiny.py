@@ -40,7 +40,7 @@ _INDEX_VALUES: dict[str, dict[str, Any]] = {
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator; two experts have different weights."""
+    """Write a tiny Wan pipeline with weights from torch's default generator; two experts have different weights."""
     changes, tokenizer = VARIANTS[variant], build_t5_tokenizer()
     components: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -88,12 +88,12 @@ def _build_transformer(changes: dict[str, Any]) -> WanTransformer3DModel:
 
 
 def _build_vae() -> AutoencoderKLWan:
-    """Wan 2.1's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
+    """Build Wan 2.1's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
     return scale_posterior(AutoencoderKLWan(base_dim=4, z_dim=_LATENTS, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 10)
 
 
 def _build_vae_5b() -> AutoencoderKLWan:
-    """Wan 2.2's VAE in small: pixels in patches of 2x2, residual paths, a decoder of another width."""
+    """Build Wan 2.2's VAE in small: pixels in patches of 2x2, residual paths, a decoder of another width."""
     return scale_posterior(
         AutoencoderKLWan(
             base_dim=4,

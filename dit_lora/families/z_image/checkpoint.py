@@ -65,7 +65,7 @@ DE_DISTILLATION_ADAPTER = "ostris/zimage_turbo_training_adapter/zimage_turbo_tra
 
 @dataclass(frozen=True, kw_only=True)
 class ZImageInfo(CheckpointInfo):
-    """The facts of a Z-Image checkpoint."""
+    """Info (configs, supported shapes) of a Z-Image checkpoint."""
 
     scheduler_shift: float
     """Shift that the pipeline samples with. Training uses `TRAINING_SHIFT`."""
@@ -101,7 +101,10 @@ class ZImageInfo(CheckpointInfo):
 
     @property
     def text_tokens(self) -> int:
-        """Number of tokens that captions are truncated to, and padded to in the cache: the pipeline's default."""
+        """Number of tokens that Z-Image's captions are truncated to, and padded to in the cache.
+
+        It is the pipeline's default.
+        """
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
 
@@ -111,7 +114,7 @@ class ZImageEncoders(Encoders):
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
-        """Number of caption tokens that fit in the chat template."""
+        """Number of caption tokens that fit in the chat template of Z-Image's text encoder."""
         from transformers import AutoTokenizer
 
         tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
@@ -131,7 +134,7 @@ class ZImageEncoders(Encoders):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Qwen3 as the pipeline uses it: captions in its chat template, second to last hidden states.
+        """Load Qwen3 as Z-Image's pipeline uses it: captions in its chat template, second to last hidden states.
 
         The pipeline's embeddings have no padding. The cache pads them with zeros to one length and keeps a mask.
         """
@@ -171,7 +174,10 @@ class ZImageDenoiser(FlowDenoiser):
     transformer_class: ClassVar[Any] = ZImageTransformer2DModel
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
+        """Z-Image's clean training latents (B, C, H, W), sampled from the posterior and normalized.
+
+        This is the inverse of decoding.
+        """
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.info.vae_config)
 
@@ -221,7 +227,10 @@ def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
 
 
 def find_turbo_sign(name: str, shift: float) -> str | None:
-    """What suggests that a checkpoint is Turbo: its folder or Hub name, or its scheduler's shift; else None."""
+    """Reason to assume that a Z-Image checkpoint is Turbo: its folder or Hub name, or its scheduler's shift.
+
+    Else None.
+    """
     # The last part of a path or Hub id.
     folder_name = name.rstrip("/").rpartition("/")[2].lower()
     # "de-turbo" and "dedistilled" models are Turbo with the distillation taken back.
@@ -235,7 +244,7 @@ def find_turbo_sign(name: str, shift: float) -> str | None:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs.
+    """Read the configs of a Z-Image checkpoint.
 
     Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
     """

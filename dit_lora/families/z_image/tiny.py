@@ -13,7 +13,7 @@ from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
-    """Write a variant's pipeline with weights from torch's default generator."""
+    """Write a tiny Z-Image pipeline with weights from torch's default generator."""
     # Enough layers for the second to last hidden states, which the pipeline reads.
     tokenizer, config = build_qwen3(num_layers=3)
     pipeline: Any = ZImagePipeline(

@@ -14,7 +14,7 @@ from dit_lora.fuse.patches import find_unsupported_norm
 
 
 class AcrossHeadsProcessor(FusedProcessor, ABC):
-    """Processor base class: RMSNorm of q and k across heads, and their rotation, in one pass."""
+    """Base class of attention processors that apply RMSNorm across heads to q and k, and rotate them, in one pass."""
 
     def compute_attention(
         self,
@@ -24,7 +24,10 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         mask: torch.Tensor | None,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
-        """Attention of (B, S, D) over (B, K, .), or over itself if that is None, and its projection (B, S, D)."""
+        """Attention of tokens (B, S, D) over (B, K, .), and its output projection (B, S, D).
+
+        Without a second input the tokens attend to themselves.
+        """
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         # (B, S, D) to (B, S, H, D / H).
         query = self._normalize_heads(attn, query, attn.norm_q, rotary)
@@ -56,13 +59,13 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
 
     @abstractmethod
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """Convert the model's rotary tables to those that `qk_norm_rope` takes."""
+        """Convert the model's rotary tables to the form that the kernel `qk_norm_rope` takes."""
 
     @abstractmethod
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
-        """Rotate q or k (B, S, D) with the model's own code. Used while the kernel is off."""
+        """Rotate q or k (B, S, D) with the stock model's code. Used while the kernel is off."""
 
 
 def find_rms_norm_problem(attn: Any) -> str | None:
-    """Why the kernel cannot compute this layer's norms of q and k; None if both are RMSNorm across heads."""
+    """Reason why the kernel cannot compute this layer's norms of q and k; None if both are RMSNorm across heads."""
     return find_unsupported_norm((attn.norm_q, attn.norm_k), nn.RMSNorm)

@@ -30,10 +30,9 @@ def block_forward(
     class_labels: torch.Tensor | None = None,
     added_cond_kwargs: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Tokens (B, S, D) after self-attention, attention to the text if the block has it, and feed-forward.
+    """Forward of `BasicTransformerBlock`: tokens (B, S, D) after self-attention, cross-attention and feed-forward.
 
-    Same as `BasicTransformerBlock.forward`, which it calls if the feed-forward is chunked or attention gets extra
-    arguments.
+    It calls the stock forward if the feed-forward is chunked or attention gets extra arguments.
     """
     # Only the stock code supports chunks, which save memory, and what these arguments control (GLIGEN).
     if block._chunk_size is not None or cross_attention_kwargs:
@@ -84,14 +83,14 @@ def _compute_modulation(
 
 
 def _get_norms(block: Any) -> tuple[Any, Any]:
-    """The LayerNorms before attention and before the feed-forward."""
+    """The LayerNorm modules of a block: the one before attention and the one before the feed-forward."""
     if block.norm_type == _SINGLE:
         return block.norm1, block.norm2
     return block.norm1.norm, block.norm3
 
 
 def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if `block_forward` does the same."""
+    """Reason why a block keeps its stock forward; None if the fused one does the same."""
     if block.norm_type not in (_ZERO, _SINGLE):
         return f"its norm is {block.norm_type}"
     if block.pos_embed is not None:

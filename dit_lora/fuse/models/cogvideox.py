@@ -60,7 +60,7 @@ def block_forward(
 
 
 class _Modulation(NamedTuple):
-    """Six tables (B, D) in the order of `CogVideoXLayerNormZero.linear`."""
+    """Modulation tables of CogVideoX: six tensors (B, D) in the order of `CogVideoXLayerNormZero.linear`."""
 
     shift: torch.Tensor
     scale: torch.Tensor
@@ -70,7 +70,7 @@ class _Modulation(NamedTuple):
     text_gate: torch.Tensor
 
     def modulate(self, text: AdaNormInputs, video: AdaNormInputs) -> tuple[AdaNormInputs, AdaNormInputs]:
-        """Both streams with their shift and scale."""
+        """Text and video stream with their shift and scale, as operands of the fused norm."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
             video._replace(shift=self.shift, scale=self.scale),
@@ -95,7 +95,11 @@ class CogVideoXProcessor(FusedProcessor):
 
     @property
     def should_use_stock(self) -> bool:
-        """False under context parallelism: the stock processor would only attend to this rank's tokens."""
+        """True if the stock processor must run: attention is off and there is no context parallelism.
+
+        Under context parallelism the fused processor always runs, because the stock one would only attend to this
+        rank's tokens.
+        """
         # The base class returns True for any parallel configuration. `super` is not used here, because Dynamo cannot
         # trace such a property.
         return not self.fusion.is_on(ATTENTION) and self._parallel_config is None

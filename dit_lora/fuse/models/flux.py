@@ -82,7 +82,7 @@ class FluxProcessor(TwoStreamProcessor):
     """`FluxAttnProcessor` that norms and rotates q and k of each stream in one pass. Text comes first."""
 
     def get_head_shape(self, attn: Any) -> tuple[int, int]:
-        """(-1, D), where D is the width of a head."""
+        """Shape in which a projection is split into heads: (-1, D), where D is the width of a head."""
         # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.head_dim
 
@@ -115,7 +115,7 @@ class FluxProcessor(TwoStreamProcessor):
 
 
 def _select_rows(rotary: RotaryTables | None, tokens: slice, like: torch.Tensor) -> RotaryTables | None:
-    """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`."""
+    """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`; None without tables."""
     if rotary is None:
         return None
     # The model's tables cover text and then image.

@@ -77,7 +77,10 @@ def compute_norm_factor(norm: Any) -> torch.Tensor:
 
 
 def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[Recomputable, torch.Tensor]:
-    """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
+    """Add a pending update to a stream (B, S, D), then norm and modulate the sum.
+
+    Returns the result and the sum, with which the stream continues.
+    """
 
     def normalize(stream: AdaNormInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         return joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
@@ -92,7 +95,7 @@ class Krea2Processor(TwoStreamProcessor):
     """`Krea2AttnProcessor` with one pass for norm and rotation of q and k, and one projection call for all inputs."""
 
     def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
-        """The factor of a norm of q or k, which is its weight plus one."""
+        """The factor that the norm of q or k multiplies by: its weight plus one. None without a norm."""
         return None if norm is None else compute_norm_factor(norm)
 
     def __call__(
@@ -126,7 +129,7 @@ class Krea2Processor(TwoStreamProcessor):
 
 
 def _require_krea2_norms(*names: str) -> ProblemFinder:
-    """A `find_problem` that names the first of a module's norms (by attribute) that is not a `Krea2RMSNorm`."""
+    """Create a check that names the first of a module's norms (by attribute) that is not a `Krea2RMSNorm`."""
 
     def find_problem(module: Any) -> str | None:
         for norm in [getattr(module, name) for name in names]:

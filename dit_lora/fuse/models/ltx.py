@@ -60,11 +60,14 @@ class LTXProcessor(AcrossHeadsProcessor):
         return self.compute_attention(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """The tables unchanged, (B, S, D): the kernel takes a row with the angles of all heads for each token."""
+        """LTX-Video's rotary tables (B, S, D), unchanged.
+
+        The kernel takes a row with the angles of all heads for each token.
+        """
         return cos, sin
 
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
-        """Rotate q or k (B, S, D) with tables of the same width."""
+        """Rotate q or k (B, S, D) with the stock code of LTX-Video, with tables of the same width."""
         # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 

@@ -26,7 +26,7 @@ ModulationRows = tuple[torch.Tensor, ...]
 
 
 class _StreamState(NamedTuple):
-    """The state of one of a block's two streams while it passes through the block."""
+    """State of the video stream or the audio stream while it passes through an LTX-2 block."""
 
     block: Any
     prefix: str
@@ -44,7 +44,7 @@ class _StreamState(NamedTuple):
     def normalize(
         self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, "_StreamState"]:
-        """x plus the pending y, normed and modulated; and the stream with y added."""
+        """The stream x plus its pending update y, normed and modulated. Also returns the stream with y added."""
         tables = (shift, scale, self.gate)
         # (B, 1 or G, D) to one number of groups. A single row stands for all tokens.
         groups = max([1, *(table.shape[1] for table in tables if table is not None)])
@@ -108,12 +108,12 @@ def block_forward(
 
 
 def _compute_rows(table: torch.Tensor, temb: torch.Tensor) -> ModulationRows:
-    """Modulation rows: the block's own table (rows, D) plus the shared embedding (B, G, rows * D)."""
+    """Modulation rows of an LTX-2 block: its table (rows, D) plus the shared embedding (B, G, rows * D)."""
     return (table.to(temb.device) + temb.unflatten(-1, table.shape)).unbind(dim=2)
 
 
 def _enter_block(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _StreamState:
-    """A stream's state at the start of the block."""
+    """State of the video or audio stream at the start of an LTX-2 block."""
     # Six rows, or nine in LTX-2.3, which also modulates attention to the text.
     rows = _compute_rows(getattr(block, f"{prefix}scale_shift_table"), temb)
     # An fp32 table makes the stock block's residual stream fp32.
@@ -139,9 +139,7 @@ def _apply_self_attention(
 def _apply_text_attention(
     state: _StreamState, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
 ) -> _StreamState:
-    """Cross-attention from the stream's tokens to the text (B, T, .), added to the tokens. In LTX-2.3 its queries and
-    keys are modulated.
-    """
+    """Cross-attention from one stream's tokens to the text (B, T, .), added to the tokens."""
     # Rows 6 to 8 exist only in LTX-2.3; otherwise this attention has no modulation.
     shift, scale, gate = state.rows[6:9] or (None, None, None)
     normed, state = state.normalize(state.get_part("norm2"), shift, scale)
@@ -166,7 +164,7 @@ def _apply_cross_modal_attention(
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
     enabled: tuple[bool, bool],
 ) -> tuple[_StreamState, _StreamState]:
-    """Attention from video to audio and from audio to video. Both read the other stream as it was before."""
+    """Attention from video to audio and from audio to video. Each reads the other stream as it was before."""
     block = states[0].block
     tables = (block.video_a2v_cross_attn_scale_shift_table, block.audio_a2v_cross_attn_scale_shift_table)
     # For each stream: scale and shift for video's queries, then for audio's queries; and the gate of its own output.
@@ -205,7 +203,7 @@ def _apply_cross_modal_attention(
 
 
 def _apply_feed_forward(state: _StreamState) -> torch.Tensor:
-    """The stream's tokens (B, S, D) after the feed-forward."""
+    """Tokens (B, S, D) of the video or audio stream after the feed-forward of an LTX-2 block."""
     # Rows 3 to 5 belong to the feed-forward.
     shift, scale, gate = state.rows[3:6]
     normed, state = state.normalize(state.get_part("norm3"), shift, scale)
@@ -260,7 +258,10 @@ class LTX2Processor(AcrossHeadsProcessor):
             return project_output(attn, gated.tensor)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """Split tables (B, H, S, D / 2 H) as (B, S, H, D / 2 H), each angle once. Interleaved (B, S, D) stays."""
+        """Convert rotary tables for the kernel.
+
+        Split tables (B, H, S, D / 2 H) become (B, S, H, D / 2 H), each angle once; interleaved ones (B, S, D) stay.
+        """
         return (cos, sin) if cos.ndim == 3 else (cos.transpose(1, 2), sin.transpose(1, 2))
 
     def get_rotation(self, attn: Any) -> str:

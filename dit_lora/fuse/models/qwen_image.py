@@ -64,7 +64,7 @@ class QwenImageProcessor(TwoStreamProcessor):
     """`QwenDoubleStreamAttnProcessor2_0` that norms and rotates q and k of each stream in one pass. Text is first."""
 
     def get_head_shape(self, attn: Any) -> tuple[int, int]:
-        """(-1, D), where D is the width of a head."""
+        """Shape in which a projection is split into heads: (-1, D), where D is the width of a head."""
         # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.inner_dim // attn.heads
 

@@ -68,7 +68,7 @@ def run_block(
     feed_forward: Callable[[torch.Tensor], torch.Tensor],
     **extra: Any,
 ) -> torch.Tensor:
-    """The part that blocks of Sana and SANA-Video share: tokens (B, S, D) to (B, S, D).
+    """The computation that blocks of Sana and SANA-Video share: tokens (B, S, D) to (B, S, D).
 
     If the tables are fp32 and the stream is bf16, the stream is fp32 from the first gate on, as in the stock block.
 
@@ -95,7 +95,10 @@ def run_block(
 
 
 def find_norm_problem(block: Any) -> str | None:
-    """Why the block's norms cannot be fused; None if they are plain LayerNorms (no adapter's wrapper around them)."""
+    """Reason why a Sana block's norms cannot be fused.
+
+    None if they are plain LayerNorms, not wrapped by an adapter.
+    """
     norms = (getattr(block, name, None) for name in ("norm1", "norm2"))
     return None if all(type(n) is nn.LayerNorm for n in norms) else "its norms are not LayerNorm"
 
@@ -113,7 +116,7 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def apply_convolutions(ff: Any, image: torch.Tensor) -> torch.Tensor:
-    """Run `conv_inverted`, `conv_depth` and `conv_point` with the fused kernel: (B, H, W, D) to the same."""
+    """Run the three convolutions of `GLUMBConv` with the fused kernel: (B, H, W, D) to the same shape."""
     # (B, H, W, D) to the wider hidden channels, which hold gate and value.
     hidden = _apply_pointwise(ff.conv_inverted, image)
     hidden = silu_dwconv_glu(hidden, ff.conv_depth.weight, ff.conv_depth.bias)
@@ -129,7 +132,7 @@ def _apply_pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain_conv(conv: Any) -> bool:
-    """True if calling the module only runs its convolution: no adapter, no hooks."""
+    """True if calling a convolution module runs only its convolution: no adapter, no hooks."""
     return type(conv) is nn.Conv2d and not is_hooked(conv)
 
 
@@ -141,7 +144,10 @@ def find_depthwise_problem(ff: Any) -> str | None:
 def _normalize_across_heads(
     processor: FusedProcessor, attn: Attention, norm: Any, query_or_key: torch.Tensor
 ) -> torch.Tensor:
-    """q or k (B, S, D) after RMSNorm across heads in one pass. Other norms are called; None is skipped."""
+    """q or k (B, S, D) after RMSNorm across heads in one pass.
+
+    Other norms are called as modules; None returns the input.
+    """
     if norm is None:
         return query_or_key
     # The same class could also norm over the width of one head, which is not the same function.
@@ -158,7 +164,7 @@ class SanaProcessor(SharedInputProcessor):
     def normalize_qk(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k (B, S, D) after the layer's norms."""
+        """q and k (B, S, D) after the attention layer's norms."""
         query = _normalize_across_heads(self, attn, attn.norm_q, query)
         return query, _normalize_across_heads(self, attn, attn.norm_k, key)
 
@@ -168,7 +174,10 @@ class SanaLinearProcessor(FusedProcessor):
 
     @property
     def should_use_stock(self) -> bool:
-        """True if the stock processor must run. Also while this attention's kernel is off."""
+        """True if a layer must run its stock linear attention.
+
+        This is also so while the linear attention kernel is off.
+        """
         # The base class's conditions and one more. `super` is not used: Dynamo cannot trace such a property.
         is_enabled = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
         return not is_enabled or self._parallel_config is not None
@@ -191,7 +200,10 @@ class SanaLinearProcessor(FusedProcessor):
     def compute_attention(
         self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
     ) -> torch.Tensor:
-        """Self-attention of (B, S, D) and its projection. `rotary` tables (1, S, head width) rotate the numerator."""
+        """Linear self-attention of tokens (B, S, D) and its output projection.
+
+        `rotary` tables (1, S, head width) rotate the numerator.
+        """
         with nullcontext() if normed is None else normed.skip_saving():
             query, key, value = project_qkv(attn, hidden_states, None)
         query = _normalize_across_heads(self, attn, attn.norm_q, query)
@@ -215,7 +227,7 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
     def compute_attention(
         self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
     ) -> torch.Tensor:
-        """Attention as in the base class, clipped to fp16's range."""
+        """Linear attention of tokens (B, S, D), with its output clipped to fp16's range."""
         return saturate(super().compute_attention(attn, hidden_states, rotary, normed))
 
 

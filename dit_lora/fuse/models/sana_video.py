@@ -87,7 +87,10 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
 
 
 def _find_saturation_problem(attn: Any) -> str | None:
-    """Why a stock processor that clips its output stays; None for others. The fused one here does not clip."""
+    """Reason why a layer keeps a stock processor that clips its output; None for other processors.
+
+    The fused one here does not clip.
+    """
     return "its output saturates" if isinstance(attn.processor, SaturatingProcessor) else None
 
 

@@ -102,7 +102,10 @@ class JointProcessor(TwoStreamProcessor):
 
 
 def _find_block_problem(block: Any) -> str | None:
-    """Why this block keeps its own forward; None if it can be patched. The last block has no second text norm."""
+    """Reason why an SD3 block keeps its stock forward; None if it can be patched.
+
+    The last block has no second text norm.
+    """
     norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
     return find_norms_problem(*norms, *([] if block.context_pre_only else [block.norm2_context]))
 

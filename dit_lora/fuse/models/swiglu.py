@@ -11,7 +11,7 @@ from dit_lora.fuse.lora import project
 
 
 def apply_swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) for x (B, S, D)."""
+    """SwiGLU feed-forward: down(silu(gate(x)) * up(x)) for x (B, S, D)."""
     gated, linear = project((gate, up), x)
     activated = Recomputable(functional.silu(gated), partial(functional.silu, gated))
     with activated.skip_saving():

@@ -26,7 +26,7 @@ HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms
 
 
 class Modulation(NamedTuple):
-    """Six tables (B, D) in the order of `AdaLayerNormZero.linear`."""
+    """Modulation tables of one stream: six tensors (B, D) in the order of `AdaLayerNormZero.linear`."""
 
     shift: torch.Tensor
     scale: torch.Tensor
@@ -37,7 +37,10 @@ class Modulation(NamedTuple):
 
 
 def modulate(streams: Sequence[AdaNormInputs], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
-    """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
+    """Norm and modulate several token streams into one buffer (B, sum of S, D).
+
+    Also returns each x (B, S, D) to continue with.
+    """
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
     return Recomputable(buffer, partial(recompute_norm, joint_ada_norm, streams, norm="layer", eps=eps)), residuals
@@ -54,7 +57,10 @@ def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recompu
 
 
 def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
-    """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
+    """Norm and modulate a stream (B, S, D) for attention with tables that are already computed.
+
+    Also returns x to continue with.
+    """
     normed, (x,) = modulate((AdaNormInputs(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
 
@@ -71,7 +77,10 @@ def leave_block(
 
 
 class JoinedStreams(NamedTuple):
-    """Both streams inside a block that norms them together and runs feed-forward and attention in parallel."""
+    """State of a text and an image stream in a block that norms them together.
+
+    Such a block runs feed-forward and attention in parallel.
+    """
 
     normed: Recomputable
     """(B, S of both, D), the input of attention."""
@@ -83,7 +92,7 @@ class JoinedStreams(NamedTuple):
     """The feed-forward's hidden values, of both streams."""
 
     def leave_block(self, block: Any, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the outputs of attention (B, S of both, D) and feed-forward to both streams, through the gate."""
+        """Add the gated outputs of attention (B, S of both, D) and feed-forward to the text and image streams."""
         # One layer projects both, concatenated in the order of the stock block's weights.
         output = block.proj_out(torch.cat([attention_output, self.ff_hidden], dim=2))
         # In the order in which they were joined.
@@ -109,10 +118,13 @@ def enter_joint_block(
 
 
 class TwoStreamProcessor(FusedProcessor):
-    """Base class of processors of both streams: computes q, k and v of a stream, ready for attention."""
+    """Base class of attention processors for blocks with a text and an image stream.
+
+    It computes q, k and v of a stream, ready for attention.
+    """
 
     def get_head_shape(self, attn: Any) -> tuple[int, int]:
-        """(H, D) for `unflatten`; -1 for the size that follows from the other."""
+        """Shape (H, D) in which a projection is split into heads; -1 for the size that follows from the other."""
         return attn.heads, -1
 
     def compute_image_heads(
@@ -148,7 +160,7 @@ class TwoStreamProcessor(FusedProcessor):
         return (self.normalize_heads(query, norms[0], rotary), self.normalize_heads(key, norms[1], rotary), value)
 
     def normalize_heads(self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None) -> torch.Tensor:
-        """q or k (B, S, H, D) after its norm and rotation, each of which may be missing."""
+        """q or k (B, S, H, D) after its norm and rotation. Either may be missing."""
         # `find_attention_problem` rejected layers with norms of other classes.
         kind = "layer" if norm is None else HEAD_NORM_KINDS[type(norm)]
         return self.norm_and_rotate_heads(heads, norm, rotary, kind)
@@ -161,19 +173,22 @@ def join_heads(first_heads: QueryKeyValue, second_heads: QueryKeyValue) -> Query
 
 
 def build_recompute_kwargs(attn: Any, *norm_outputs: Recomputable) -> dict[str, tuple[Recomputable, ...]]:
-    """Keyword argument that lets a fused processor recompute these normed inputs instead of saving them."""
+    """Keyword argument that tells a fused processor how to recompute its normed inputs instead of saving them."""
     # A stock processor rejects unknown arguments, so it gets none.
     takes = isinstance(attn.processor, TwoStreamProcessor)
     return {"recomputable": norm_outputs} if takes else {}
 
 
 def split_recomputable(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
-    """Split into the image's and the text's `Recomputable`: the same for joined streams, None without any."""
+    """Split recomputable inputs into the image's and the text's.
+
+    Joined streams give the same one twice; without any, both are None.
+    """
     return (recomputable[0], recomputable[-1]) if recomputable else (None, None)
 
 
 def find_norms_problem(*norms: Any) -> str | None:
-    """Why these norms cannot be fused; None if all are LayerNorms without weights, as the fused forwards assume."""
+    """Reason why a block's norms cannot be fused; None if all are LayerNorms without weights."""
     if reason := find_unsupported_norm(norms, nn.LayerNorm):
         return reason
     affine = any(norm.elementwise_affine for norm in norms)
@@ -181,9 +196,7 @@ def find_norms_problem(*norms: Any) -> str | None:
 
 
 def require_plain_norms(*names: str) -> ProblemFinder:
-    """A `find_problem` that applies `find_norms_problem` to a block's attributes of these names, such as
-    `norm1.norm`.
-    """
+    """Create a check that applies `find_norms_problem` to a block's norms of these names, such as `norm1.norm`."""
 
     def find_problem(block: Any) -> str | None:
         return find_norms_problem(*(attrgetter(name)(block) for name in names))
@@ -192,6 +205,6 @@ def require_plain_norms(*names: str) -> ProblemFinder:
 
 
 def find_attention_problem(attn: Any) -> str | None:
-    """Why `qk_norm_rope` cannot compute a norm of q or k; None if it can compute all."""
+    """Reason why the kernel `qk_norm_rope` cannot compute a norm of q or k; None if it can compute all."""
     norms = (getattr(attn, name, None) for name in QK_NORM_NAMES)
     return find_unsupported_norm((norm for norm in norms if norm is not None), *HEAD_NORM_KINDS)

@@ -48,7 +48,7 @@ def block_forward(
 
 
 def _add_gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x + gate * y (B, S, D) in x's dtype, which may differ from the gate's."""
+    """Gated residual sum x + gate * y (B, S, D) in x's dtype, which may differ from the gate's."""
     return torch.addcmul(x, gate.to(x.dtype), y)
 
 
@@ -68,7 +68,10 @@ class WanProcessor(AcrossHeadsProcessor):
         return self.compute_attention(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """The model's tables (1, S, 1, D / H) as (1, S, D / H). They hold each angle twice; all heads share them."""
+        """Wan's rotary tables (1, S, 1, D / H) reshaped to (1, S, D / H).
+
+        They hold each angle twice; all heads share them.
+        """
         return cos.squeeze(2), sin.squeeze(2)
 
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
@@ -80,7 +83,7 @@ class WanProcessor(AcrossHeadsProcessor):
 
 
 def _find_attention_problem(attn: Any) -> str | None:
-    """Why this layer keeps its own processor; None if `WanProcessor` does the same."""
+    """Reason why a Wan attention layer keeps its stock processor; None if the fused one does the same."""
     return "it attends to an image too" if attn.add_k_proj is not None else find_rms_norm_problem(attn)
 
 

@@ -24,7 +24,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts by value; `about` is a text description."""
+    """A histogram of the data set for the audit page: counts by value; `about` is a text description."""
 
     title: str
     unit: str
@@ -42,12 +42,12 @@ class ChannelChart:
         self._span = (high - self._low) or 1.0
 
     def percent(self, value: float) -> float:
-        """Position of a value, in percent of the chart's height."""
+        """Position of a value on the chart's axis, in percent of its height."""
         return round(100 * (value - self._low) / self._span, 2)
 
     @property
     def ticks(self) -> list[tuple[str, float]]:
-        """The scale's ticks, as (label, percent)."""
+        """Ticks of the chart's axis, as (label, percent of its height)."""
         values = compute_ticks(self._low, self._low + self._span)
         return [(f"{round(tick, 9):g}", self.percent(tick)) for tick in values]
 
@@ -104,7 +104,7 @@ def _find_ratio_name(ratio: float) -> str:
 
 
 def _compute_bins(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
-    """Edges, counts, and whether the last bin is open, for sorted values that are not all equal."""
+    """Edges and counts of a histogram, and whether the last bin is open, for sorted values that are not all equal."""
     # The 98th percentile; the last bin is open if the maximum is far beyond it.
     top = values[int(0.98 * (len(values) - 1))]
     open_end = values[-1] > top + 2 * (top - values[0]) and top > values[0]

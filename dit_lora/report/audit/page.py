@@ -33,7 +33,7 @@ _MAX_CHANNELS = 128
 
 @dataclass(frozen=True)
 class AuditGroup:
-    """The samples whose first finding has this code, and the names of those shown under another code."""
+    """Samples of the audit page whose first finding has this code, and the names of those shown under another code."""
 
     code: str
     count: int
@@ -45,7 +45,7 @@ class AuditGroup:
 
 @dataclass(frozen=True)
 class Buckets:
-    """A bucket report as rows of text."""
+    """A bucket report as rows of text for the audit page."""
 
     advice: Sequence[str]
     rows: Sequence[tuple[Sequence[str], bool]]
@@ -137,7 +137,7 @@ def _build_groups(samples: Sequence[AuditedSample], pictures: PagePictures) -> t
 
 
 def _group_by_first_code(samples: Sequence[AuditedSample], verdict: Verdict) -> dict[str, list[AuditedSample]]:
-    """Group the samples with this verdict by the code of the first finding with it."""
+    """Group the samples that have this verdict (reject or warning) by the code of their first finding with it."""
     groups: dict[str, list[AuditedSample]] = {}
     for sample in samples:
         if sample.verdict == verdict:
@@ -151,7 +151,10 @@ def _sort_worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int) -> dict[str, int]:
-    """Divide `num_cards` cards evenly between the groups. Cards that a small group does not need go to the others."""
+    """Divide `num_cards` sample cards evenly between the groups.
+
+    Cards that a small group does not need go to the others.
+    """
     shares: dict[str, int] = {}
     # Smallest groups first: the cards that they leave unused are divided among the larger ones.
     ordered = sorted(groups.items(), key=lambda item: len(item[1]))
@@ -162,14 +165,14 @@ def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int)
 
 
 def _count_codes(samples: Sequence[AuditedSample], verdict: Verdict) -> Counter[str]:
-    """Number of samples by finding code."""
+    """Number of samples with each finding, by finding code."""
     return Counter(
         code for sample in samples for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
     )
 
 
 def _list_codes(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, int, str]]:
-    """Verdict, code, number of samples and remedy of each finding code, the worst and most frequent first."""
+    """Rows of the findings table: verdict, code, number of samples and remedy, the worst and most frequent first."""
     remedies: dict[str, str] = {}
     for sample in samples:
         for finding in sample.findings:
@@ -241,7 +244,7 @@ def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:
 
 
 def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
-    """The file name that this text ends with, or None. A name may contain spaces."""
+    """The file name at the end of this text, or None if there is none. A name may contain spaces."""
     parts = text.split(" ")
     # Longest first, so that a name with spaces wins over its last word.
     tails = (" ".join(parts[start:]) for start in range(len(parts)))
@@ -249,7 +252,7 @@ def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
 
 
 def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
-    """Rows for buckets.html, from `BucketReport.as_dict()`."""
+    """Rows of a bucket report for the template buckets.html, from `BucketReport.as_dict()`."""
     rows = []
     for row in report["buckets"]:
         # Keys of `BucketReport.as_dict()`.
@@ -270,7 +273,7 @@ def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
 
 
 def _to_number(value: Any) -> float | None:
-    """A media property as a finite float, else None."""
+    """A media property of a sample as a finite float, else None."""
     # bool is a subclass of int, but not a measurement.
     real = isinstance(value, Real) and not isinstance(value, bool)
     return float(value) if real and math.isfinite(value) else None

@@ -17,7 +17,7 @@ _TINT_OPACITY = 0.6
 
 @dataclass(frozen=True)
 class Card:
-    """One sample with its pictures, each a data URI or an empty string."""
+    """Card of one sample for the audit page, with its pictures, each a data URI or an empty string."""
 
     sample: AuditedSample
     picture: str
@@ -25,7 +25,7 @@ class Card:
 
 
 def make_card(sample: AuditedSample, pictures: PagePictures) -> Card:
-    """Make a sample's card, with as many of its pictures as the page has space for."""
+    """Make a sample's card for the audit page, with as many of its pictures as the page has space for."""
     picture = sample.thumbnail
     if picture is not None and sample.mask is not None:
         picture = tint_picture(picture, sample.mask, is_video="seconds" in sample.facts)

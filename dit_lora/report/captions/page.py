@@ -41,7 +41,7 @@ class TextRules:
 
 @dataclass(frozen=True)
 class CaptionCard:
-    """One file with its caption."""
+    """One row of the captions page: a file with its caption."""
 
     name: str
     address: str
@@ -61,7 +61,7 @@ class CaptionCard:
 
 
 class CaptionFindings:
-    """Findings by file, cached between requests: only changed captions are checked again."""
+    """The caption audit's findings by file, cached between requests: only changed captions are checked again."""
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
@@ -69,7 +69,10 @@ class CaptionFindings:
         self._findings_by_file: dict[str, list[Finding]] = {}
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
-        """Update the findings to the table's current captions; equals `check_table_captions` of the table."""
+        """Update the findings to the table's current captions.
+
+        The result equals a full check of the table with `check_table_captions`.
+        """
         old_captions = self._checked_captions
         # None for a file without a caption.
         current_captions = {name: table.captions.get(name) for name in table.media}
@@ -100,7 +103,7 @@ def compute_caption_version(caption: str) -> str:
 def check_table_captions(
     table: CaptionTable, rules: TextRules, names: Collection[str] | None = None
 ) -> dict[str, list[Finding]]:
-    """The audit's findings by file, for `names` or all files. Files without findings are absent."""
+    """The audit's findings about captions by file, for `names` or all files. Files without findings are absent."""
     media = [name for name in table.media if names is None or name in names]
     captions = {name: table.captions.get(name, "").strip() for name in media}  # as training does
     described = [Clip(name, MediaFile(table.root / name), caption) for name, caption in captions.items() if caption]
@@ -216,5 +219,5 @@ def encode_address(name: str) -> str:
 
 
 def decode_address(address: str) -> str:
-    """The file name of a URL path made by `encode_address`."""
+    """Decode a URL path made by `encode_address` to the file name."""
     return unquote(address, errors="surrogateescape")

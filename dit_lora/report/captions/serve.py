@@ -64,7 +64,7 @@ class StaleCaptionError(DitLoraError):
 
 
 class CaptionEdits:
-    """A folder's captions, read again when its files have changed, since other programs may write them."""
+    """A folder's captions, read again when their files have changed, since other programs may write them."""
 
     def __init__(self, root: Path, rules: TextRules) -> None:
         self.root = root
@@ -79,7 +79,7 @@ class CaptionEdits:
             return render_served_page(table, self._findings.update(table), self.token, page_number, only_flagged)
 
     def find_media(self, name: str) -> Path | None:
-        """Path of a media file of the folder; None if there is none of that name."""
+        """Path of a media file of the captioned folder; None if there is none of that name."""
         with self._lock:
             # The file may have been added since the table was read.
             if self._table is None or name not in self._table.media_names:
@@ -128,12 +128,12 @@ class CaptionEdits:
 
 
 def _normalize_line_ends(caption: str) -> str:
-    """The caption with line ends as in a browser's text area."""
+    """A caption with line ends as in a browser's text area."""
     return caption.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class CaptionServer(LocalServer):
-    """Serves the captions of one folder."""
+    """HTTP server for viewing and editing the captions of one folder."""
 
     def __init__(self, root: Path, rules: TextRules, port: int = 0) -> None:
         edits = CaptionEdits(root, rules)
@@ -142,7 +142,7 @@ class CaptionServer(LocalServer):
 
 
 def serve_captions(root: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `say` receives the address and the closing message."""
+    """Serve the captions page until Ctrl-C; `say` receives the address and the closing message."""
     serve_until_interrupted(CaptionServer(root, rules, port), root, say)
 
 

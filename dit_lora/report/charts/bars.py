@@ -11,7 +11,7 @@ from dit_lora.report.charts.data import Numbers
 
 @dataclass(frozen=True)
 class Bar:
-    """One labelled bar. `words` is its formatted value, followed by `detail`."""
+    """One labeled bar of a bar chart. `words` is its formatted value, followed by `detail`."""
 
     name: str
     value: float
@@ -21,7 +21,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars that start at zero, for bars.html. `label` names the quantity."""
+    """Data of a horizontal bar chart that starts at zero, for the template bars.html. `label` names the quantity."""
 
     title: str
     bars: Sequence[Bar]
@@ -46,7 +46,7 @@ def should_use_log_scale(values: Numbers, ratio: float = 30.0) -> bool:
 
 
 def compute_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
+    """Positions of chart ticks: about `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
     # The smallest step of 1, 2 or 5 times a power of ten that gives at most about `count` ticks.
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))

@@ -13,13 +13,13 @@ Numbers = Sequence[float] | Values
 
 
 def count_values_per_point(count: int) -> int:
-    """Number of values that one point combines, for a column of `count` values."""
+    """Number of steps that one point of a chart combines, for a column of `count` values."""
     # Ceiling division.
     return max(1, -(-count // MAX_POINTS))
 
 
 def group_values(values: Numbers) -> Values:
-    """The values of each point as one row, (points, values per point); the last value pads the last row."""
+    """Values of a column grouped by chart point, (points, values per point); the last value pads the last row."""
     column = np.asarray(values, dtype=np.float64)
     # -n % width is the number of values missing in the last row.
     width = count_values_per_point(len(column))
@@ -27,7 +27,7 @@ def group_values(values: Numbers) -> Values:
 
 
 def compute_means(values: Numbers, *, sparse: bool) -> list[float | None]:
-    """The mean of each point. None if a value is not finite; with `sparse`, only if no value is finite."""
+    """Mean of each chart point. None if a value is not finite; with `sparse`, only if no value is finite."""
     rows = group_values(values)
     finite = np.isfinite(rows)
     has_mean = finite.any(1) if sparse else finite.all(1)
@@ -37,12 +37,12 @@ def compute_means(values: Numbers, *, sparse: bool) -> list[float | None]:
 
 
 def compute_extremes(values: Numbers) -> dict[str, list[float | None]]:
-    """The smallest and largest finite value of each point; None if it has none."""
+    """Smallest and largest finite value of each chart point; None if it has none."""
     # Masked values are ignored by min and max; a fully masked row gives NaN.
     rows = np.ma.masked_invalid(group_values(values))
     return {"lowest": _round_values(rows.min(1).filled(np.nan)), "highest": _round_values(rows.max(1).filled(np.nan))}
 
 
 def _round_values(values: Values) -> list[float | None]:
-    """Round to five significant digits, which keeps a page small."""
+    """Round chart values to five significant digits, which keeps a page small."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]

@@ -23,7 +23,7 @@ RowStatistics = dict[str, dict[str, float]]
 
 @dataclass
 class ModuleHistory:
-    """Statistics of at most `MAX_STEPS` steps, evenly spaced over the steps that have any."""
+    """Per-module statistics of at most `MAX_STEPS` steps for heat maps, evenly spaced over the steps that have any."""
 
     steps: list[int] = field(default_factory=list)
     by_block: list[RowStatistics] = field(default_factory=list)
@@ -32,7 +32,10 @@ class ModuleHistory:
     _num_steps_seen: int = 0
 
     def add_step(self, step: int, modules: Mapping[str, Any]) -> None:
-        """Add a step. A row combines its modules: joint norm, largest ratio and output. null is a non-finite value."""
+        """Add a step to the heat maps.
+
+        A row combines its modules: joint norm, largest ratio and output. null is a non-finite value.
+        """
         # Counts every step offered, also those that are not recorded.
         self._num_steps_seen += 1
         if (self._num_steps_seen - 1) % self._step_interval:
@@ -47,7 +50,7 @@ class ModuleHistory:
                 del columns[1::2]
 
     def drop_from(self, step: int) -> None:
-        """Remove a step and the steps after it."""
+        """Remove a step and the later ones from the heat maps."""
         # A resumed run repeats steps: remove what it will report again.
         while self.steps and self.steps[-1] >= step:
             for columns in (self.steps, self.by_block, self.by_layer):
@@ -58,7 +61,7 @@ class ModuleHistory:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One statistic by row and step: None if missing, a text if it was not finite."""
+    """One statistic by heat map row and step: None if missing, a text if it was not finite."""
 
     grouping: str
     statistic: str
@@ -68,7 +71,7 @@ class HeatMap:
 
 
 def build_heat_maps(history: ModuleHistory) -> list[HeatMap]:
-    """A map for each grouping and statistic that has a value."""
+    """Heat map data: one map for each grouping of modules and each statistic that has a value."""
     groupings = {"by block": history.by_block, "by layer": history.by_layer}
     maps = []
     for grouping, columns in groupings.items():

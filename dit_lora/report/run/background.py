@@ -10,7 +10,7 @@ from dit_lora.report.run.page import write_run_page
 
 
 class Reporting:
-    """Writes a folder's report.html in one thread, one report at a time; errors are only logged.
+    """Background writer of a run's report.html, one report at a time; errors are only logged.
 
     During the run, samples are linked and not embedded, so that a report takes a second however many there are.
     """
@@ -25,13 +25,13 @@ class Reporting:
         self._has_warned = False
 
     def update(self) -> None:
-        """Start writing the report again, unless a previous write is still running."""
+        """Start writing the report in the background, unless a previous write is still running."""
         if self._is_enabled and (self._job is None or self._job.done()):
             self._wait_for_job()
             self._start_job(state="running", embed=False)
 
     def finish(self) -> Path | None:
-        """Write the final report after the run; None if it could not be written."""
+        """Write the final report after the run. Returns its path; None if it could not be written."""
         self._wait_for_job()
         if self._is_enabled:
             # The final report may fail for another reason than those during the run: report it again.
@@ -42,7 +42,7 @@ class Reporting:
         return written
 
     def _wait_for_job(self) -> Path | None:
-        """Wait for a running write; an error of any kind is logged once."""
+        """Wait until a running report write ends; an error of any kind is logged once."""
         # Forget the job first, so that its error is logged once.
         job, self._job = self._job, None
         if job is None:

@@ -25,7 +25,7 @@ _MARKS, _WORDS = 200, 160  # maximum number of marked events, and of characters 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart, with a value for each step of the run."""
+    """One line of a chart in the report, with a value for each step of the run."""
 
     name: str
     values: Numbers
@@ -40,7 +40,7 @@ class Curve:
     """The curve's steps if they differ from the run's, drawn as dots; else empty."""
 
     def data(self) -> dict[str, object]:
-        """The curve as JSON values for page.js."""
+        """One line of a chart as JSON values for the script page.js."""
         # If points combine several values, the page draws their range instead of the values.
         thinned = self.faint and count_values_per_point(len(self.values)) > 1
         return {
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over the steps of a run; `unit` is the unit of their values."""
+    """One chart of the report: curves over the steps of a run; `unit` is the unit of their values."""
 
     title: str
     unit: str
@@ -66,7 +66,7 @@ class LineChart:
     from_zero: bool
 
     def data(self) -> dict[str, object]:
-        """The chart as JSON values for page.js."""
+        """A line chart as JSON values for the script page.js."""
         return {"log": self.log, "fromZero": self.from_zero, "curves": [curve.data() for curve in self.curves]}
 
 
@@ -77,13 +77,13 @@ def choose_window(run: RunFiles) -> int:
 
 
 def list_windows(run: RunFiles) -> list[int]:
-    """The smoothing windows that the page offers, including `choose_window`."""
+    """The smoothing windows, in steps, that the page offers; they include `choose_window`."""
     count = len(run.metrics.steps)
     return sorted({choose_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))})
 
 
 def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
-    """The page's charts, in order; charts without data are left out."""
+    """The report's charts in order; charts without data are left out."""
     metrics = run.metrics
     losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
     if run.eval_losses:
@@ -124,7 +124,7 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
 
 
 def build_curve_data(run: RunFiles) -> dict[str, object]:
-    """Data for page.js that all charts share: steps, and the guard's messages by step."""
+    """Data for page.js that all charts of a run share: steps, and the guard's messages by step."""
     steps = run.metrics.steps
     return {
         # Each point stands at the last of the steps that it combines.
@@ -136,7 +136,7 @@ def build_curve_data(run: RunFiles) -> dict[str, object]:
 
 
 def list_event_marks(run: RunFiles) -> list[tuple[int, str]]:
-    """Steps and messages of the guard's events."""
+    """Steps and messages of the guard's events, for marks in the charts."""
     labels = []
     for event in run.events:
         step, verdict = event.get("step"), ensure_dict(event.get("verdict"))
@@ -158,14 +158,17 @@ def compute_samples_per_second(metrics: Metrics) -> Values:
 
 
 def _build_line_chart(metrics: Metrics, key: str, title: str) -> LineChart | None:
-    """A chart of losses by part of the batch, such as a range of timesteps."""
+    """Line chart of losses by part of the batch, such as a range of timesteps."""
     parts = _sort_parts(metrics.get_groups(key))
     curves = [Curve(_format_range(name), values, color, sparse=True) for color, (name, values) in enumerate(parts)]
     return _build_chart(title, "loss", curves)
 
 
 def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
-    """Mean losses over the last quarter of the run: early steps would hide the final level."""
+    """Bar chart of mean losses over the last quarter of the run, by part of the batch.
+
+    Over all steps, the first ones would hide the final level.
+    """
     # At least one step, also in a run of one to four steps.
     start = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
     bars = []
@@ -183,7 +186,7 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
 
 
 def _build_timestep_chart(metrics: Metrics) -> BarChart | None:
-    """The fraction of all samples so far with a timestep in each range."""
+    """Bar chart of the fraction of all samples so far with a timestep in each range; None without data."""
     parts = _sort_parts(metrics.get_groups("drawn_by_timestep"))
     # NaN for steps without a sample in this range.
     counts = {name: int(np.nansum(column)) for name, column in parts}
@@ -203,14 +206,14 @@ def _sort_parts(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequenc
 
 
 def _format_range(name: str) -> str:
-    """`0-249` with an en dash."""
+    """Format a range such as `0-249` with an en dash."""
     return name.replace("-", "\u2013")
 
 
 def _build_chart(
     title: str, unit: str, curves: Iterable[Curve], *, log: bool | None = None, from_zero: bool = False
 ) -> LineChart | None:
-    """A chart of the curves that have a finite value; None if there is none."""
+    """Line chart of the curves that have a finite value; None if there is none."""
     finite_curves = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not finite_curves:
         return None

@@ -15,7 +15,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class DataDescription:
-    """A run's training data as text: `counts` by name, and `rejected` samples with their reasons."""
+    """Description of a run's training data as text: `counts` by name, and `rejected` samples with their reasons."""
 
     counts: Sequence[tuple[str, str]]
     buckets: Buckets | None

@@ -32,7 +32,7 @@ RunState = Literal["running", "finished", "stopped", "interrupted", "failed", "s
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The readable content of a run's folder; `describe_problems` describes the rest."""
+    """The content of a run's folder as far as it can be read; `describe_problems` describes the rest."""
 
     folder: Path
     config: dict[str, Any]
@@ -61,7 +61,7 @@ class RunFiles:
 
     @property
     def max_steps(self) -> int | None:
-        """Number of steps in the recipe; None if it is not given."""
+        """Number of training steps in the run's recipe; None if it is not given."""
         steps = ensure_dict(self.config.get("train")).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -85,7 +85,7 @@ class RunReader:
         self._recent_quarantine: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
 
     def compute_fingerprint(self) -> str:
-        """A string that changes whenever the content of the page would change."""
+        """Fingerprint of a run's folder: a string that changes whenever the content of the page would change."""
         names = (*_LINE_FILES, "config.yaml", *(f"{name}.json" for name in OBJECT_FILES))
         # Modification times and sizes are enough: the files are appended to or replaced.
         stats = [_get_stat(self.folder / name) for name in names]
@@ -96,7 +96,7 @@ class RunReader:
         return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
     def read(self, state: RunState | None = None) -> RunFiles:
-        """Read everything except samples.
+        """Read everything in a run's folder except samples.
 
         `state` is the run's state if the caller knows it; else it is derived from the folder.
 
@@ -202,7 +202,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if there is none."""
+    """Read a JSON object from a file of the run; empty if there is none."""
     try:
         content = parse_json(read_inside(path.parent, path))
     except FileNotFoundError:

@@ -20,7 +20,10 @@ _NUM_COMPARED_BYTES = 64  # bytes before the read position, compared to detect t
 
 
 class JsonLinesReader:
-    """The objects of a JSON-lines file, each returned once; all of them again after the file was replaced."""
+    """Incremental reader of a JSON-lines file.
+
+    It returns each object once, and all of them again after the file was replaced.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +37,10 @@ class JsonLinesReader:
         self._last_bytes = b""
 
     def reset_if_replaced(self) -> bool:
-        """True if the file was replaced since it was read; the next `read_new_lines` then start at its first line."""
+        """True if the JSON-lines file was replaced since it was read.
+
+        The next `read_new_lines` then start at its first line.
+        """
         try:
             with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 # The bytes just before the read position differ if another file is in its place.
@@ -50,7 +56,10 @@ class JsonLinesReader:
         return True
 
     def read_new_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the new lines. The iterator must be exhausted."""
+        """Yield the lines that were added to the file since the last call, as dicts.
+
+        The iterator must be exhausted.
+        """
         try:
             file = open_inside(self.path.parent, self.path, MAX_LINES_BYTES)
         except FileNotFoundError:
@@ -94,7 +103,7 @@ class JsonLinesReader:
 
 @dataclass
 class Metrics:
-    """metrics.jsonl as columns of float64, NaN for steps without a value."""
+    """The content of metrics.jsonl as columns of float64, NaN for steps without a value."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     columns: "dict[tuple[str, str], array[float]]" = field(default_factory=dict)
@@ -102,7 +111,10 @@ class Metrics:
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        """Add a line. It replaces an earlier line of the same step, which a resumed run has repeated."""
+        """Add a line of metrics.jsonl.
+
+        It replaces the earlier lines of the same step and of later ones, which a resumed run repeats.
+        """
         step = line.get("step")
         if not isinstance(step, int) or not 0 <= step < _MAX_STEP:
             return
@@ -128,11 +140,11 @@ class Metrics:
             self.modules.add_step(step, ensure_dict(line["modules"]))
 
     def get_column(self, key: str) -> "array[float]":
-        """The values of a field, one per step."""
+        """Values of a field of metrics.jsonl, one per step."""
         return self.columns.get((key, "")) or array("d", [math.nan]) * len(self.steps)
 
     def get_groups(self, key: str) -> "dict[str, array[float]]":
-        """The columns of a field by name, in the order of appearance."""
+        """Columns of a field of metrics.jsonl by name, in the order of appearance."""
         return {name: column for (field_name, name), column in self.columns.items() if field_name == key and name}
 
     def _append_value(self, key: tuple[str, str], value: Any) -> None:

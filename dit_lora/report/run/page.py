@@ -46,13 +46,13 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_run_page(reader: RunReader, *, state: RunState | None = None, embed: bool = True) -> Path:
-    """Write the report from an incremental reader; without `embed`, samples are linked."""
+    """Write a run's report with an incremental reader of its folder; without `embed`, samples are linked."""
     page = render_run(reader.read(state), embed=embed)
     return write_page(reader.folder / "report.html", page, allow_stream=False)
 
 
 def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", token: str = "") -> str:
-    """Render the page.
+    """Render a run's report as HTML. A served page compares `fingerprint` with the server's; `token` enables exports.
 
     A served page compares the fingerprint `fingerprint` with the server's; `token` enables exports.
     """

@@ -17,7 +17,10 @@ _MIN_SECONDS = 0.01
 
 
 def build_phase_charts(run: RunFiles) -> list[BarChart]:
-    """One chart per stage of phases.json, with parts listed after their phase; empty without the file."""
+    """Charts of how long the run's phases took, one per stage of phases.json.
+
+    Parts are listed after their phase; empty without the file.
+    """
     listed = run.phases.get("phases")
     # phases.json may be missing or damaged.
     phases = [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []

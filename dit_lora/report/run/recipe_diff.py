@@ -22,14 +22,17 @@ _RUN_SPECIFIC_KEYS = ("data.path", "data.cache", "model.path", "run.dir")
 
 @dataclass(frozen=True)
 class RecipeDiff:
-    """The name of the shipped recipe, and changed values as (key, shipped value, this run's value)."""
+    """Difference of a run's recipe from a shipped one.
+
+    It has the shipped recipe's name, and changed values as (key, shipped value, this run's value).
+    """
 
     name: str
     changed: list[tuple[str, str, str]]
 
 
 def compare_with_shipped(config: Mapping[str, Any], file: str | None) -> RecipeDiff | None:
-    """Compare with the shipped recipe of the file's name, else with the closest one for the same model.
+    """Compare a run's recipe with the shipped recipe of the file's name, else with the closest one for the same model.
 
     `config` is a complete recipe as in config.yaml, `file` the name of the YAML that it was read from. None if no
     shipped recipe fits.
@@ -63,7 +66,7 @@ def flatten_section(section: Any, parent: str = "") -> Iterator[tuple[str, str]]
 
 
 def format_value(value: Any) -> str:
-    """Nested plain values as text: `cause: data; offenders: sample: a; rank: 0`."""
+    """Nested plain values as text, such as `cause: data; offenders: sample: a; rank: 0`."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -88,7 +91,7 @@ def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
 
 
 def _list_changes(shipped: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]] | None:
-    """The keys that differ, including defaults; None if this version cannot read the shipped recipe."""
+    """Recipe keys whose values differ, including defaults; None if this version cannot read the shipped recipe."""
     try:
         shipped_recipe = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:

@@ -25,7 +25,7 @@ CONTENT_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 @dataclass(frozen=True)
 class SampleClip:
-    """One sample; `source` is a data URI or a link."""
+    """One generated sample in the report; `source` is a data URI or a link."""
 
     step: int
     label: str
@@ -35,7 +35,7 @@ class SampleClip:
 
 @dataclass(frozen=True)
 class SampleReference:
-    """A reference that a prompt's samples are conditioned on; `source` is a data URI or a link."""
+    """A reference in the report that a prompt's samples are conditioned on; `source` is a data URI or a link."""
 
     label: str
     kind: str
@@ -46,7 +46,7 @@ class SampleReference:
 
 @dataclass(frozen=True)
 class PromptSamples:
-    """The samples of one prompt, in the order of steps."""
+    """Generated samples of one prompt, in the order of steps."""
 
     prompt: str
     kind: str
@@ -57,7 +57,7 @@ class PromptSamples:
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    """A question and its answers, in the order of steps."""
+    """A validation question and the chat model's answers, in the order of steps."""
 
     prompt: str
     media: str
@@ -68,7 +68,7 @@ class PromptAnswers:
 
 @dataclass(frozen=True)
 class RunSamples:
-    """All samples of a run. `linked` files are not embedded, and `hidden` steps are not shown."""
+    """All generated samples of a run. `linked` files are not embedded, and `hidden` steps are not shown."""
 
     samples: Sequence[PromptSamples] = ()
     answers: Sequence[PromptAnswers] = ()
@@ -79,18 +79,21 @@ class RunSamples:
 
     @property
     def exportable_steps(self) -> list[tuple[int, str]]:
-        """The shown steps that can be exported, with their labels."""
+        """The shown steps whose checkpoints can be exported, with their labels."""
         return [(step, name) for step, name in self.steps if step in self.checkpoint_steps]
 
     @property
     def steps(self) -> list[tuple[int, str]]:
-        """The steps that can be chosen, with their labels."""
+        """The steps that users can choose on the page, with their labels."""
         labels = {clip.step: clip.label for prompt_samples in self.samples for clip in prompt_samples.clips}
         return sorted(labels.items())
 
 
 def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> RunSamples:
-    """Find the samples of every prompt. They are linked without `embed`, or if the page would be too large."""
+    """Find the generated samples of every prompt.
+
+    They are linked without `embed`, or if the page would be too large.
+    """
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
         # Step and prompt numbers, with bounded digits: names come from the file system.
@@ -151,7 +154,7 @@ def _has_sound(path: Path) -> bool:
 
 
 def _find_references(folder: Path) -> dict[int, list[Path]]:
-    """The small copies of each prompt's references, in order."""
+    """Small copies of each prompt's reference pictures, in order."""
     numbered_paths: dict[int, list[tuple[int, Path]]] = {}
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
         # Prompt and position of the reference.

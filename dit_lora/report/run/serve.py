@@ -28,7 +28,10 @@ ExportFunction = Callable[[Path, str, Path], object]
 
 
 class LiveReportPage:
-    """The page of the folder's current state, rendered once per state; with `export`, it can export steps."""
+    """Live report of a run's folder, rendered once per state of the folder.
+
+    With `export`, the page can export steps.
+    """
 
     def __init__(self, folder: Path, export: ExportFunction | None = None) -> None:
         self.folder = Path(folder)
@@ -42,7 +45,7 @@ class LiveReportPage:
         return self._reader.compute_fingerprint()
 
     def get_page(self) -> str:
-        """The current page.
+        """The report of the run's current state, as HTML.
 
         Raises:
             DitLoraError: If the folder is not a run any more.
@@ -57,7 +60,7 @@ class LiveReportPage:
             return self._page
 
     def export_step(self, step: int) -> str:
-        """Export a step's checkpoint into the run's folder; returns the relative path.
+        """Export the checkpoint of a step into the run's folder; returns the relative path.
 
         Raises:
             DitLoraError: If the step has no checkpoint, or was exported before.
@@ -77,7 +80,7 @@ class LiveReportPage:
 
 
 class ReportServer(LocalServer):
-    """Serves one run's report."""
+    """HTTP server for the live report of one run."""
 
     def __init__(self, folder: Path, port: int = 0, export: ExportFunction | None = None) -> None:
         pages = LiveReportPage(folder, export)
@@ -86,7 +89,7 @@ class ReportServer(LocalServer):
 
 
 def serve_report(folder: Path, port: int, say: Callable[[str], None], export: ExportFunction | None = None) -> None:
-    """Serve until Ctrl-C; `say` receives the address and the closing message."""
+    """Serve the report of a run until Ctrl-C; `say` receives the address and the closing message."""
     serve_until_interrupted(ReportServer(folder, port, export), folder, say)
 
 

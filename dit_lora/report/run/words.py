@@ -57,7 +57,7 @@ _DIAGNOSIS_FIELDS = ("module", "op", "direction", "dtype", "timesteps", "switch"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number in the headline row."""
+    """One number in the headline row of the report."""
 
     label: str
     value: str
@@ -66,7 +66,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class EventRow:
-    """One event of the guard, with the rows of its expandable details."""
+    """One guard event of the report, with the rows of its expandable details."""
 
     step: str
     kind: str
@@ -86,7 +86,7 @@ class VerificationRows:
 
 
 def build_figures(run: RunFiles) -> list[Figure]:
-    """The figures of the headline row."""
+    """The numbers in the headline row of the report."""
     metrics, window, num_steps = run.metrics, choose_window(run), run.max_steps
     seconds, peaks = _select_finite(metrics.get_column("seconds")), _select_finite(metrics.get_column("peak_gib"))
     rates = _select_finite(compute_samples_per_second(metrics))
@@ -147,7 +147,7 @@ def _build_eval_loss_figure(eval_losses: Mapping[int, float]) -> Figure:
 
 
 def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
-    """The table row of one line of events.jsonl; `actions` describes each action by its name."""
+    """The table row of one guard event; `actions` describes each recovery action by its name."""
     verdict = ensure_dict(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
     micro_step, seconds = event.get("micro_step"), to_float_or_nan(event.get("seconds"))
@@ -173,7 +173,7 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
 
 
 def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | None:
-    """The checks of verification.json; None if there are none."""
+    """The checks in a run's verification.json, for the report; None if there are none."""
     if not record:
         return None
     checks = [
@@ -219,7 +219,7 @@ def _format_or_dash(value: Any) -> str:
 
 
 def build_quarantine_rows(run: RunFiles) -> list[tuple[str, str, str, str]]:
-    """Rows of the quarantine table: sample, epochs without it, cause and reason."""
+    """Rows of the report's quarantine table: sample, epochs without it, cause and reason."""
     rows = []
     for entry in run.quarantine:
         first_epoch, last_epoch = entry.get("from_epoch"), entry.get("to_epoch")

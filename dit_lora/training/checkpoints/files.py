@@ -40,7 +40,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SavedState:
-    """Everything that training changes: unsharded tensors by name."""
+    """Everything that training changes, as unsharded tensors by name: the content of a checkpoint."""
 
     weights: Tensors
     """Trained weights, named by `get_trainable_parameters`."""
@@ -175,7 +175,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint, or None. Skips torn ones, which a killed process leaves behind."""
+    """The newest complete checkpoint of a run, or None. Skips torn ones, which a killed process leaves behind."""
     # Newest first: an older checkpoint is read only if all newer ones are torn.
     candidates = reversed(list_checkpoints(run_dir).values())
     return next((path for path in candidates if is_complete_checkpoint(path)), None)
@@ -245,7 +245,10 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def prune_checkpoints(run_dir: Path, step: int, keep: int, best_steps: Collection[int] = ()) -> None:
-    """Remove all but the `keep` newest checkpoints up to `step` and those of `best_steps`. Later checkpoints stay."""
+    """Remove old checkpoints up to `step`.
+
+    The `keep` newest and those of `best_steps` stay, and so do later checkpoints.
+    """
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in list_checkpoints(run_dir) if number <= step]
     # In ascending order, so these are all but the `keep` newest.
@@ -255,7 +258,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int, best_steps: Collectio
 
 
 def is_complete_checkpoint(path: Path) -> bool:
-    """True if every file exists with the digest in the manifest, which is written last."""
+    """True if a checkpoint is complete: every file exists with the digest in the manifest, which is written last."""
     try:
         digests = read_typed_json(path / MANIFEST, Manifest)["sha256"]
         return all(compute_sha256(path / name) == digest for name, digest in digests.items())
@@ -278,7 +281,10 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
 
 
 def _remove_checkpoint(path: Path) -> None:
-    """Rename the folder, then delete its files: a kill in between leaves nothing that looks like a checkpoint."""
+    """Delete a checkpoint: rename the folder, then delete its files.
+
+    A kill in between leaves nothing that looks like a checkpoint.
+    """
     # Deleting file by file could be stopped half-way, and would leave a damaged checkpoint.
     aside = path.rename(path.with_name(f".{path.name}.removed"))
     shutil.rmtree(aside)

@@ -31,18 +31,24 @@ class CheckpointWriter:
         self._error: DitLoraError | None = None
 
     def save_async(self, step: int, state: SavedState, write: Callable[[SavedState], object]) -> None:
-        """Copy the state and write the copy in the background, after waiting for the previous write."""
+        """Copy a checkpoint's state to host memory and write the copy in the background.
+
+        Waits for the previous write first.
+        """
         # There is one set of buffers: a pending write still reads it.
         if self.wait() is None:
             copy = self._copy_state(step, state)
             self.submit(lambda: write(copy))
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` in the same thread, after the pending jobs."""
+        """Run `job` in the checkpoint writer's thread, after the pending jobs."""
         self._jobs.append(self._thread.submit(job))
 
     def record_error(self, error: DitLoraError) -> None:
-        """Record an error from elsewhere; it ends the run like an error of the thread."""
+        """Record an error that another part of the program met.
+
+        It ends the run like an error of a checkpoint write.
+        """
         self._error = self._error or error
 
     @contextmanager
@@ -54,19 +60,19 @@ class CheckpointWriter:
             self.record_error(make_write_error(error))
 
     def clear_error(self) -> None:
-        """Discard the error: the next write is tried again."""
+        """Discard the recorded write error, so that the next checkpoint is written again."""
         self.wait()
         self._error = None
 
     def poll_exit_code(self) -> int:
-        """Exit code of an error so far, or 0. Does not wait."""
+        """Exit code of a checkpoint write error so far, or 0. Does not wait for pending writes."""
         # Jobs finish in the order in which they were submitted.
         while self._jobs and self._jobs[0].done():
             self._collect_job()
         return self._error.exit_code if self._error else 0
 
     def wait(self) -> DitLoraError | None:
-        """Wait for all pending jobs; returns the first error so far, or None."""
+        """Wait for all pending checkpoint writes; returns the first error so far, or None."""
         while self._jobs:
             self._collect_job()
         return self._error

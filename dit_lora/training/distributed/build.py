@@ -14,7 +14,7 @@ from dit_lora.training.session.session import Session
 
 
 def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
-    """Place the model and its optimizer according to the launch and `train.context_parallel`."""
+    """Place the model and its optimizer on devices according to the launch and `train.context_parallel`."""
     accelerator = session.accelerator
     # At most one of these: the checks of launch and recipe refuse combinations.
     if session.sharding is not None:

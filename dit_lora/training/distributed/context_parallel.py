@@ -23,7 +23,10 @@ from dit_lora.training.session.session import Session
 
 @dataclass
 class ContextParallel(Engine):
-    """Replicated weights; every `degree` consecutive ranks run the same samples, each on its share of the tokens."""
+    """Engine with replicated weights whose ranks share samples.
+
+    Every `degree` consecutive ranks run the same samples, each on its share of the tokens.
+    """
 
     degree: int = 1
     collective_forward: ClassVar[bool] = True
@@ -39,7 +42,7 @@ class ContextParallel(Engine):
 def enable_context_parallel(
     session: Session, checkpoint: TrainableCheckpoint, data: TrainingData, model: nn.Module
 ) -> None:
-    """Split the model's tokens according to `train.context_parallel`, before DDP wraps it.
+    """Split the model's tokens over ranks according to `train.context_parallel`, before DDP wraps it.
 
     Raises `DitLoraError` for a model, data set or option that does not support it.
     """

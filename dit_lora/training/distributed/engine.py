@@ -32,7 +32,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class Engine:
-    """A way of spreading a step over ranks. This base class has the whole model on every rank: one process, or DDP.
+    """Base class for ways of spreading a step over ranks.
+
+    This one has the whole model on every rank: one process, or DDP.
 
     Methods are collective unless they concern only this rank's part.
     """
@@ -47,13 +49,13 @@ class Engine:
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
-        """The unwrapped model, with its own parameter names, for replays, sampling and saving."""
+        """The unwrapped model, with its original parameter names. Used for replays, sampling and saving."""
         # Cached: each call takes 2 ms to check whether DeepSpeed is installed.
         return self.accelerator.unwrap_model(self.model)
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of other ranks' weights or gradients that are held during a pass."""
+        """Bytes of other ranks' weights or gradients that this rank holds during a forward or backward pass."""
         return 0
 
     def fix_ddp_bucket_order(self, compute_loss: Callable[[], torch.Tensor]) -> None:
@@ -68,7 +70,10 @@ class Engine:
             self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self) -> AbstractContextManager[Any]:
-        """Context around forward and backward of a micro-step; gradients are reduced in the step's last one."""
+        """Context around forward and backward of a micro-step.
+
+        Gradients are all-reduced only in the step's last one.
+        """
         # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
         return self.accelerator.accumulate(self.model)
 
@@ -80,7 +85,9 @@ class Engine:
         return nullcontext()
 
     def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
-        """Each group's gradient norm over all ranks: fp64 scalars on the device, finite exactly if every element is.
+        """Gradient norm of each parameter group over all ranks, as fp64 scalars on the device.
+
+        A norm is finite exactly if every element is.
 
         `compute_norms` computes them; None uses PyTorch.
         """
@@ -90,11 +97,11 @@ class Engine:
     def clip_gradients(
         self, norms: Tensors, optim: OptimConfig, adaptive_bound: Callable[[str], float | None]
     ) -> torch.Tensor:
-        """Clip the gradients; returns the norm over all groups before clipping."""
+        """Clip the gradients of all ranks. Returns the norm over all groups before clipping."""
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive_bound)
 
     def step(self, should_skip: torch.Tensor) -> None:
-        """Run the optimizer step unless `should_skip`, and clear the gradients."""
+        """Run the optimizer step unless `should_skip` is true, and clear the gradients."""
         # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
         take_step_unless_bad(self.optimizer, should_skip)
         # Also after a skipped step: it is repeated from fresh gradients.
@@ -114,11 +121,11 @@ class Engine:
         return has_nonfinite_weights(self.optimizer)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
-        """Live trained weights and optimizer state by name; this rank's part of sharded tensors."""
+        """Live trained weights and optimizer state by name; of sharded tensors, this rank's part."""
         return {**get_trainable_parameters(self.unwrapped_model), **self.local_optimizer_state()}
 
     def local_optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's part of `local_state_dict`, named as in `optimizer_state_dict`."""
+        """This rank's optimizer state by name, a part of `local_state_dict`."""
         return optimizer_state(self.optimizer)
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
@@ -139,7 +146,7 @@ class Engine:
         return get_trainable_parameters(self.unwrapped_model)
 
     def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors as in `trainable_state_dict`."""
+        """The optimizer state, unsharded; ranks other than the first may get meta tensors."""
         return optimizer_state(self.optimizer)
 
     def load_state(self, weights: Tensors, moments: Tensors) -> None:

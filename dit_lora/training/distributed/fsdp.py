@@ -31,7 +31,7 @@ _HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks")
 
 @dataclass
 class ShardedEngine(Engine):
-    """Every rank holds a shard of each weight, gradient and moment; a forward pass needs all ranks."""
+    """FSDP2 engine: every rank holds a shard of each weight, gradient and moment. A forward pass needs all ranks."""
 
     sharding: Sharding = field(default_factory=Sharding)
     collective_forward: ClassVar[bool] = True
@@ -42,7 +42,10 @@ class ShardedEngine(Engine):
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of the root's weights and of two blocks: the next block is gathered while one computes."""
+        """Bytes of gathered weights during a pass: the root's and those of two blocks.
+
+        The next block is gathered while one computes.
+        """
         blocks = [_count_bytes(block) for block in _select_outermost(repeated_blocks(self.model))]
         resident = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
         return _count_bytes(self.model) - sum(blocks) + sum(resident)
@@ -157,7 +160,7 @@ def _wrap_feature_method(
 
 
 def _select_outermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    """The blocks that no other block contains: inner ones are gathered with the outer one."""
+    """The blocks to shard: those that no other block contains. Inner ones are gathered with the outer one."""
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 

@@ -24,7 +24,10 @@ from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
 
 def _build_plan(model: Any) -> dict[str, Any]:
-    """CogVideoX's plan: split both streams and the positions before the first block, gather after the last layer."""
+    """CogVideoX's context-parallel plan.
+
+    It splits both streams and the positions before the first block, and gathers after the last layer.
+    """
     # Hooks on the first block's inputs split the embeddings of whole samples; every later block sees a share.
     tokens = ContextParallelInput(split_dim=1, expected_dims=3)
     plan: dict[str, Any] = {
@@ -48,7 +51,10 @@ def has_context_plan(model: Any) -> bool:
 
 
 def find_context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
-    """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens."""
+    """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens.
+
+    Empty if they can.
+    """
     problems = []
     # In attention each rank has all tokens of its share of heads; elsewhere all heads of its share of tokens.
     heads = model.config.num_attention_heads
@@ -81,7 +87,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, num_
 
 @contextmanager
 def disable_token_split(model: Any) -> Iterator[None]:
-    """Disable the split inside the context: this rank computes all tokens and exchanges nothing."""
+    """Context in which tokens are not split over ranks: this rank computes all tokens and exchanges nothing."""
     config = getattr(model, "_parallel_config", None)
     if config is None:
         yield
@@ -101,7 +107,7 @@ def _apply_split(model: Any, config: Any) -> None:
 
 
 def _set_parallel_config(model: Any, config: ParallelConfig | None) -> None:
-    """Set the parallel configuration where Diffusers reads it: on the model and on each processor."""
+    """Set the parallel configuration where Diffusers reads it: on the model and on each attention processor."""
     model._parallel_config = config
     for processor in _find_processors(model):
         processor._parallel_config = config

@@ -42,7 +42,7 @@ def import_deepspeed(device: str) -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of one parameter group."""
+    """This rank's part of one flattened parameter group in ZeRO."""
 
     tensor: torch.Tensor
     """The flat weights, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
@@ -52,7 +52,7 @@ class _Part:
     """The group's parameters by `<group>/<parameter>`, in the order in which they are flattened."""
 
     def slices_in_group(self) -> dict[str, slice]:
-        """Slice of each parameter in the flat group."""
+        """Slice that each parameter takes in the flattened group, by name."""
         slices, end = {}, 0
         for name, parameter in self.parameters.items():
             slices[name] = slice(end, end + parameter.numel())
@@ -60,7 +60,10 @@ class _Part:
         return slices
 
     def slices_in_part(self) -> dict[str, slice]:
-        """Slice of each parameter in this part; parameters outside of it are omitted."""
+        """Slice that each parameter takes in this rank's part of the group, by name.
+
+        Parameters outside of it are omitted.
+        """
         end = self.start + self.tensor.numel()
         return {
             name: slice(max(location.start, self.start) - self.start, min(location.stop, end) - self.start)
@@ -70,7 +73,7 @@ class _Part:
 
 
 class Zero2(Engine):
-    """Partitions gradients and moments with DeepSpeed's ZeRO, and uses nothing else of it.
+    """Engine that partitions gradients and moments with DeepSpeed's ZeRO, and uses nothing else of it.
 
     A group's parameters form one flat tensor. This rank's optimizer holds a part: fp32 weights, their gradient and the
     moments. The optimizer is elementwise, so the parts together take the same step as whole tensors would.
@@ -126,7 +129,7 @@ class Zero2(Engine):
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of the fp32 gradient bucket; weights are never gathered during a pass."""
+        """Bytes of the fp32 gradient bucket that this rank holds during a pass; weights are never gathered."""
         return 4 * self._bucket_elements
 
     @contextmanager
@@ -154,7 +157,10 @@ class Zero2(Engine):
         self._zero_optimizer._grad_acc_hooks.clear()
 
     def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
-        """Each group's gradient norm over all ranks' parts; squares are added in fp64, where none overflows."""
+        """Gradient norm of each parameter group over all ranks' parts.
+
+        Squares are added in fp64, where none overflows.
+        """
         averaged = self._zero_optimizer.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping expect it; DeepSpeed's step takes a view of it.
@@ -168,7 +174,10 @@ class Zero2(Engine):
         return dict(zip(local_norms, total_norms.unbind(), strict=True))
 
     def step(self, should_skip: torch.Tensor) -> None:
-        """Run the step unless `should_skip`, which fused AdamW reads on the device; then gather the new weights."""
+        """Run the optimizer step unless `should_skip` is true, then gather the new weights.
+
+        Fused AdamW reads the flag on the device.
+        """
         # DeepSpeed calls the optimizer itself, so the flag must be set before.
         self.optimizer.found_inf = should_skip
         try:
@@ -190,7 +199,10 @@ class Zero2(Engine):
         self._num_micro_steps = 0
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's state; `<group>/<parameter>/part` is the optimizer's fp32 copy of its part of a weight."""
+        """This rank's trained weights and optimizer state.
+
+        `<group>/<parameter>/part` is the optimizer's fp32 copy of its part of a weight.
+        """
         parts = {
             f"{name}/part": part.tensor.detach()[location]
             for part in self._parts
@@ -207,14 +219,14 @@ class Zero2(Engine):
         }
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
-        """The weights only: everything else is this rank's part."""
+        """State that every rank has: only the trained weights. Everything else is this rank's part."""
         return get_trainable_parameters(self.unwrapped_model)
 
     def load_scalar_state(self, state: Tensors) -> None:
-        """Do nothing: AdamW has no Python numbers."""
+        """Do nothing: with ZeRO the optimizer is AdamW, which has no Python numbers to write back."""
 
     def drop_optimizer_state(self, names: Sequence[str]) -> None:
-        """Zero the moments of every group that contains a tensor of these names."""
+        """Zero the optimizer moments of every parameter group that contains a tensor of these names."""
         # A flat part mixes parameters, so the moments of the whole group are reset.
         owners = {_get_parameter_name(name) for name in names}
         for part in self._parts:

@@ -54,7 +54,7 @@ def should_keep_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 @cache
 def _find_dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of the op's dropout probability argument."""
+    """Position and name of the dropout probability argument of an attention op."""
     arguments = enumerate(op._schema.arguments)
     return tuple((position, a.name) for position, a in arguments if a.name in ("dropout_p", "p_dropout"))
 
@@ -100,7 +100,10 @@ def use_block_caller(transformer: nn.Module, function: Callable[..., Any] | None
 
 
 def choose_least_memory_mode(transformer: nn.Module) -> CheckpointingMode:
-    """The mode that needs the least memory: `full`, or `none` for a model without checkpointing."""
+    """The activation checkpointing mode that needs the least memory.
+
+    It is `full`, or `none` for a model without checkpointing.
+    """
     return "full" if supports_checkpointing(transformer) else "none"
 
 
@@ -211,7 +214,7 @@ class _MarkedCallContext:
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
-        """Run the body under the mode."""
+        """Context that runs one attention call under the dispatch mode of selective checkpointing."""
         self._num_calls += 1
         # Not the mode's own `__enter__`: in a recomputation that resets the count of outputs handed out (torch 2.13).
         TorchDispatchMode.__enter__(self._mode)
@@ -247,7 +250,10 @@ class _RecordingContext:
         self._is_in_call = self._has_unmarked_calls = False
 
     def choose_policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Answer like `_choose_policy`, and record kept outputs of unmarked calls."""
+        """Decide whether selective checkpointing keeps an op's output.
+
+        It is recorded if a kept output was outside a marked attention call.
+        """
         decision = _choose_policy(context, op, *args, **kwargs)
         # The cheap contexts would not keep this output.
         self._has_unmarked_calls |= decision is CheckpointPolicy.MUST_SAVE and not self._is_in_call
@@ -255,7 +261,7 @@ class _RecordingContext:
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
-        """Treat outputs kept inside the context as those of a marked call."""
+        """Context for a marked attention call; outputs kept in it belong to that call."""
         self._num_calls, self._is_in_call = self._num_calls + 1, True
         try:
             yield

@@ -41,7 +41,7 @@ backward pass of CogVideoX-5B, counted on fake tensors) and the allocator's roun
 
 @dataclass
 class _BlockRecord:
-    """Storages of one checkpointed call, by number."""
+    """Storages that one checkpointed call saves for backward, by number."""
 
     inputs: set[int]
     is_always_recomputed: bool
@@ -61,7 +61,7 @@ class _Ledger:
         self._current_block: _BlockRecord | None = None
 
     def record_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pack hook of autograd: called with each tensor that it saves."""
+        """Count a tensor that autograd saves for backward. Used as a pack hook of autograd's saved tensors."""
         # Tensors saved outside of blocks are kept in every mode.
         saved = self.saved_outside_blocks if self._current_block is None else self._current_block.saved
         saved |= self._register_activations([tensor])
@@ -82,7 +82,10 @@ class _Ledger:
             self._current_block = None
 
     def compute_peak_bytes(self) -> dict[CheckpointingMode, int]:
-        """By mode: bytes kept until the backward pass, plus those that the largest block adds when recomputed."""
+        """Bytes of activations by checkpointing mode.
+
+        They are those kept until the backward pass, plus those that the largest block adds when recomputed.
+        """
         # Full checkpointing keeps the blocks' inputs, selective also their attention outputs. `none` keeps all that
         # they save, and the inputs of calls that are recomputed in every mode.
         kept_in_full = self.saved_outside_blocks.union(*(block.inputs for block in self.blocks))
@@ -180,7 +183,7 @@ def _record_blocks(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
 
 
 class CheckpointingAdvice(NamedTuple):
-    """A mode, a message with its reason, and whether it should fit."""
+    """A choice of activation checkpointing: mode, message with its reason, and whether it should fit into memory."""
 
     mode: CheckpointingMode
     message: str
@@ -192,8 +195,10 @@ class CheckpointingAdvice(NamedTuple):
 def advise_checkpointing(
     peak_bytes: PeakBytes, free_bytes: int, requested_mode: Literal["auto", CheckpointingMode]
 ) -> CheckpointingAdvice:
-    """Choose the requested mode, or the one with the least recomputation that fits `MAX_MEMORY_SHARE` of the free
-    bytes. If nothing fits, `auto` takes the mode that needs least memory.
+    """Choose the activation checkpointing mode: the requested one, or for `auto` one that fits into memory.
+
+    `auto` takes the mode with the least recomputation that fits `MAX_MEMORY_SHARE` of the free bytes. If nothing fits,
+    it takes the mode that needs least memory.
     """
     limit = MAX_MEMORY_SHARE * free_bytes
     # In the order of increasing recomputation: the first that fits is the fastest.

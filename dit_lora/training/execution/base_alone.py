@@ -13,7 +13,7 @@ from dit_lora.numerics.ranks import is_true_on_all_ranks
 
 
 def has_only_idle_adapters(model: nn.Module) -> bool:
-    """True if only adapters train and they have no effect on any rank, as before step 1. Collective."""
+    """True if only adapters train and have no effect on any rank, as before step 1. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     idle = _find_idle_parameters(model)
     is_zero = all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
@@ -45,6 +45,6 @@ def temporarily_reset_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _find_idle_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's parts of the parameters that train and start at zero; they share the parameters' memory."""
+    """This rank's parts of the adapter parameters that train and start at zero; they share the parameters' memory."""
     idle = [p for name, p in model.named_parameters() if p.requires_grad and is_zero_initialized(name)]
     return [get_local_tensor(p.detach()) for p in idle]

@@ -91,7 +91,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
 
 
 def _make_plain_path(folder: Path) -> str:
-    """A path to the folder that needs no quotes: inductor puts it unquoted on the compiler's command line."""
+    """A path to the compile cache that needs no quotes: inductor puts it unquoted on the compiler's command line."""
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _make_plain_path(folder: Path) -> str:
 
 
 class _CompileSwitch:
-    """Whether the compiled blocks are in use."""
+    """State of a compiled model: whether its compiled blocks are in use."""
 
     def __init__(self) -> None:
         self.is_on = True

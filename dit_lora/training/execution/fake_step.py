@@ -22,7 +22,7 @@ Losses = Callable[[nn.Module, Tensors], Any]
 
 
 class FakeStep:
-    """A model with fake weights in place of its own, and a batch.
+    """A training step on fake tensors: a model with fake weights in place of its real ones, and a batch.
 
     Floating-point tensors of the batch are fake. Integers are real, because a model may read the longest caption's
     length: they are ones, which gives the longest, or the tensors of `integer_inputs`.
@@ -98,7 +98,7 @@ class _StepModule(nn.Module):
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Bytes of the storages allocated by ops while the mode is on, now and at most; `excluded` is not counted.
+    """Dispatch mode that counts the bytes of storages allocated by ops, now and at most; `excluded` is not counted.
 
     Counts real ops as well as those on fake tensors.
     """
@@ -148,7 +148,7 @@ def _is_called_by_autograd() -> bool:
 
 
 def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors' storages, each once: tied weights count once."""
+    """Bytes of the tensors' storages, each counted once: tied weights count once."""
     return sum({_get_storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -57,7 +57,10 @@ class Offload:
     def __init__(
         self, transformer: nn.Module, device: torch.device, directly_called_modules: Sequence[str] = ()
     ) -> None:
-        """Move all other tensors to `device` and register hooks; `DitLoraError` if no weight can be offloaded."""
+        """Move all tensors except frozen block weights to `device`, and register the hooks of offload.
+
+        Raises `DitLoraError` if no weight can be offloaded.
+        """
         self.groups = _group_frozen_weights(transformer, directly_called_modules)
         self._device = device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -90,7 +93,7 @@ class Offload:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, offloaded_names)
 
     def _prepare_block(self, group: "_FrozenGroup", *_: Any) -> None:
-        """Bring a block's weights before it computes, in a forward pass or its recomputation.
+        """Copy a block's frozen weights to the device before it computes, in a forward pass or its recomputation.
 
         May be called twice for one computation.
         """
@@ -113,7 +116,7 @@ class Offload:
             self._load_group(ahead)
 
     def _offload_all(self, *_: Any) -> None:
-        """Move everything to host memory: before and after a forward pass, and after a backward pass."""
+        """Move all offloaded weights to host memory: before and after a forward pass, and after a backward pass."""
         for group in list(self.resident_groups):
             self._offload_group(group)
         self._last_two_groups = (None, None)
@@ -137,7 +140,7 @@ class Offload:
 
 
 class _FrozenGroup:
-    """The frozen weights of one block."""
+    """The frozen weights of one block, which offload moves between host and device."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -146,13 +149,16 @@ class _FrozenGroup:
         self._host_tensors: list[torch.Tensor] = []
 
     def load(self, device: torch.device) -> None:
-        """Copy the weights from where they are now; a diagnosis in fp32 may have replaced their values."""
+        """Copy a block's frozen weights to the device from where they are now.
+
+        A diagnosis in fp32 may have replaced their values.
+        """
         self._host_tensors = [parameter.data for parameter in self.parameters]
         for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home.to(device, non_blocking=True)
 
     def offload(self) -> None:
-        """Go back to the tensors in host memory. Nothing is copied: frozen weights have not changed."""
+        """Let a block use its frozen weights in host memory again. Nothing is copied: they have not changed."""
         for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home
         self._host_tensors = []

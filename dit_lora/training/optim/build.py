@@ -19,7 +19,7 @@ ParameterGroups = Sequence[dict[str, Any]]
 
 
 def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
-    """Raise `DitLoraError` if this machine cannot run `optim.name`."""
+    """Raise `DitLoraError` if this machine cannot run the optimizer `optim.name`."""
     name, record = optim.name, OPTIMIZERS[optim.name]
     if record.extra is not None and util.find_spec(record.package) is None:
         raise DitLoraError(
@@ -36,7 +36,7 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
 
 
 def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
-    """Take one step of a small tensor: bitsandbytes may have no code for this device or its CUDA version."""
+    """Take one optimizer step of a small tensor: bitsandbytes may have no code for this device or its CUDA version."""
     parameter = torch.nn.Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
@@ -67,7 +67,7 @@ def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
 
 
 class Schedule:
-    """Learning rates that depend only on the step, so that no state can be lost or corrupted.
+    """Learning rate schedules that depend only on the step, so that no state can be lost or corrupted.
 
     Args:
         optim: The peak rate and the schedule of each parameter group.
@@ -107,9 +107,10 @@ def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, mi
 
 
 def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int, *, scale: float = 1.0) -> dict[str, float]:
-    """Set each group's learning rate for this step; returns them by name, times Prodigy's estimate if it has one.
+    """Set each parameter group's learning rate for this step.
 
-    `scale` multiplies all rates: a rollback may have lowered them.
+    Returns the rates by group name, times Prodigy's estimate if it has one. `scale` multiplies all rates: a rollback
+    may have lowered them.
     """
     # Names of group keys that multiply the rate, such as Prodigy's estimate.
     factors = collect_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
@@ -124,7 +125,7 @@ def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int, *, sc
 def compute_gradient_norms(
     groups: ParameterGroups, compute_norms: NormFunction | None = None
 ) -> dict[str, torch.Tensor]:
-    """Each group's gradient norm: fp64 scalars on the device, finite or zero exactly if all elements are.
+    """Gradient norm of each parameter group: fp64 scalars on the device, finite or zero exactly if all elements are.
 
     In fp32 squares overflow from 1.8e19 and vanish below 1e-23. `compute_norms` computes all in one pass if given and
     no gradient is sharded.

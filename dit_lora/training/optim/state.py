@@ -38,7 +38,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
 
 
 def load_scalar_state(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
-    """Write the Python numbers of an `optimizer_state` back into the optimizer; its tensors are live already."""
+    """Write the optimizer's Python numbers (such as step counts) from a saved state back into it.
+
+    The tensors of that state are live already.
+    """
     for group in optimizer.param_groups:
         restore_scalars(group, group["name"], state)
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
@@ -47,7 +50,7 @@ def load_scalar_state(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
-    """Load an `optimizer_state` into a new optimizer of the same kind and groups."""
+    """Load a saved optimizer state into a new optimizer of the same kind and groups."""
     # Unwraps Accelerate's optimizer.
     inner_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
     by_parameter: dict[str, dict[str, torch.Tensor]] = {}

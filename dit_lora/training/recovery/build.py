@@ -31,7 +31,10 @@ from dit_lora.training.task import AnySetup
 
 
 def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
-    """Load a checkpoint's `RunRecovery.state_dict` (empty at a first start), and switch off what it had off."""
+    """Restore the guard's state from a checkpoint (empty at a first start).
+
+    Fallbacks that were off then are switched off again.
+    """
     switches = list_fallbacks(setup.transformer)
     state = GuardState(**record.get("state", {}), **record.get("parity", {}))
     in_use = {switch.name for switch in switches}
@@ -53,7 +56,7 @@ def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
 def build_recovery(
     setup: AnySetup, ema: TrainedEMA | None, guard_start: GuardStart, snapshots: Snapshots, files: RecoveryFiles
 ) -> RunRecovery:
-    """Build the handler of failed steps; `files` are the run's."""
+    """Build the handler that diagnoses failed steps and recovers from them; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine
     return RunRecovery(
         diagnosis_context=RunDiagnosisContext(
@@ -97,7 +100,10 @@ def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
 
 
 def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
-    """The function for gradient norms, None for PyTorch; equal on all ranks, or clipping would make weights differ."""
+    """The function that computes gradient norms; None for PyTorch.
+
+    It is equal on all ranks, or clipping would make weights differ.
+    """
     norms, reason_off = None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
     # Agree on errors first: a rank with an error would never reach the gather below.

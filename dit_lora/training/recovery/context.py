@@ -26,7 +26,7 @@ _MAX_CANDIDATES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RunDiagnosisContext(DiagnosisContext):
-    """The model of a run, with the run's state and data."""
+    """What a diagnosis of a failed step can use: the model of a run, with the run's state and data."""
 
     setup: AnySetup
     ema: TrainedEMA | None
@@ -44,9 +44,9 @@ class RunDiagnosisContext(DiagnosisContext):
         return compute_decay_share(self.setup.optimizer.param_groups)
 
     def find_other_sample(self, micro_batch: MicroBatch, excluded_ids: Collection[str]) -> MicroBatch | None:
-        """A good sample from the same bucket, because a step of that size fits into memory. Read from the cache again.
+        """Find a good sample from the same bucket, read from the cache, to compare a failed micro-batch with.
 
-        It takes the position of `micro_batch` in the run.
+        A step of that size fits into memory. The sample takes the position of `micro_batch` in the run.
         """
         training_set = self.setup.data.training_set
         entries = {entry.id: entry for entry in training_set.entries}
@@ -78,6 +78,6 @@ class RunDiagnosisContext(DiagnosisContext):
 
 
 def make_replayable(setup: AnySetup, batch: Batch, position: BatchPosition) -> ReplayableBatch:
-    """Move a batch to the device, as a micro-batch at this position of the run."""
+    """Move a batch to the device, and wrap it as a micro-batch at this position of the run."""
     on_device = batch.to(setup.session.accelerator.device)
     return ReplayableBatch.from_batch(WeightedLoss(setup.checkpoint), setup.transformer, on_device, position)

@@ -88,7 +88,11 @@ def _replay_on_all_ranks(
 
 
 def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[IsHealthy]]) -> Diagnosis:
-    """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
+    """Diagnosis of a micro-batch after replays on all ranks.
+
+    It is unchanged if the micro-batch fails on all ranks. Otherwise it names the ranks that always fail, or a
+    transient fault. The cause is `unknown` if a rank could not run a micro-batch with suspected samples.
+    """
     # A rank that could not run it proves nothing, so no sample is excluded permanently.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         if not diagnosis.sample_ids:
@@ -119,7 +123,7 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
 
 
 def _replace_cause(diagnosis: Diagnosis, cause: Cause, message: str, evidence: Mapping[str, Any]) -> Diagnosis:
-    """The verdict with another cause, without samples, switches and ops."""
+    """Copy of a diagnosis with another cause, without samples, faulty components and ops."""
     return Diagnosis(cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence)
 
 

@@ -67,7 +67,10 @@ class ParityWatch:
     _block_offset: int = 0
 
     def start(self, *, was_compared: bool) -> None:
-        """Hold the state after preflight; `was_compared`: preflight compared the kernels."""
+        """Start periodic kernel comparisons: hold the present state as good.
+
+        `was_compared`: preflight compared the kernels.
+        """
         config = self.setup.recipe.guard
         if config.parity_every and self.fallbacks:
             # One snapshot is enough: training only returns to the last comparison that passed.
@@ -83,7 +86,10 @@ class ParityWatch:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """Switches to compare: kernels that are on, and attention backends that the recipe names.
+        """Kernels and attention backends to compare with the unpatched model.
+
+        They are the kernels that are on, and the backends that the recipe names. torch.compile is left out once the
+        run has started: compiled code is compared only before the first step.
 
         Without torch.compile once the run has started: compiled code is compared only before the first step.
         """
@@ -112,7 +118,7 @@ class ParityWatch:
             yield batch
 
     def compare_if_due(self, step: int, *, is_last: bool) -> None:
-        """Compare if due. Collective.
+        """Compare the kernels with the unpatched model if this step is due. Collective.
 
         Raises `RolledBackError` on every rank if training must continue from an earlier step.
         """
@@ -202,7 +208,7 @@ class ParityWatch:
 
     @property
     def replaced_ops(self) -> list[tuple[str, str]]:
-        """Pairs of an op and the module in which it was replaced."""
+        """Pairs of a fused op and the module in which it was replaced."""
         fusion = get_fusion(self.setup.transformer)
         return fusion.patched_modules if fusion is not None else []
 
@@ -268,7 +274,7 @@ class ParityWatch:
             raise RolledBackError(target)
 
     def _find_rollback_step(self) -> int | None:
-        """The held step, if its state is finite on every rank; else None."""
+        """Step of the last kernel comparison that passed, if its held state is finite on every rank; else None."""
         # No comparison has passed yet.
         if self._good_snapshots is None or not self._good_snapshots.steps:
             return None
@@ -277,7 +283,10 @@ class ParityWatch:
         return None if gather_object(self._good_snapshots.find_nonfinite(step)) else step
 
     def _roll_back(self, target: int) -> None:
-        """Restore the held state and the guard's: later decisions were based on a wrong kernel."""
+        """Restore the state of the last kernel comparison that passed, and the guard's state.
+
+        Later decisions were based on a wrong kernel.
+        """
         guard = self.recovery
         assert self._good_snapshots is not None
         guard.engine.drop_optimizer_state(self._good_snapshots.restore(target))

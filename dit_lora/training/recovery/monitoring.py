@@ -14,7 +14,7 @@ from dit_lora.training.journal import LOSS_PART_KEYS, Journal
 
 @dataclass
 class StepWatcher:
-    """Monitors each step without changing it; disabled parts are None."""
+    """Monitors each step of training without changing it; disabled parts are None."""
 
     snapshots: Snapshots
     monitor: Monitor | None = None
@@ -22,7 +22,7 @@ class StepWatcher:
     adaptive_clip: bool = False
 
     def watch_forward(self, step: int) -> Any:
-        """Context around a step's micro-steps."""
+        """Context around a step's forward and backward passes that records module outputs if the step is due."""
         monitor = self._get_due_monitor(step)
         return monitor.record_outputs() if monitor else nullcontext()
 
@@ -53,7 +53,7 @@ class StepWatcher:
         return self.spikes.get_limit(f"grad_norm {group}")
 
     def collect_statistics(self, step: int) -> dict[str, dict[str, float]] | None:
-        """Every module's statistics, in the steps that have them; else None."""
+        """Statistics of every module, in the steps that have them; else None."""
         monitor = self._get_due_monitor(step)
         return monitor.collect() if monitor else None
 
@@ -63,7 +63,7 @@ class StepWatcher:
         return monitor.find_hidden_infinities() if monitor else []
 
     def observe(self, line: Mapping[str, Any]) -> list[Spike]:
-        """Spikes in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
+        """Spikes in the values of a line of metrics.jsonl. A resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
         # Only values that are equal on every rank: medians and clips must not differ.
@@ -73,7 +73,7 @@ class StepWatcher:
         return [spike for spike in spikes if spike is not None]
 
     def replace_history(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the observed history with these lines of metrics.jsonl."""
+        """Replace the spike detector's history with these lines of metrics.jsonl."""
         if self.spikes is not None:
             self.spikes.reset()
         for line in lines:
@@ -84,7 +84,7 @@ class StepWatcher:
 
 
 def share_spike_history(watcher: StepWatcher, journal: Journal | None) -> None:
-    """Give every rank's watcher the history in metrics.jsonl, which only the main process has. Collective."""
+    """Give every rank's spike detector the history in metrics.jsonl, which only the main process has. Collective."""
     if watcher.spikes is None:
         return
     # Only one rank has the file, but every rank needs the same adaptive clip.

@@ -19,7 +19,7 @@ MIN_SAMPLES = 2
 
 
 def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
-    """Extend the batch to `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with itself reseeded."""
+    """Extend a batch to `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with itself reseeded."""
     if len(batch.ids) >= MIN_SAMPLES:
         return batch
     # Shapes without the batch dimension: samples of equal shapes can be joined.
@@ -35,7 +35,7 @@ def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
 
 
 def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
-    """The batch as a micro-batch for comparisons, which belongs to no training step."""
+    """A batch as a micro-batch for kernel comparisons, which belongs to no training step."""
     # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
     rank = 0 if setup.engine.collective_forward else setup.session.accelerator.process_index
     position = BatchPosition(setup.recipe.train.seed, 0, 0, rank)
@@ -61,13 +61,13 @@ def read_good_samples(setup: AnySetup, entries: Sequence[Any], count: int) -> li
 
 
 def select_usable_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
-    """The entries that the quarantine does not exclude."""
+    """The data set entries that the quarantine does not exclude."""
     left_out = {record.sample_id for record in quarantine.records}
     return [entry for entry in setup.data.training_set.entries if entry.id not in left_out]
 
 
 def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
-    """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
+    """Batches to compare kernels on: from the largest bucket, from the fullest bucket, and of each kind of sample."""
     trained_on, size = select_usable_entries(setup, quarantine), max(MIN_SAMPLES, setup.recipe.train.batch_size)
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
@@ -85,7 +85,7 @@ def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batc
 
 
 def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
-    """`build_compared_batches` as micro-batches: equally many on all ranks, the same ones for collective forwards."""
+    """Micro-batches to compare kernels on: equally many on all ranks, the same ones for collective forwards."""
     batches = build_compared_batches(setup, quarantine)
     if setup.engine.collective_forward:
         batches = broadcast_object(batches)
@@ -95,6 +95,6 @@ def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBa
 
 
 def disable_for_run(recovery: RunRecovery, fallback: Fallback) -> None:
-    """Turn a switch off for the rest of the run, and for runs that resume it."""
+    """Turn a kernel or another fallback off for the rest of the run, and for runs that resume it."""
     fallback.disable()
     recovery.state.switched_off.append(fallback.name)

@@ -23,13 +23,14 @@ REMEASURE = "anew"
 
 
 def get_preflight_cache_path(setup: AnySetup) -> Path:
-    """The file with this rank's cached results."""
+    """Path of the file with this rank's cached results of kernel comparisons."""
     return setup.recipe.cache_dir / f"preflight_{setup.session.accelerator.process_index}.json"
 
 
 class ParityCache:
-    """Whether an earlier run compared the same kernels on the same model and batches, and found no difference. All
-    ranks use it together.
+    """True if an earlier run compared the same kernels on the same model and batches, and found no difference.
+
+    All ranks use the result together.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ParityCache:
         """True if every rank has made the same comparison before, and found no difference."""
 
     def store(self, *, is_sound: bool) -> None:
-        """Cache this comparison if no rank found a difference, and nothing was left uncompared."""
+        """Cache a kernel comparison if no rank found a difference, and nothing was left uncompared."""
         if is_true_on_all_ranks(is_sound):
             message = "no kernel differs from the stock model"
             store_findings(self.file, self._cache_key, [CheckFinding("kernels", True, message, fatal=False)])
@@ -85,7 +86,7 @@ def _build_cache_key(setup: AnySetup, parity_watch: ParityWatch, batches: Sequen
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Properties that identify a device, as JSON values."""
+    """Properties that identify a device (as JSON values), for the key of cached kernel comparisons."""
     if device.type != "cuda":
         return {"name": device.type, "capability": torch.backends.cpu.get_cpu_capability()}
     gpu = torch.cuda.get_device_properties(device)

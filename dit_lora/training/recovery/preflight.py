@@ -104,7 +104,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
 
 
 def _merge_findings(setup: AnySetup, findings: list[CheckFinding]) -> list[CheckFinding]:
-    """This rank's findings; for collective forwards, a check that fails on any rank fails on all."""
+    """This rank's preflight findings. For collective forwards, a check that fails on any rank fails on all."""
     if not setup.engine.collective_forward:
         return findings
     # By check: a rank that passed takes the finding of a rank that failed.
@@ -113,7 +113,7 @@ def _merge_findings(setup: AnySetup, findings: list[CheckFinding]) -> list[Check
 
 
 class _ForwardRecorder:
-    """The module outputs' magnitudes and the attention calls of a model's forward pass."""
+    """Recorder of a forward pass: the magnitudes of module outputs, and the attention calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._monitor = Monitor(model, interval_steps=1)
@@ -121,12 +121,15 @@ class _ForwardRecorder:
 
     @contextmanager
     def record_forward(self) -> Iterator[None]:
-        """Record them inside the context; earlier records are dropped."""
+        """Record module outputs and attention calls inside the context; earlier records are dropped."""
         with self._monitor.record_outputs(), record_attention_calls() as self.attention_calls:
             yield
 
     def take_peak(self) -> float:
-        """Largest magnitude of any module's output. Callable once, because it clears the statistics."""
+        """Largest magnitude of any module's output in a recorded forward pass.
+
+        Callable once, because it clears the statistics.
+        """
         statistics = self._monitor.collect().values()
         return max(values["abs_max"] for values in statistics if "abs_max" in values)
 
@@ -134,7 +137,9 @@ class _ForwardRecorder:
 def _find_healthy_batch(
     setup: AnySetup, quarantine: Quarantine, parity_watch: ParityWatch
 ) -> tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]:
-    """Find the first healthy micro-batch, and the findings of its passes; the first one if none is healthy.
+    """Find the first healthy micro-batch, and the findings of its passes.
+
+    If none is healthy, the findings are those of the first one.
 
     The micro-batch is None if all data is bad: that is for the guard. Uses no more samples than a training step.
     """
@@ -176,7 +181,7 @@ def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[lis
 
 
 def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
-    """Check that gradients reach the trained parameters under the policy's autocast, with one pass per kind of sample.
+    """Check that gradients reach the trained parameters under autocast, with one pass per kind of sample.
 
     `recorder` records the micro-batch's forward pass for other checks.
     """
@@ -203,7 +208,7 @@ def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _Forwar
 
 
 def _check_with_cache(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
-    """Findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
+    """Preflight findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
     path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, micro_batch)
     trusted = setup.recipe.guard.preflight != REMEASURE
     findings = check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
@@ -278,7 +283,10 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
 def _compare_kernels(
     setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
 ) -> list[Event]:
-    """Compare the kernels on these micro-batches, and switch off those that differ or cannot be compared."""
+    """Compare the kernels with the unpatched model on these micro-batches.
+
+    Those that differ or cannot be compared are switched off.
+    """
     start, events = parity_watch.start_step, list[Event]()
     # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity_watch.find_differing(batches):

@@ -33,7 +33,7 @@ def require_agreement(run: Run, step: int) -> None:
 
 
 def _require_ranks_agree(run: Run, step: int) -> None:
-    """Raise if replicated state is not bitwise equal on all ranks.
+    """Raise `BadStateError` if replicated state is not bitwise equal on all ranks.
 
     Every rank takes the same steps with the same gradients: a difference comes from one rank's memory. Averaged
     gradients do not show it, and each rank's loss is of its own samples.
@@ -100,7 +100,7 @@ def diagnose_differing_rank(
 
 
 def _find_minority_ranks(digests: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[int]:
-    """Ranks whose bits differ from the majority's; empty without a majority."""
+    """Ranks whose tensors differ bitwise from those of the majority; empty without a majority."""
     at_fault = set()
     for name in names:
         values = [by_name.get(name) for by_name in digests]
@@ -123,7 +123,10 @@ def _find_outlier_rank(changes: Sequence[Mapping[str, float]], names: Sequence[s
 
 
 def _measure_change(tensor: torch.Tensor, snapshot_value: torch.Tensor | None) -> float:
-    """Largest change of an element since the snapshot, or the largest magnitude if the snapshot lacks the tensor."""
+    """Largest change of an element of a tensor since the snapshot.
+
+    If the snapshot lacks the tensor, it is the largest magnitude.
+    """
     values = tensor.detach().double()
     if snapshot_value is not None and snapshot_value.shape == values.shape:
         values = values - snapshot_value.to(values.device).double()
@@ -133,14 +136,17 @@ def _measure_change(tensor: torch.Tensor, snapshot_value: torch.Tensor | None) -
 
 
 def record_sound_averages(run: Run) -> None:
-    """Take the run's state at its start as sound."""
+    """Widen the bounds on the moving averages by the run's state at its start, which is taken as sound."""
     if run.ema is not None:
         weights = get_trainable_parameters(run.setup.transformer)
         run.ema.bounds.widen(weights, _strip_ema_prefix(run.ema.named_averages()))
 
 
 def _require_sound_averages(run: Run, step: int) -> None:
-    """Raise if an average exceeds every magnitude its weight has had, which no mean of it can."""
+    """Raise `BadStateError` if a moving average exceeds every magnitude its weight has had.
+
+    No mean of past weights can.
+    """
     if run.ema is None:
         return
     weights, averages = get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages())
@@ -173,6 +179,6 @@ def _is_moment(name: str) -> bool:
 
 
 def _get_module_name(name: str) -> str:
-    """The module of the weight in `ema/<weight>` or `<group>/<weight>/<moment>`."""
+    """Name of the module that has the weight in `ema/<weight>` or `<group>/<weight>/<moment>`."""
     parts = name.split("/")
     return (parts[-2] if _is_moment(name) and len(parts) > 1 else parts[-1]).rpartition(".")[0]

@@ -54,13 +54,13 @@ class RecoveryFiles:
         share_spike_history(self.watcher, self.journal)
 
     def save_quarantine(self, quarantine: Quarantine) -> None:
-        """Write the list of excluded samples."""
+        """Write the quarantine, the list of excluded samples, to the run's folder."""
         if self.setup.session.is_main:
             with self.checkpoints.writer.record_os_errors():
                 quarantine.save()
 
     def save_if_due(self, step: int, guard_state: Mapping[str, Any]) -> None:
-        """Save after a skipped step, with the guard's record, if a checkpoint is due."""
+        """Save a checkpoint with the guard's state after a skipped step, if one is due."""
         train = self.setup.recipe.train
         # A skipped step has no result, so the code that saves after a step does not run for it.
         if step % train.save_every == 0 or step == train.steps:
@@ -71,7 +71,7 @@ class RecoveryFiles:
         self.checkpoints.save(step, guard_state, wait=True)
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[str]:
-        """Rename these samples' bad cache entries; returns messages, on the main process only."""
+        """Rename the cache entries of these samples, which are bad. Returns messages, on the main process only."""
         if not self.setup.session.is_main:
             return []
         aside = self.setup.data.training_set.mark_bad_entries(samples)
@@ -86,7 +86,9 @@ class RecoveryFiles:
         return broadcast_object(step)
 
     def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
-        """Write the inputs of `dit-lora replay` on the rank that ran the micro-batch, at most `guard.bundles` per run.
+        """Write a bundle, the inputs of `dit-lora replay`, on the rank that ran the micro-batch.
+
+        At most `guard.bundles` per run.
 
         Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
         """

@@ -62,7 +62,7 @@ class RunFailure(StepFailure):
 
 @dataclass
 class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
-    """Recovery of one run, with its list of actions. Every rank has an equal one."""
+    """Recovery of one run from failed steps, with its list of actions. Every rank has an equal one."""
 
     diagnosis_context: DiagnosisContext
     engine: Engine
@@ -80,7 +80,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return self.state.lr_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """The guard's state for a checkpoint."""
+        """The guard's recovery state, to be saved in a checkpoint."""
         state = asdict(self.state)
         return {
             "parity": {"passed": state.pop("passed")},
@@ -185,7 +185,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return diagnosed
 
     def _make_out_of_memory_error(self, failure: RunFailure, micro_batch: MicroBatch) -> NonFiniteError:
-        """The error for a rank without memory for a shared forward pass, in which other ranks may wait forever."""
+        """The error for a rank without memory for a replay in which other ranks take part: they may wait forever."""
         rank = PartialState().process_index
         message = (
             f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
@@ -200,7 +200,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
 
     def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
-        """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
+        """The recovery action, or `stop` if it is impossible.
+
+        A rollback needs a finite snapshot, and the run needs a sample.
+        """
         if action.kind in ("skip", "quarantine") and action.samples:
             # A sample that is excluded for an epoch returns after it, so it does not count as lost.
             left_out = {r.sample_id for r in self.quarantine.records if r.to_epoch is None} | set(action.samples)
@@ -243,7 +246,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return replace(action, description=text, restored_step=before)
 
     def _roll_back(self, action: Action) -> tuple[int, list[str]]:
-        """Restore a snapshot; returns its step and messages."""
+        """Roll the run back to a snapshot, with lower learning rates if the action says so.
+
+        Returns the snapshot's step and messages.
+        """
         steps, notes = self.snapshots.steps, []
         # With a lower rate, the oldest: newer ones may already be drifting towards this failure.
         target = steps[0] if action.should_lower_lr else steps[-1]

@@ -19,7 +19,7 @@ class GuardState:
 
 @dataclass(frozen=True)
 class GuardStart:
-    """The guard's state when the process starts, from a checkpoint or new."""
+    """State of the guard when the process starts, restored from a checkpoint or new."""
 
     state: GuardState
     policy: Policy

@@ -17,12 +17,18 @@ from dit_lora.training.ema import TrainedEMA
 
 
 def collect_local_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
-    """All live state that training changes: weights, optimizer state and averages; this rank's shards."""
+    """All live state that training changes: weights, optimizer state and moving averages.
+
+    Of sharded tensors, this rank's shards.
+    """
     return engine.local_state_dict() | (ema.named_averages() if ema else {})
 
 
 def require_finite_everywhere(state: Mapping[str, torch.Tensor], step: int) -> None:
-    """Raise `BadStateError` on every rank if any rank's state is not finite. Collective."""
+    """Raise `BadStateError` on every rank if any rank's weights, optimizer state or averages are not finite.
+
+    Collective.
+    """
     parts = {name: get_local_tensor(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
     # One read, on the first tensor's device (the optimizer's numbers are on the CPU); names only if needed.

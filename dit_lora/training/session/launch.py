@@ -38,7 +38,7 @@ def is_started_alone(environment: Mapping[str, str], num_gpus: int) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights are sharded over ranks (FSDP2)."""
+    """Settings of a launch on how weights are sharded over ranks (FSDP2)."""
 
     reshard_after_forward: bool = True
     """True if a block's weights are released between its forward and its backward pass."""

@@ -19,7 +19,7 @@ RERAISED_ERRORS = (NonFiniteError, BadStateError, InterruptedRunError, torch.Acc
 
 @dataclass
 class _FailedWork:
-    """A kind of work that failed."""
+    """A kind of optional work (such as samples) that failed during a run."""
 
     reason: str
     steps: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class _FailedWork:
 
 
 class OptionalWork:
-    """The optional work of a run, and which of it was left out.
+    """Runs the work of a run whose failure does not end it, and keeps what was left out.
 
     Args:
         gather: Returns the values of all ranks, in rank order; collective.
@@ -40,7 +40,7 @@ class OptionalWork:
         self._failed_work: dict[str, _FailedWork] = {}
 
     def attempt(self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False) -> T | None:
-        """Run `work`; returns its result, or None on every rank if it fails on one of them. Collective.
+        """Run optional work; returns its result, or None on every rank if it fails on one of them. Collective.
 
         Args:
             name: A plural noun for messages, such as `samples`.
@@ -83,7 +83,7 @@ class OptionalWork:
         return None
 
     def format_lines(self) -> list[str]:
-        """One line per kind of work that was left out, for the closing summary."""
+        """One line per kind of optional work that failed and was left out, for the closing summary."""
         return [
             f"skipped: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.reason}"
             for name, part in self._failed_work.items()

@@ -25,7 +25,7 @@ Stage = Literal["before", "training", "after"]
 
 @dataclass
 class Phase:
-    """One phase: its total time, and how often it ran."""
+    """One phase of a process, such as loading the model: its total time, and how often it ran."""
 
     name: str
     """Nested phases are written `preflight/kernels`."""
@@ -53,7 +53,7 @@ class Phases:
 
     @classmethod
     def from_process(cls, launcher: int | None = None) -> "Phases":
-        """Phases that begin with the process or its launcher; the time until now is counted as imports."""
+        """Phases that begin with the process or its launcher. The time until now is counted as imports."""
         age, cpu = _get_process_age_s(os.getpid()), time.process_time()
         phases = cls(_stage_start=time.perf_counter() - age)
         if launcher is not None:
@@ -65,7 +65,7 @@ class Phases:
         return phases
 
     def add_time(self, name: str, seconds: float, cpu_seconds: float) -> None:
-        """Add a measurement to a phase."""
+        """Add a time measurement to a phase of this name, in seconds."""
         path = "/".join([*self._open_names, name])
         phase = next((p for p in self.entries if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
@@ -77,7 +77,7 @@ class Phases:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Time the context, even if it ends with an error."""
+        """Time the body of the context as a phase, even if it ends with an error."""
         began, stage = (time.perf_counter(), time.process_time()), self.stage
         self._open_names.append(name)
         try:
@@ -91,11 +91,11 @@ class Phases:
                 self.add_time(name, time.perf_counter() - began[0], time.process_time() - began[1])
 
     def begin_first_step(self) -> None:
-        """Start timing the first step."""
+        """Start timing the first training step."""
         self._first_step_start = time.perf_counter(), time.process_time()
 
     def end_first_step(self) -> bool:
-        """End the first step. Returns True at the first call, False at later ones."""
+        """End the timing of the first training step. Returns True at the first call, False at later ones."""
         if self.stage != "before":
             return False
         clock, cpu = self._first_step_start
@@ -104,7 +104,7 @@ class Phases:
         return True
 
     def end_steps(self) -> None:
-        """End the training stage."""
+        """End the training stage of the time measurements."""
         self._end_stage("after")
 
     def _end_stage(self, next_stage: Stage) -> None:

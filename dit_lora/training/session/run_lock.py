@@ -39,7 +39,7 @@ _NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that a lock file names."""
+    """Identity of the process that a run's lock file names."""
 
     host: str
     boot: str
@@ -73,7 +73,7 @@ class Holder:
         )
 
     def shares_kernel(self, other_holder: "Holder") -> bool:
-        """True if both run on one kernel, as containers of one machine do, whatever their host names."""
+        """True if two processes run on one kernel, as containers of one machine do, whatever their host names."""
         return self.boot == other_holder.boot if self.boot else self.host == other_holder.host
 
     def was_requeued_as(self, other_holder: "Holder") -> bool:
@@ -98,7 +98,7 @@ class RunLock:
         self._holder: Holder | None = None
 
     def acquire(self) -> None:
-        """Create the folder if necessary, and hold its lock. Waits only if the holder may be alive elsewhere.
+        """Create the run's folder if necessary, and hold its lock. Waits only if the holder may be alive elsewhere.
 
         Raises `DitLoraError` if another process trains there. An earlier lock of this process is released.
         """
@@ -123,7 +123,7 @@ class RunLock:
         threading.Thread(target=self._update_heartbeat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Release the lock; deletes a folder that was created for it and is otherwise empty."""
+        """Release the run's lock. A folder that was created for it and is otherwise empty is deleted."""
         if self._file_descriptor < 0:
             return
         self._stop_event.set()
@@ -131,7 +131,7 @@ class RunLock:
         self._remove_lock()
 
     def _remove_lock(self) -> None:
-        """Release the lock and delete its file, and folders created for it."""
+        """Release the run's lock and delete its file, and folders created for it."""
         with suppress(OSError):
             if self._file_descriptor >= 0 and self._is_same_file():
                 self.path.unlink()
@@ -143,7 +143,7 @@ class RunLock:
                 folder.rmdir()
 
     def get_takeover_error(self) -> DitLoraError | None:
-        """The error that another process has taken the folder, believing this one dead; None if none has."""
+        """Error saying that another process has taken the run's folder, believing this one dead; None if none has."""
         return self._takeover_error
 
     @property
@@ -151,7 +151,7 @@ class RunLock:
         return os.path.realpath(self.path)
 
     def _lock_file(self) -> Holder:
-        """Open and lock the file, once the process that it names is known to be dead."""
+        """Open and lock the run's lock file, once the process that it names is known to be dead."""
         this_process = Holder.from_this_process()
         for _ in range(_TRIES):
             # Without O_TRUNC: the file still names the last holder. O_CLOEXEC keeps it out of child programs.
@@ -178,7 +178,7 @@ class RunLock:
         raise self._make_in_use_error(read_holder(self.path.parent))
 
     def _has_ended(self, holder: Holder, this_process: Holder, *, is_granted: bool) -> bool:
-        """True if the process named in the file has ended; `is_granted`: the kernel granted the lock."""
+        """True if the process named in the lock file has ended. `is_granted`: the kernel granted the lock."""
         # On one machine the kernel's lock is proof; without it, look for the process itself.
         if holder.shares_kernel(this_process):
             if is_granted:
@@ -192,7 +192,7 @@ class RunLock:
         return not self._has_heartbeat(holder)
 
     def _has_heartbeat(self, holder: Holder) -> bool:
-        """True if the lock shows a heartbeat; waits as long as one may take."""
+        """True if the run's lock shows a heartbeat; waits as long as one may take."""
         # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
         last_beat = self._read_mtime()
         # At most `STALE`, even if the file's time is in the future.
@@ -213,7 +213,7 @@ class RunLock:
         return False
 
     def _update_heartbeat(self) -> None:
-        """Update the heartbeat, and check that the lock still belongs to this process."""
+        """Update the heartbeat of the run's lock, and check that the lock still belongs to this process."""
         while not self._stop_event.wait(BEAT):
             # The disk may be unavailable for a while.
             with suppress(OSError):
@@ -228,7 +228,7 @@ class RunLock:
                     return
 
     def _read_mtime(self) -> float:
-        """The file's mtime; opens the file for it, because NFS caches attributes."""
+        """Modification time of the lock file. It is opened for that, because NFS caches attributes."""
         handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.fstat(handle).st_mtime
@@ -236,7 +236,7 @@ class RunLock:
             os.close(handle)
 
     def _is_same_file(self) -> bool:
-        """True if the open file is still the file at the path."""
+        """True if the open lock file is still the file at its path."""
         try:
             return os.path.samestat(os.fstat(self._file_descriptor), self.path.stat())
         except FileNotFoundError:
@@ -285,7 +285,7 @@ def is_live(folder: Path) -> bool | None:
 
 
 def _try_flock(handle: int, kind: int) -> bool | None:
-    """True if the lock was granted; None if the filesystem has no locks."""
+    """True if the kernel granted the file lock; None if the filesystem has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -333,7 +333,7 @@ _held_locks: dict[str, RunLock] = {}
 
 
 def _close_locks_in_child() -> None:
-    """Close the locks in a forked worker, which may outlive this process by seconds and must not hold them."""
+    """Close the run locks in a forked worker, which may outlive this process by seconds and must not hold them."""
     for lock in _held_locks.values():
         lock._close()
     _held_locks.clear()

@@ -59,7 +59,7 @@ _SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, Distribute
 
 @dataclass(frozen=True)
 class Session:
-    """One started run."""
+    """One started training run: its recipe, folder, Accelerator and trackers."""
 
     recipe: Recipe
     accelerator: Accelerator
@@ -83,12 +83,12 @@ class Session:
 
     @cached_property
     def trackers(self) -> Trackers:
-        """The trackers, on the main process only; not started yet."""
+        """The trackers of the run, on the main process only; not started yet."""
         return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
     def optional_work(self) -> OptionalWork:
-        """Runs validation and samples, whose failure does not end the run."""
+        """Runner for validation and samples, whose failure does not end the run."""
         return OptionalWork(lambda value: gather_from_ranks(self.accelerator, value), self.say)
 
     @cached_property
@@ -320,7 +320,7 @@ def handle_stop_signals(launcher: int | None = None) -> Iterator[Callable[[], in
 
 
 def raise_on_all_ranks(accelerator: Accelerator, error: DitLoraError | None) -> None:
-    """Raise the first rank's error on every rank, if any rank passes one. Ranks wait as in `wait_for_all_ranks`."""
+    """Raise the first rank's error on every rank, if any rank passes one. Ranks wait with a timeout of days."""
     local_error = None if error is None else (str(error), error.exit_code)
     errors_by_rank = gather_from_ranks(accelerator, local_error)
     first_error = next((item for item in errors_by_rank if item is not None), None)
@@ -333,7 +333,7 @@ def raise_on_all_ranks(accelerator: Accelerator, error: DitLoraError | None) -> 
 
 
 def gather_from_ranks(accelerator: Accelerator, value: Any) -> list[Any]:
-    """Gather a picklable value from every rank, in rank order. Ranks wait as in `wait_for_all_ranks`. Collective."""
+    """Gather a picklable value from every rank, in rank order. Ranks wait with a timeout of days. Collective."""
     if accelerator.num_processes == 1:
         return [value]
     # One entry per rank.
@@ -344,7 +344,7 @@ def gather_from_ranks(accelerator: Accelerator, value: Any) -> list[Any]:
 
 @contextmanager
 def share_errors(accelerator: Accelerator) -> Iterator[None]:
-    """Raise a `DitLoraError` inside the context on every rank, as `raise_on_all_ranks` does. Collective."""
+    """Context that raises a `DitLoraError` of one rank on every rank. Collective."""
     error = None
     try:
         yield
@@ -354,7 +354,7 @@ def share_errors(accelerator: Accelerator) -> Iterator[None]:
 
 
 def run_with_shared_errors(session: Session, work: Callable[[], T] | None) -> T | None:
-    """Run `work` on the ranks that have it; an error on any rank is raised on all. Collective.
+    """Run `work` on the ranks that pass it. An error on any rank is raised on all. Collective.
 
     Returns the result, None on ranks without `work`.
     """

@@ -17,7 +17,7 @@ from dit_lora.training.task import AnySetup
 
 
 class EvalSample(NamedTuple):
-    """A sample to measure, with the number that determines its noise and timestep, and its weight in the mean."""
+    """A sample for the eval loss: the number that determines its noise and timestep, and its weight in the mean."""
 
     entry: AnyEntry
     sample_seed: int
@@ -27,7 +27,9 @@ class EvalSample(NamedTuple):
 def measure_eval_loss(
     setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]
 ) -> tuple[float | None, bool]:
-    """Weighted mean loss over `eval_samples` with noise that training never uses; None if empty. Collective.
+    """Eval loss: weighted mean loss over `eval_samples` with noise that training never uses; None if empty.
+
+    Collective.
 
     The second result is True if no sample was left out. Ranks share the draws; all ranks of a sharded model run each
     draw together. Bad and unreadable samples are left out with a message; training stops at them.

@@ -5,7 +5,7 @@ from dit_lora.training.task import Task
 
 
 def task_of(family: str) -> Task:
-    """The task of a family; modules that only the other task needs are not imported."""
+    """The training task of a family (diffusion or chat). Modules that only the other task needs are not imported."""
     if family in CHAT_FAMILIES:
         from dit_lora.training.tasks.chat.task import ChatTask
 

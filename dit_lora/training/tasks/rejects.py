@@ -12,7 +12,7 @@ SampleT = TypeVar("SampleT")
 
 
 class Rejects:
-    """Unusable samples, known to all ranks; refused, or left out with `data.rejects: skip`."""
+    """The unusable samples of a run, known to all ranks. They are refused, or left out with `data.rejects: skip`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -112,11 +112,11 @@ class Trackers:
             self._call_each(lambda tracker: _log_events(tracker, self._events, again_from))
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers of a step."""
+        """Log numbers of a step to all trackers."""
         self._call_each(lambda tracker: _log_values(tracker, values, step))
 
     def log_samples(self, step: int, prompts: Sequence[str]) -> None:
-        """Log the files in samples/step_NNNNNN: videos, images, or a chat model's answers."""
+        """Log the files in samples/step_NNNNNN to all trackers: videos, images, or a chat model's answers."""
         if self._open_trackers:
             consequence = f"the samples of step {step} are left out"
             self._run_guarded(consequence, lambda: self._log_sample_files(step, prompts))
@@ -137,7 +137,7 @@ class Trackers:
             self._call_each(lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step))
 
     def log_event(self, line: Mapping[str, Any]) -> None:
-        """Log a line of events.jsonl."""
+        """Log a line of events.jsonl to all trackers."""
         if self._open_trackers:
             self._events.append(_select_public(line))
             self._call_each(lambda tracker: _log_events(tracker, self._events, line["step"]))
@@ -216,7 +216,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any]) -> None:
-    """Add the hyperparameters to the run itself: Accelerate would open another run below it at every resume."""
+    """Add the hyperparameters to the TensorBoard run itself.
+
+    Accelerate would open another run below it at every resume.
+    """
     from torch.utils.tensorboard.summary import hparams
 
     flat = flatten(config)
@@ -234,7 +237,7 @@ def _log_values(tracker: GeneralTracker, values: Mapping[str, Any], step: int) -
 
 
 def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: int) -> None:
-    """Log videos and images as files with their captions, which Accelerate's `log_images` does not support."""
+    """Log videos and images with their captions to a tracker. Accelerate's `log_images` does not support this."""
     if isinstance(tracker, TensorBoardTracker):
         for path, caption in captions.items():
             _add_animation(tracker.tracker, f"samples/{path.stem}", path, caption, step)
@@ -295,7 +298,7 @@ def _log_events(tracker: GeneralTracker, events: Sequence[Mapping[str, Any]], st
 
 
 def _send_alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
-    """Send an alert to subscribers; TensorBoard has no alerts."""
+    """Send an alert to subscribers of a Weights & Biases run; TensorBoard has no alerts."""
     if isinstance(tracker, TensorBoardTracker):
         return
     # wandb and trackio have the same interface for alerts.

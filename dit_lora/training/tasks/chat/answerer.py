@@ -31,7 +31,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class SampledFrames:
-    """The frames that the model is shown, and their times."""
+    """The frames of a video or image that the chat model is shown, and their times in seconds."""
 
     kind: ConversationKind
     shape: VideoShape | None = None
@@ -42,7 +42,7 @@ class SampledFrames:
 
 @dataclass
 class Answerer:
-    """A loaded model in evaluation mode on its device."""
+    """A loaded chat model in evaluation mode on its device, which answers questions."""
 
     checkpoint: ChatCheckpoint
     model: nn.Module
@@ -75,7 +75,7 @@ class Answerer:
         return SampledFrames(kind, shape, pixels, seconds if kind == "video" else ())
 
     def generate_answer(self, frames: SampledFrames, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
-        """Generate the greedy answer to the last turn."""
+        """Generate the greedy answer to the last turn of a conversation."""
         # The checkpoint reads only the kind of media; the frames are in `frames`.
         conversation = Conversation("question", frames.kind, None, tuple(turns), system=self.system)
         rendered = self.checkpoint.render(conversation, frames.shape, frames.seconds, include_answer=False)
@@ -113,7 +113,7 @@ def converse(
 
 
 def read_prompts(read: Callable[[str], str] = input) -> Iterator[str]:
-    """Yield what a person types, line by line, until the end of input; empty lines are skipped."""
+    """Yield the questions that a user types, line by line, until the end of input; empty lines are skipped."""
     while True:
         try:
             line = read("> ").strip()
@@ -147,7 +147,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """The base checkpoint of a model, and how it was trained."""
+    """The base checkpoint of a chat model, and how the model was trained."""
 
     model: ModelConfig
     adapter: Path | None
@@ -157,7 +157,9 @@ class ModelOrigin:
 
 
 def find_origin(target: Path, model: str | None) -> ModelOrigin:
-    """Find the base in the run's recipe or the adapter's metadata; `model` overrides the base checkpoint.
+    """Find the base of a chat model in the run's recipe or the adapter's metadata.
+
+    `model` overrides the base checkpoint.
 
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not name its base.
     """

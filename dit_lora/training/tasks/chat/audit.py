@@ -20,7 +20,10 @@ Findings = dict[str, list[Finding]]
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
 ) -> tuple[list[AuditedSample], Findings, list[str]]:
-    """Audit all samples; returns each with its file's findings, findings about texts, and notes on the whole set."""
+    """Audit all samples of a chat dataset.
+
+    Returns each with its file's findings, findings about texts, and notes on the whole set.
+    """
     root = recipe.cache_dir
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
     by_media: dict[Media, str] = {}
@@ -42,7 +45,7 @@ def audit_conversations(
 
 
 def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSample]) -> Findings:
-    """Findings about texts. Samples that are rejected for their file are not reported again."""
+    """Findings about the texts of chat samples. Samples that are rejected for their file are not reported again."""
     at_fault = {sample.file for sample in audited_samples if sample.verdict == "reject"}
     findings: Findings = {
         name: [Finding("conversation", message, "reject", "correct it, or remove the sample")]

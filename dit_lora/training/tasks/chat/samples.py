@@ -23,7 +23,7 @@ from dit_lora.training.tasks.diffusion.samples import describe_read_error, make_
 
 @dataclass(frozen=True)
 class ChatSamples:
-    """The samples of a file of conversations."""
+    """The samples of a file of conversations, read for a chat model."""
 
     entries: tuple[ChatEntry, ...]
     rejected: dict[str, str]

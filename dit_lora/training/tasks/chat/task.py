@@ -35,7 +35,7 @@ from dit_lora.verify.chat_model import ChatReferenceModel
 
 @dataclass(frozen=True)
 class ChatTrainingData(TrainingData):
-    """Conversations to train on, and others to validate on."""
+    """Data of a chat run: conversations to train on, and others to validate on."""
 
     eval_set: ChatSet | None = None
 
@@ -45,7 +45,7 @@ ChatSetup: TypeAlias = Setup[ChatTrainingData, ChatCheckpoint]
 
 @dataclass(frozen=True)
 class ChatTask:
-    """The `Task` of every family that implements `families.chat_base`."""
+    """Training task of chat models: every family that implements `families.chat_base`."""
 
     def prepare_data(self, session: Session, checkpoint: ChatCheckpoint) -> ChatTrainingData:
         recipe, accelerator = session.recipe, session.accelerator

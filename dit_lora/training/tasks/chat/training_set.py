@@ -32,7 +32,7 @@ from dit_lora.numerics.streams import make_generator
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChatShape:
-    """The sizes that the samples of a batch share."""
+    """The sizes that all conversations of a batch share."""
 
     length: int
     """Tokens, including padding."""
@@ -48,7 +48,7 @@ class ChatShape:
 
     @property
     def volume(self) -> int:
-        """Tokens of the language model plus 16x16 patches of the vision encoder."""
+        """Size of a bucket: tokens of the language model plus 16x16 patches of the vision encoder."""
         return self.length + self.frames * self.height * self.width // 256
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatEntry:
-    """One conversation, with everything that is known without decoding."""
+    """One entry of a chat training set: a conversation, with everything that is known without decoding."""
 
     conversation: Conversation
     header: VideoHeader | None
@@ -78,7 +78,7 @@ class ChatEntry:
 
 @dataclass(frozen=True)
 class PaddedLengths:
-    """Token counts to which all samples of a bucket are padded."""
+    """Token counts of answers and instructions to which all conversations of a bucket are padded."""
 
     num_answer_tokens: int
     num_instruction_tokens: int
@@ -86,7 +86,7 @@ class PaddedLengths:
 
 @dataclass(frozen=True)
 class ChatSet:
-    """Conversations that are read on demand."""
+    """Training set of conversations that are read on demand."""
 
     entries: tuple[ChatEntry, ...]
     checkpoint: ChatCheckpoint
@@ -126,7 +126,10 @@ class ChatSet:
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def select_example_entries(self) -> Sequence[ChatEntry]:
-        """One entry of each kind of media if there are several kinds; else empty. Text uses no vision encoder."""
+        """One data set entry of each kind of media if there are several kinds; else empty.
+
+        Text uses no vision encoder.
+        """
         by_kind: dict[ConversationKind, ChatEntry] = {}
         for entry in self.entries:
             by_kind.setdefault(entry.shape.kind, entry)
@@ -141,11 +144,14 @@ class ChatSet:
         return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
 
     def read_sample(self, entry: ChatEntry, sample_seed: int) -> Batch:
-        """Read a sample without randomness: middle frames, whole pictures, turns in order, any `sample_seed`."""
+        """Read a conversation without randomness: middle frames, whole pictures, turns in order.
+
+        Any `sample_seed` is possible.
+        """
         return self._read_sample(entry, sample_seed, None)
 
     def read_augmented(self, entry: ChatEntry, sample_seed: int, run_seed: int) -> Batch:
-        """Read one sample with random frames, crop and turn order, according to the recipe's `chat` section."""
+        """Read one conversation with random frames, crop and turn order, according to the recipe's `chat` section."""
         return self._read_sample(entry, sample_seed, make_sample_generator(run_seed, sample_seed))
 
     def find_token_problems(self, model: nn.Module) -> list[str]:
@@ -176,7 +182,7 @@ class ChatSet:
         return build_loader(ChatDataset(self, reading), reading)
 
     def render(self, entry: ChatEntry, rng: torch.Generator | None) -> tuple[RenderedConversation, list[float]]:
-        """The sample's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
+        """The conversation's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
         conversation = entry.conversation
         if rng is not None and self.chat.shuffle_turns and conversation.is_independent:
             # Independent turns may come in any order.

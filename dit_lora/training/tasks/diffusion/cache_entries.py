@@ -28,7 +28,7 @@ from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """A decoded sample, the input of `VideoEncoder`."""
+    """A decoded sample: the input of the VAE encoder."""
 
     video: torch.Tensor
     """Frames, uint8 (F, 3, H, W)."""
@@ -42,7 +42,10 @@ class DecodedSample:
     """The sound of its frames; None if sound is not trained."""
 
     def encode(self, encoder: VideoEncoder, shape: VideoShape) -> Tensors:
-        """The tensors to cache; `shape` is the sample's, including its references' shapes."""
+        """Encode a decoded sample to the tensors to cache.
+
+        `shape` is the sample's, including its references' shapes.
+        """
         tensors = encoder(self.video, self.image)
         if self.references:
             assert isinstance(encoder, ReferenceEncoder)
@@ -199,7 +202,7 @@ class Encoding:
         return DecodedSample(video, image, references, mask, sound)
 
     def make_silence(self, shape: VideoShape) -> Sound | None:
-        """Silence as long as a sample of this shape; None without sound."""
+        """Silent audio as long as a sample of this shape; None if no sound is trained."""
         if self.sound is None or self.recipe.data.fps is None:
             return None
         samples = self.sound.count_samples(shape.frames, self.recipe.data.fps)

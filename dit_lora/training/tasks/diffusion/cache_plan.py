@@ -32,7 +32,7 @@ AUDIT_FILE = "audit.jsonl"
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample and the cache entries it needs."""
+    """One sample and the encoding jobs for its cache entries."""
 
     sample: BucketedSample
     video: Job
@@ -71,7 +71,7 @@ class PlannedSample:
 
 
 class ValidationPrompt(NamedTuple):
-    """A validation prompt's encoding jobs."""
+    """Encoding jobs of a validation prompt and its negative prompt."""
 
     text: Job
     negative: Job
@@ -97,14 +97,14 @@ class Plan:
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
-        """Keys of all clips and of all captions that the recipe uses."""
+        """Cache keys of all clips and of all captions that the recipe uses."""
         videos = {job.key for planned in self.planned_samples for job in planned.videos}
         of_samples = (job for planned in self.planned_samples for job in planned.texts)
         return videos, {job.key for job in (self.empty, *self.prompt_jobs, *of_samples)}
 
     @property
     def prompt_jobs(self) -> tuple[Job, ...]:
-        """Jobs of the validation prompts and their empty prompts."""
+        """Encoding jobs of the validation prompts and their empty prompts."""
         return tuple(job for prompt in self.validation_prompts for job in prompt)
 
 
@@ -117,7 +117,7 @@ def make_plan(
     quiet: bool,
     sampling_encoders: Encoders | None = None,
 ) -> Plan:
-    """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
+    """Read a recipe's sources, and files that have not been read before. Their digests are saved unless `quiet`.
 
     `sampling_encoders` are those of the checkpoint that samples are generated with, if it differs.
     """
@@ -158,7 +158,7 @@ def make_plan(
 
 
 def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
-    """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
+    """A sample with its encoding jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
     references = ReferenceMedia.from_sample(sample)
@@ -170,7 +170,7 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
 
 
 def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
-    """Jobs of a sample's captions without the trigger, and the factor of their loss."""
+    """Encoding jobs of a sample's captions without the trigger word, and the factor of their loss."""
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0

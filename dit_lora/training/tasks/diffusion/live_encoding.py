@@ -52,7 +52,7 @@ def build_live_clips(
 
 
 class LiveTexts:
-    """Captions that are encoded when they are read."""
+    """Text embeddings of a training set without a cache: captions are encoded when they are read."""
 
     def __init__(self, jobs: Mapping[str, Job], encoder: TextEncoder) -> None:
         self._jobs = jobs
@@ -128,7 +128,7 @@ class LiveVideos:
 
 @dataclass(frozen=True)
 class LiveClips(EncodedClips):
-    """A training set without a cache."""
+    """Training set without a cache: samples are encoded when they are read."""
 
     videos: LiveVideos
     texts: LiveTexts

@@ -22,7 +22,9 @@ from dit_lora.training.session.session import Session, share_errors
 
 
 def generate_prior(session: Session, sampler: Sampler) -> None:
-    """Fill the folder of each source with `generate` with that many samples of its caption. Collective.
+    """Generate the samples of each source that sets `generate`, as many as it says, from the source's caption.
+
+    Collective.
 
     The main process samples with the unpatched pipeline, in the recipe's shape and with the steps and guidance of
     `validation`. Existing samples count, and each new one is written immediately: a killed run continues with the

@@ -100,7 +100,7 @@ def _make_header_reader(recipe: Recipe, quiet: bool) -> Callable[[Sequence[Media
 
 
 def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
-    """Find samples that are unusable according to their files' headers; returns reasons by id."""
+    """Find samples that their files' headers show to be unusable; returns reasons by id."""
     data, unusable = recipe.data, dict[str, str]()
     masked: dict[str, tuple[Media, VideoHeader]] = {}
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
@@ -133,7 +133,7 @@ def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, q
 
 
 def describe_read_error(media: Media, error: ClipError) -> str:
-    """Reason why a file cannot be opened; in the words of the audit, which knows more than FFmpeg's error."""
+    """Reason why a media file cannot be opened, in the words of the audit, which knows more than FFmpeg's error."""
     rejects = [finding for finding in collect_findings(media, probe_file(media), None) if finding.verdict == "reject"]
     if not rejects:
         return str(error)
@@ -141,7 +141,7 @@ def describe_read_error(media: Media, error: ClipError) -> str:
 
 
 def read_headers(media: Sequence[Media], recipe: Recipe, *, quiet: bool) -> list[VideoHeader | ClipError]:
-    """Each file's header or error; cached in the cache folder unless `quiet`."""
+    """Each media file's header or error; cached in the cache folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
     results = headers.read(media, make_progress_bar("reading headers", "clip", quiet))
     if not quiet:

@@ -22,7 +22,7 @@ from dit_lora.training.tasks.diffusion.stored_loras import list_sample_adapters,
 
 
 def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Open `validation.model`; None if not set. Raises `DitLoraError` if its architecture differs."""
+    """Open the checkpoint `validation.model`; None if not set. Raises `DitLoraError` if its architecture differs."""
     location = recipe.validation.model
     if location is None:
         return None

@@ -30,7 +30,7 @@ _INIT_OPTION = "lora.init"
 
 @dataclass(frozen=True)
 class StoredLoras:
-    """The files, read for one model."""
+    """LoRA files from which a run starts, read for one model."""
 
     initial_file: LoraFile | None = None
     """The file that training continues from; None for a new adapter."""
@@ -41,7 +41,10 @@ class StoredLoras:
 def read_stored_loras(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, only_under: bool = False
 ) -> StoredLoras:
-    """Read the files for a model without adapters. Raises `DitLoraError` if they are missing or another model's."""
+    """Read the LoRA files of a recipe for a model without adapters.
+
+    Raises `DitLoraError` if they are missing or another model's.
+    """
     lora, continued = recipe.lora, None
     if lora.has_file_init and not only_under:
         continued = _read_lora_file(recipe, checkpoint, model, lora.init, _INIT_OPTION)
@@ -53,7 +56,9 @@ def read_stored_loras(
 
 
 def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Read the files for the meta model, before hours of encoding; returns their metadata for the run's header.
+    """Read the recipe's LoRA files for the meta model, before hours of encoding.
+
+    Returns their metadata for the run's header.
 
     Raises `DitLoraError` for everything that `read_stored_loras` and `attach_stored_loras` would refuse.
     """
@@ -75,7 +80,10 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
 
 
 def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
-    """Warnings about files trained on other weights than this checkpoint's: they fit, but may not work as well."""
+    """Warnings about LoRA files trained on other weights than this checkpoint's.
+
+    They fit, but may not work as well.
+    """
     options_and_paths = [(_INIT_OPTION, recipe.lora.init)] if recipe.lora.has_file_init else []
     options_and_paths += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
     lines = []
@@ -172,7 +180,10 @@ def _find_lora_file(info: CheckpointInfo, location: str, option: str) -> Path:
 
 
 def _find_expert_file(info: CheckpointInfo, location: str) -> Path | None:
-    """This expert's file in a folder or repository with both experts' adapters; None if it has no such file."""
+    """The adapter file of this expert in a folder or repository with both experts' adapters.
+
+    None if it has no such file.
+    """
     folder = Path(location).expanduser()
     if not info.expert_names or folder.is_file():
         return None

@@ -53,7 +53,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class DiffusionTask:
-    """The `Task` of every family that implements `families.base`."""
+    """Training task of diffusion models: every family that implements `families.base`."""
 
     def prepare_data(self, session: Session, checkpoint: Checkpoint) -> DiffusionTrainingData:
         if session.recipe.train.mode == "full":

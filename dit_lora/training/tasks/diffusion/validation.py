@@ -102,7 +102,10 @@ def _write_samples(
     unwritten: list[Exception] = []
 
     def write_on_main(write: Callable[..., object], *arguments: object) -> None:
-        """Write on the main process only; errors are kept, because other ranks of a sharded model need it."""
+        """Write generated samples on the main process only.
+
+        Errors are kept, because other ranks of a sharded model need it.
+        """
         try:
             if session.is_main and not unwritten:
                 write(*arguments)
