@@ -133,7 +133,7 @@ def test_files_that_hold_no_weights_are_refused(world: World) -> None:
     with pytest.raises(DitLoraError, match=r"stage2\.pth"):
         world.convert()
     torch.save({"model": {"query_tokens": 3}}, world.folder / "stage2.pth")
-    with pytest.raises(DitLoraError, match=r"no tensors:\n  - query_tokens: int"):
+    with pytest.raises(DitLoraError, match=r"not tensors:\n  - query_tokens: int"):
         world.convert()
     torch.save([1, 2], world.folder / "stage2.pth")
     with pytest.raises(DitLoraError, match="no state dict; got a list"):

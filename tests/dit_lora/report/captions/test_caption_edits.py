@@ -221,5 +221,5 @@ def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypa
     assert edits.find_media("c.png") == folder / "c.png"
     assert "c.png" in Cards(edits.render_page(1, False)).by_name
     (folder / "b.png").unlink()
-    with pytest.raises(DitLoraError, match="no such file"):
+    with pytest.raises(DitLoraError, match="no longer in the folder"):
         edits.save_caption("b.png", "x", compute_caption_version("b"))

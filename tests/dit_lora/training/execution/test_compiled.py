@@ -263,7 +263,7 @@ def test_a_machine_or_a_launch_that_cannot_is_refused(
         compile_blocks(recipe, nn.Linear(2, 2), accelerator())
     launched = accelerator()
     monkeypatch.setattr(type(launched), "distributed_type", DistributedType.FSDP)
-    with pytest.raises(DitLoraError, match=r"train.compile: not under FSDP"):
+    with pytest.raises(DitLoraError, match=r"train.compile does not work with FSDP"):
         compile_blocks(recipe, nn.Linear(2, 2), launched)
     recipe_values["train"]["checkpointing"] = "selective"
     with pytest.raises(DitLoraError, match="checkpointing=selective does not work with compile"):
