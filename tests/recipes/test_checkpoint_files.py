@@ -37,7 +37,7 @@ def test_alpha_is_the_runs(
     pipeline = (
         get_family("cogvideox")
         .open(ModelConfig(family="cogvideox", path=str(base)))
-        .pipeline(torch.float32, text=False)
+        .sampler.pipeline(torch.float32, text=False)
     )
     pipeline.load_lora_weights(tmp_path / "out")
     stored = load_file(file)

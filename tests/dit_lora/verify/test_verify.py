@@ -186,7 +186,7 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
     ),
     one_strong: ({"output"}, "very strong: the update is larger than the weight"),
     one_extreme: ({"effect", "output"}, "extreme, an update of more than 10 times the weight"),
-    alpha: ({"scale", "output"}, "alpha 16 in the header, and 8 was trained"),
+    alpha: ({"scale", "output"}, "alpha 16 in the header, but 8 was trained"),
     alpha_everywhere: ({"output"}, "the adapter does not act as trained: the base's output is as"),
     no_alpha: ({"scale", "output"}, "the header does not say rank and alpha: loaders take alpha 4"),
     rank: ({"keys", "effect", "scale", "output"}, "to_q: lora_A has rank 2, lora_B 4"),
@@ -369,7 +369,7 @@ def test_the_scale_and_the_base_of_a_chat_adapter_are_checked(
     (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 32}))
     verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
     assert failing(verification) == {"scale", "output"}
-    assert "alpha 32 in the header, and 8 was trained" in verification.checks["scale"].message
+    assert "alpha 32 in the header, but 8 was trained" in verification.checks["scale"].message
     get_family("videochat2").build_tiny_checkpoint("videochat2-mistral", tmp_path / "other", 1)
     verification = verify_adapter(chat_run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}

@@ -39,7 +39,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
 
 def test_paged_moments_need_a_gpu_that_pages() -> None:
     """bitsandbytes itself warns and does not page."""
-    with pytest.raises(DitLoraError, match=r"CUDA GPU.* this run is on cpu; take .*adamw_8bit"):
+    with pytest.raises(DitLoraError, match=r"CUDA GPU.* this run is on cpu; use .*adamw_8bit"):
         require_optimizer(OptimConfig(name="paged_adamw_8bit"), CPU)
     for name in NAMES:
         require_optimizer(OptimConfig(name=name), CPU)

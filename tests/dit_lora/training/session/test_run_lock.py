@@ -187,7 +187,7 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
     deadline = time.monotonic() + 100
     while lock.get_takeover_error() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "was taken by process 1 on node7" in str(lock.get_takeover_error())
+    assert "was taken over by process 1 on node7" in str(lock.get_takeover_error())
     lock.release()
 
 

@@ -185,7 +185,9 @@ def test_a_checkpoint_is_opened_by_the_family_that_can(trained: Trained, tmp_pat
     loaded = load_answerer(trained.base)
     assert loaded.checkpoint.vision_settings == VisionSettings(4, 8, 10)
     assert torch.equal(logits(loaded.model), trained.fresh)
-    with pytest.raises(DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"):
+    with pytest.raises(
+        DitLoraError, match=r"is not a folder of a run, an adapter or a chat model\n  - fake: .* is no fake"
+    ):
         load_answerer(tmp_path)
 
 

@@ -109,7 +109,7 @@ def test_an_entry_is_the_encoding_of_the_frames_that_the_recipe_asks_for(
     frames = read_frames(shape_clips / entry.id, frames=5, height=32, width=48, fps=16.0)
     path = str(tiny_checkpoints["cogvideox-2b"])
     vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
-    expected = vae.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
+    expected = vae.encoders.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
     assert torch.equal(tensors["latent_mean"], expected["latent_mean"])
 
 
@@ -160,7 +160,7 @@ def test_a_mirror_image_is_an_entry_of_its_own_beside_the_image(
     frames = read_frames(shape_clips / entry.id, frames=1, height=32, width=48, fps=8).flip(3)
     path = str(tiny_checkpoints["cogvideox-2b"])
     vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
-    expected = vae.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
+    expected = vae.encoders.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
     assert torch.equal(mirror["latent_mean"], expected["latent_mean"])
 
 
@@ -266,7 +266,7 @@ def test_each_window_of_a_clip_is_an_entry_of_its_own(
     assert second.id == f"{first_entry.id}@0.562s"  # to the millisecond
     path = str(tiny_checkpoints["cogvideox-2b"])
     vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
-    encoder = vae.load_video_encoder(torch.float32, torch.device("cpu"))
+    encoder = vae.encoders.load_video_encoder(torch.float32, torch.device("cpu"))
     size = {"frames": 9, "height": 32, "width": 48, "fps": 16.0}
     for entry, start in ((first_entry, 0.0), (second, 0.5625)):
         tensors, fault = encoded.training_set.videos.read(entry.video_key, {})

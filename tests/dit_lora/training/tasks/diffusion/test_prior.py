@@ -71,7 +71,7 @@ def test_the_folder_is_filled_and_can_be_trained_on(
     assert [path.name for path in generated] == [f"prior_00000{n}.png" for n in range(3)]
     assert len(set(contents(generated).values())) == 3
     assert all(Image.open(path).size == (32, 32) for path in generated)
-    assert "holds 0 of 3; sampling 'a dog'" in capsys.readouterr().err
+    assert "has 0 of 3 samples; sampling 'a dog'" in capsys.readouterr().err
     clips = read_clips(parse_recipe(recipe_values, "test").data)
     assert [(c.id, c.caption, c.loss_weight) for c in clips] == [
         (f"prior/prior_00000{n}.png", "a dog", 0.5) for n in range(3)
@@ -150,5 +150,5 @@ def test_a_sample_of_one_colour_and_a_model_from_scratch_are_refused(
 
 def test_a_folder_that_cannot_be_written_is_named(fill: Fill, tmp_path: Path) -> None:
     (tmp_path / "prior").write_text("a file")
-    with pytest.raises(DitLoraError, match=r"data\.sources\[0\]\.path: .*prior is no folder"):
+    with pytest.raises(DitLoraError, match=r"data\.sources\[0\]\.path: .*prior is not a folder"):
         fill(1)

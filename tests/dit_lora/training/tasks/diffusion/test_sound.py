@@ -19,6 +19,7 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
+from dit_lora.families.ltx2.sound import build_audio_encoder
 from dit_lora.planning.subject import MemoryEstimator
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
@@ -75,7 +76,7 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(recipe_
     checkpoint: Any = get_family("ltx2").open(recipe.model, recipe)
     actual = encoded(recipe).training_set
     assert len(actual.entries) == 6
-    encode = checkpoint.load_audio_encoder(torch.float32, CPU)
+    encode = build_audio_encoder(checkpoint.path, CPU)
     for number, entry in enumerate(actual.entries):
         (spec,) = {actual.videos.get_first_spec([entry.video_key])["audio_latent_mean"]}
         assert spec == (torch.Size([28, 16]), torch.float32)
