@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused_before_anything_trains(
         (["model.part="], "model.part is missing: .* has two experts"),
         (
             [f"model.path={tiny_checkpoints['wan-2.1-t2v']}"],
-            "model.part: .* has one transformer",
+            "model.part does not apply: .* has one transformer",
         ),
         (
             ["model.part=transformer", f"validation.other_expert={run / 'high_noise'}"],

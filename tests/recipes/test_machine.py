@@ -139,7 +139,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
     for line in (
         "samples are skipped from here on: out of memory; training continues",
         "skipped: samples of steps 0, 2, 4: out of memory",
-        "left out: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
+        "skipped: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
         "warning: run.trackers: tensorboard is not used any more: ZeroDivisionError: theirs",
         "warning: no report: MemoryError",
         "verified: ",

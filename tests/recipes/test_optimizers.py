@@ -161,7 +161,7 @@ def state(run: Path) -> dict[str, bytes]:
 def test_an_optimizer_that_cannot_run_here_is_refused_before_anything_is_encoded(
     lora_main: Main, smoke: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(DitLoraError, match=r"this run is on cpu; take optim\.name=adamw_8bit"):
+    with pytest.raises(DitLoraError, match=r"this run is on cpu; use optim\.name=adamw_8bit"):
         lora_main([*smoke, "optim.name=paged_adamw_8bit", f"run.dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()

@@ -240,7 +240,7 @@ def test_a_bad_clip_is_left_out_of_the_eval_loss_and_said(
         lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}", stop])
     output = capsys.readouterr().err
     assert output.count("eval loss: skipped") == 1
-    assert output.count("note: validation.held_out_draws is called validation.eval_draws now") == 2  # two runs
+    assert output.count("note: validation.held_out_draws is now validation.eval_draws") == 2  # two runs
     line = json.loads((tmp_path / "run" / "eval_loss.jsonl").read_text().splitlines()[0])
     assert 0 < line["eval_loss"] < 10
 
