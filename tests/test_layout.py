@@ -23,7 +23,7 @@ OURS = r"dit_lora(\.\w+)+(:\w+)?"
 
 # Lowest first. A module imports from lower floors and from its own room. The ground floor is one room.
 FLOORS = """
-errors files parsing patching progress_bar redact terminal version
+errors files parsing patching redact terminal version
 config
 environment
 numerics

@@ -55,8 +55,6 @@ class LoopFile:
     """`RANKS = 2`: processes with torchrun's environment."""
     has_own_process: bool = False
     """`OWN_PROCESS = True`: it starts Python processes by its own name, so it cannot be forked from the server."""
-    is_slow: bool = False
-    """`SLOW = True`: it takes more than a second after imports."""
 
     def varies_in(self, file: str) -> bool:
         """True if this file, by its path in the working directory, differs between any two runs."""
@@ -79,7 +77,6 @@ def read_loop(path: Path, folder: Path = FOLDER) -> LoopFile:
         model=constants.get("MODEL", ""),
         ranks=constants.get("RANKS", 1),
         has_own_process=constants.get("OWN_PROCESS", False),
-        is_slow=constants.get("SLOW", False),
     )
     unknown = {*loop.faults, *loop.survives} - {*FAULTS, "*"} | set(loop.guards) - set(GUARDS)
     if unknown:

@@ -12,10 +12,10 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache import maintenance
 from dit_lora.data.cache.cache import TensorCache
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.session import hide_progress_bars, running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute

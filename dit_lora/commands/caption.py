@@ -18,11 +18,11 @@ from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.caption_table import TABLE_NAME, CaptionTable
 from dit_lora.data.sources.caption_text import find_caption_fault, has_word
 from dit_lora.data.sources.made_captions import GeneratedCaptions
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (

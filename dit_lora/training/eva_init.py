@@ -15,11 +15,11 @@ from peft.utils.incremental_pca import IncrementalPCA
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.streams import RandomStreams, derive_seed
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.session import Session
 
 NUM_SAMPLES = 32

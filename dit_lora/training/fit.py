@@ -10,11 +10,11 @@ from typing import NoReturn
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.event import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters

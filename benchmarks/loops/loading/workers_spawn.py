@@ -8,7 +8,6 @@ from benchmarks.loops import plant
 
 FAULTS = "nan_sample nan_loss"
 OWN_PROCESS = True
-SLOW = True
 
 
 class Rows(Dataset):

@@ -13,7 +13,6 @@ from benchmarks.loops import plant
 FAULTS = "nan_sample inf_gradient nan_weight nan_loss late_nan"
 PRELOAD = "transformers"
 MODEL = "qwen2.5-vl"
-SLOW = True
 
 warnings.filterwarnings("ignore")
 torch.manual_seed(0)

@@ -13,7 +13,6 @@ from benchmarks.loops import plant
 FAULTS = "nan_sample nan_target inf_gradient nan_moment nan_weight nan_loss late_nan late_weight"
 GUARDS = "command callback"
 PRELOAD = "lightning"
-SLOW = True
 
 warnings.filterwarnings("ignore")
 

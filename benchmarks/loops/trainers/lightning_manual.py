@@ -12,7 +12,6 @@ from benchmarks.loops import plant
 
 FAULTS = "nan_sample inf_gradient nan_moment nan_weight nan_loss late_nan"
 PRELOAD = "lightning"
-SLOW = True
 
 warnings.filterwarnings("ignore")
 

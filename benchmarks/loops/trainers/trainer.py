@@ -13,7 +13,6 @@ FAULTS = "nan_sample nan_target inf_gradient nan_moment nan_weight nan_loss late
 GUARDS = "command callback"
 PRELOAD = "transformers"
 VARIES = "*training_args.bin"
-SLOW = True
 
 
 class Rows(Dataset):

@@ -8,7 +8,6 @@ from benchmarks.loops import plant
 
 FAULTS = "nan_sample nan_target inf_gradient"
 PRELOAD = "transformers"
-SLOW = True
 
 
 class Net(nn.Module):

@@ -14,7 +14,6 @@ FAULTS = "nan_sample inf_gradient late_nan"
 GUARDS = "command callback"
 PRELOAD = "transformers"
 MODEL = "qwen2.5-vl"
-SLOW = True
 
 warnings.filterwarnings("ignore")
 torch.manual_seed(0)

@@ -12,7 +12,6 @@ from benchmarks.loops import plant
 FAULTS = "inf_gradient nan_moment nan_weight nan_loss late_nan late_weight"
 PRELOAD = "trl"
 VARIES = "*training_args.bin *README.md"
-SLOW = True
 
 
 class OwnTrainer(SFTTrainer):

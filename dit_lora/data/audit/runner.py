@@ -19,7 +19,7 @@ from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip, LossMask
-from dit_lora.progress_bar import ProgressBar
+from dit_lora.environment.progress_bar import ProgressBar
 
 MediaOrMask = Media | LossMask
 _Probes = dict[MediaOrMask, ProbedFile]

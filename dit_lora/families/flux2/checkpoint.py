@@ -63,7 +63,7 @@ from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
 # ones by default.
-_LEAST_SIDE, _MOST_RATIO, _MOST_PIXELS = 64, 8, 1024 * 1024
+_MIN_SIDE, _MAX_RATIO, _MAX_PIXELS = 64, 8, 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Flux2Info(FluxInfo):
         It is the pipeline's 1024x1024, or `data.reference_resolution` squared if that is larger. Black Forest Labs'
         own code allows 2024x2024 pixels for a single reference and 1024x1024 for each of several.
         """
-        return max(_MOST_PIXELS, (self.reference_resolution or 0) ** 2)
+        return max(_MAX_PIXELS, (self.reference_resolution or 0) ** 2)
 
     @property
     def references(self) -> ReferenceSpec:
@@ -135,9 +135,9 @@ class Flux2Info(FluxInfo):
         None if it accepts it.
         """
         height, width = compute_scaled_size(height, width, self.reference_resolution)
-        if max(height, width) > _MOST_RATIO * min(height, width):
-            return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
-        return min_side_error((height, width), _LEAST_SIDE)
+        if max(height, width) > _MAX_RATIO * min(height, width):
+            return f"it is {width} x {height}, and one side may be {_MAX_RATIO} times the other"
+        return min_side_error((height, width), _MIN_SIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ class Flux2Sampler(FluxSampler):
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         tokenizer = load_tokenizer(self.info) if text else None
         pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
-        if self.info.max_reference_pixels > _MOST_PIXELS:
+        if self.info.max_reference_pixels > _MAX_PIXELS:
             # The pipeline's limit is hard-coded in `__call__`. Replace its resize so that samples use references as
             # large as in training.
             pipeline.image_processor._resize_to_target_area = self._resize_reference

@@ -227,7 +227,7 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
     with pytest.raises(DitLoraError, match=r"hub.push: the token of me can only read.*hf auth login"):
         lora_main(args)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(DitLoraError, match=r"hub.push: no Hugging Face token"):
+    with pytest.raises(DitLoraError, match=r"hub.push: there is no Hugging Face token"):
         lora_main(args)
     monkeypatch.setenv("HF_TOKEN", "hf_canarycanarycanary")
     hub.accounts = None
@@ -236,7 +236,7 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
         lora_main(args)
     with pytest.raises(DitLoraError, match=r"hub.repo_id: OWNER/NAME on the Hub"):
         lora_main([*args, "hub.repo_id=null"])
-    with pytest.raises(DitLoraError, match=r"hub.repo_id: a repository is OWNER/NAME"):
+    with pytest.raises(DitLoraError, match=r"hub.repo_id: a repository must be OWNER/NAME"):
         lora_main([*args, "hub.repo_id=kitten lora"])
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()

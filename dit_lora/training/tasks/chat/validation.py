@@ -6,11 +6,11 @@ from pathlib import Path
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_atomically
 from dit_lora.numerics.eval_mode import use_eval_mode
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
 

@@ -11,12 +11,12 @@ from dit_lora.config.data import SourceConfig, VideoShape
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.sources.folders import list_media
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, share_errors
 

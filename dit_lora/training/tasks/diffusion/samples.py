@@ -18,8 +18,8 @@ from dit_lora.data.media.references import find_mask_mismatch
 from dit_lora.data.media.video import ClipError, find_shortage
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.scan import Clip, scan_sources
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.families.base import CheckpointInfo
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.tasks.diffusion.sample_references import (
     BucketedSample,
     add_reference_shapes,

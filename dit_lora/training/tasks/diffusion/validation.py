@@ -12,12 +12,12 @@ from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
+from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
-from dit_lora.progress_bar import ProgressBar
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup

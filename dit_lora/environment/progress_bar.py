@@ -1,4 +1,4 @@
-"""Progress of long work, on a terminal and in a pipe. Apart from `terminal`, because the guard needs no tqdm."""
+"""Progress of long work, on a terminal and in a pipe."""
 
 import math
 import sys

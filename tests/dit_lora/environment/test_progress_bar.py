@@ -5,8 +5,8 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from dit_lora import progress_bar
-from dit_lora.progress_bar import ProgressBar
+from dit_lora.environment import progress_bar
+from dit_lora.environment.progress_bar import ProgressBar
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
