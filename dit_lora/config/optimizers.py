@@ -17,7 +17,10 @@ DEFAULT_OPTIMIZER = "adamw"
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """Facts about one optimizer. Its package must also be in pyproject.toml and in `environment.versions.TESTED`."""
+    """Facts about one optimizer, whose class takes groups, `betas`, `eps` and `weight_decay`.
+
+    CONTRIBUTING.md lists the other places that name a new optimizer.
+    """
 
     description: str
     """Description in a recipe's documentation."""
@@ -25,12 +28,12 @@ class OptimizerRecord:
     """Its class as `module:Class`. Imported only when the optimizer is built."""
     state_bytes: Callable[[Sequence["torch.Tensor"]], int]
     """Bytes of its state for these parameters after the first step, without the allocator's rounding."""
-    class_kwargs: Mapping[str, bool] = field(default_factory=dict)
+    class_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Further arguments for its class, besides groups, betas, eps and weight decay."""
     decay_in_groups: bool = False
     """Pass the weight decay in each group instead of as a default."""
     package: str = "torch"
-    """Name of the distribution, and of its module."""
+    """Name of the distribution as Python imports it, because the module must have the same name."""
     extra: str | None = None
     """The extra of `dit-lora` that installs the package."""
     is_native: bool = False
@@ -42,7 +45,7 @@ class OptimizerRecord:
     supported_sharding: tuple[Literal["fsdp2", "zero2"], ...] = ()
     """Launches that may shard its weights. It must be elementwise, and for ZeRO it must skip steps on the device."""
     found_inf_class: str | None = None
-    """Its class or base class as `module:Class`, if its fused step reads `found_inf` on the device."""
+    """The class whose fused step reads `found_inf` on the device, itself or a base class, as `module:Class`."""
     nonnegative_state: tuple[str, ...] = ()
     """State tensors that cannot be negative: second moments, and the scales of 8-bit ones."""
     squared_state: tuple[str, ...] = ()
@@ -67,9 +70,8 @@ def collect_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tu
     return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record)))
 
 
-def _count_fp32_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
+def _count_two_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
     """Bytes of optimizer state with two moments in each parameter's dtype, and its step count in fp32."""
-    # Two moments, and 4 bytes for the step count.
     return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
 
 
@@ -127,7 +129,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     DEFAULT_OPTIMIZER: OptimizerRecord(
         description="PyTorch's, fused.",
         class_path="torch.optim:AdamW",
-        state_bytes=_count_fp32_moment_bytes,
+        state_bytes=_count_two_moment_bytes,
         class_kwargs={"fused": True},
         smaller_variant="adamw_8bit",
         supported_sharding=("fsdp2", "zero2"),

@@ -26,13 +26,13 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class TestedVersions:
-    """Supported versions of a package: the minimum, the tested ones, and the first untested major version."""
+    """Supported versions of a package: the minimum, the tested ones, and the first major version that is refused."""
 
     min_version: str
     tested_version: str | None  # the one in constraints.txt; None if no build could be tested
-    first_untested_major: int
+    first_refused_major: int
     required: bool = True
-    newer_tested_version: str | None = None  # the newest that passed the tests, if newer than `release`
+    newer_tested_version: str | None = None  # the newest that passed the tests, if newer than `tested_version`
 
     @property
     def newest_tested_version(self) -> str | None:
@@ -41,7 +41,7 @@ class TestedVersions:
 
     def format_requirement(self, name: str) -> str:
         """Supported version range of a package in pip's syntax, such as `torch>=2.4,<3`."""
-        return f"{name}>={self.min_version},<{self.first_untested_major}"
+        return f"{name}>={self.min_version},<{self.first_refused_major}"
 
 
 TESTED: Mapping[str, TestedVersions] = {
@@ -227,7 +227,7 @@ def get_package_status(name: str, env: Environment) -> Status:
     if name not in env.versions:
         return "missing" if tested.required else "absent"
     release = env.get_release(name)
-    if release is None or not _parse_release(tested.min_version) <= release < (tested.first_untested_major, 0, 0):
+    if release is None or not _parse_release(tested.min_version) <= release < (tested.first_refused_major, 0, 0):
         return "refused"
     # Patch releases of a tested minor version do not count as untested.
     if tested.newest_tested_version is None or release[:2] > _parse_release(tested.newest_tested_version)[:2]:

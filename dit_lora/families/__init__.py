@@ -76,8 +76,6 @@ def get_families() -> Mapping[str, Any]:
 
     A family of another package that cannot be imported is left out with a warning. This imports only their
     descriptions, which takes milliseconds and no torch.
-
-    This imports only their descriptions, which takes milliseconds and no torch.
     """
     families = {name: get_family(name) for name in _OWN_FAMILIES}
     # A broken package of somebody else must not end a command that does not need it.

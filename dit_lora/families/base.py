@@ -80,7 +80,7 @@ class CheckpointInfo(ABC):
 
     path: Path
     transformer_config: Mapping[str, Any]
-    """The transformer's config: the class's defaults, updated by the file and by `model.from_scratch`."""
+    """The transformer's config from its file, updated by `model.from_scratch`. Some families add defaults."""
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
     """`model.from_scratch`: config changes of a transformer with random weights. None to load the weights."""
@@ -478,8 +478,7 @@ class Checkpoint:
 
         Raises `DitLoraError` for an unsupported shape or option.
         """
-        # The facts first: their checks refuse recipes that the family cannot train.
-        # The facts first: the denoiser checks its options against the facts that training uses.
+        # The facts first: their checks refuse recipes that the family cannot train, and the denoiser reads them.
         checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
@@ -494,7 +493,6 @@ class Checkpoint:
     def with_info(self, info: CheckpointInfo) -> Self:
         """Copy of the opened checkpoint in which all roles use this info."""
         # Roles are frozen and hold the facts, so each one is replaced.
-        # Every role holds the facts, so they are replaced in all roles together.
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 

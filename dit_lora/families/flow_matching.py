@@ -40,7 +40,7 @@ class FlowDenoiser(Denoiser):
         return replace(denoiser, objective=denoiser._apply_timesteps_config(recipe.train.timesteps))
 
     def _apply_timesteps_config(self, config: TimestepsConfig) -> FlowMatching:
-        """Copy of the denoiser with the recipe's `train.timesteps`.
+        """Objective of the denoiser with the recipe's `train.timesteps`.
 
         Raises `DitLoraError` if no noise level is left.
         """

@@ -229,7 +229,7 @@ def _describe_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """Describe an attention call; the parameters are those of `scaled_dot_product_attention`."""
+    """Record of an attention call (shapes, dtypes, mask), from the parameters of `scaled_dot_product_attention`."""
     mask = None
     if attn_mask is not None:
         values, mask_dtype = attn_mask.detach(), _get_compute_dtype(attn_mask)

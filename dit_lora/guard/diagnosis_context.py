@@ -45,7 +45,7 @@ class DiagnosisContext:
     """Names of components that an earlier diagnosis disabled, which are not tested again."""
 
     def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
-        """Optimizer tensors and moving averages by name; this rank's shards unless diagnoses are collective."""
+        """Optimizer tensors and moving averages by name, as this rank holds them: its shards, if they are sharded."""
         return {}
 
     def compute_snapshot_peaks(self) -> Mapping[str, float]:
@@ -72,7 +72,7 @@ class DiagnosisContext:
         return experiment()
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the model's parameters by name; this rank's shards unless diagnoses are collective."""
+        """Yield the model's parameters by name; if each rank diagnoses separately, as this rank's local shards."""
         return self.model.named_parameters() if self.collective_forward else iterate_weight_values(self.model)
 
     def list_enabled_fallbacks(self) -> list[Fallback]:

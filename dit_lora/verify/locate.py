@@ -37,7 +37,7 @@ class ResultSource:
 
     @property
     def part(self) -> str:
-        """The component that the adapter is for, or the trained component of a pipeline."""
+        """Name of the pipeline component that was trained, such as `transformer`: the one that the adapter is for."""
         return self.metadata.get("part", "transformer")
 
     def resolve_base(self, model: str | None) -> ModelConfig:

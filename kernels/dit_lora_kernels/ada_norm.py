@@ -222,7 +222,7 @@ def _allocate_backward(operands: BackwardOperands, dx: bool, dy: torch.dtype | N
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """Compute the gradients of one stream of the adaptive norm; this is the backward op.
+    """Compute the gradients of one token stream (video or text) of the adaptive norm; this is the backward op.
 
     Args:
         flat: The tensors of `BackwardOperands`, in the order of its fields.
@@ -461,7 +461,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(8192)
 def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) -> _Plan | None:
-    """Build the plan of a call from the layouts of its operands; the result is cached.
+    """Build the launch plan (grid, kernel options) of an adaptive norm from its operands' layouts. Cached.
 
     `layouts` are those of weight, bias, and x, shift, scale, y and gate of the first stream, then of the next. Returns
     None if an operand is invalid, empty, needs a copy or is on another device, or if a stream's tables (shift, scale

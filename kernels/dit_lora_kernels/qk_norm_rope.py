@@ -75,9 +75,9 @@ def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
 def _apply_rotation(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: NormRopeOptions, sign: int = 1
 ) -> Tensor:
-    """Rotate the pairs of elements of x (B, S, H, D) in the tokens that have a row in the tables `cos` and `sin`.
+    """Rotate the pairs of elements of y (B, S, H, D) in the tokens that have a row in the tables `cos` and `sin`.
 
-    `y` is that x. `sign` -1 applies the inverse rotation. Without tables y is returned as it is.
+    `sign` -1 applies the inverse rotation. Without tables y is returned as it is.
     """
     if cos is None or sin is None:
         return y

@@ -252,7 +252,7 @@ def _add_transposed_product(total, x, high, middle, low):
 def _add_outer(
     total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Compute total + c^T @ v (BLOCK_D, BLOCK_D). EXACT: c is as it was in memory, so a product need not split it."""
+    """Compute total + c^T @ v (BLOCK_D, BLOCK_D). EXACT: c was loaded, not computed, so it is exact in its dtype."""
     if EXACT and PRECISION == "tf32x3":  # as exact in one pass of TF32
         total += tl.dot(tl.trans(c), v, input_precision="tf32")
     elif PRECISION != "bf16":

@@ -24,9 +24,10 @@ def merge_audits(
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[AuditedSample]:
-    """Merge audits: each sample once, in order, with the facts and findings of all parts, worst findings first.
+    """Merge the data audit of `samples` with further audits, `parts`: one entry per sample, in the order of `samples`.
 
-    A sample that appears only in `parts` is added at the end. Equal findings of two parts are kept once.
+    An entry has the measurements and findings of all audits, the worst findings first; equal findings are kept once. A
+    sample that only `parts` has is added at the end.
     """
     merged: dict[str, AuditedSample] = {}
     for sample in samples:

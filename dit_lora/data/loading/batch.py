@@ -14,7 +14,7 @@ PRESERVE_PREFIX = "preserve."
 PRESERVE_WEIGHT = "preserve_weight"
 """Name of the tensor with the weight of the loss on those captions, fp32 (B,); only present with such captions."""
 HOST_TENSORS = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
-"""Names of tensors that stay on the host: caption masks of Sana, Latte and Krea 2.
+"""Names of tensors that stay on the host: caption masks, for example of Sana, Latte and Qwen-Image.
 
 Their values decide shapes and attention backends; on a device, the host would have to wait in every micro-step.
 """

@@ -28,7 +28,7 @@ class _PaddingCounter(nn.Module):
     dtype, device = torch.float32, torch.device("cpu")
     num_pads = 0
 
-    def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
+    def forward(self, input_ids: torch.Tensor | None = None, *, attention_mask: torch.Tensor, **_: Any) -> Any:
         self.num_pads = int((attention_mask == 0).sum())
         # Zeros for whichever layers the pipeline reads.
         states = torch.zeros(1, attention_mask.shape[1], 1)

@@ -28,6 +28,5 @@ FAMILY = DiffusionFamily(
     # ComfyUI's map has Diffusers' names of every linear layer (comfy/utils.py at b3be02d, z_image_to_diffusers), with
     # their prefix (comfy/lora.py at 17358c8, Lumina2).
     comfyui=LayerNames(prefix="transformer.", reads_alpha=False),
-    # The network's time runs backwards: `late` refers to 1000 - t, the value that its embedding gets.
     tiny_variants=("z-image", "z-image-turbo"),
 )

@@ -72,7 +72,10 @@ class _Ledger:
 
     @contextmanager
     def record_block(self, inputs: Iterable[Any], *, is_always_recomputed: bool) -> Iterator[_BlockRecord]:
-        """Count tensors saved inside the context as a block's: recomputed in every mode, or in some."""
+        """Count tensors that autograd saves inside the context as those of one transformer block.
+
+        `is_always_recomputed`: every mode of activation checkpointing recomputes the block, not only some modes.
+        """
         self._current_block = _BlockRecord(self._register_activations(inputs), is_always_recomputed)
         self.blocks.append(self._current_block)
         try:

@@ -50,10 +50,10 @@ class CallLog:
         self.on_end()
 
     def renew_gradients(self) -> None:
-        """Note that the loop has cleared its gradients and started new ones.
+        """Record that the training loop has cleared its gradients and started new ones.
 
-        Calls that the loop differentiates twice (create_graph=True) count for the new gradients, since they are part
-        of its loss.
+        Recorded model calls that the loop differentiates twice (create_graph=True) stay: they are part of the loss of
+        the new gradients.
         """
         for call in self.calls:
             if call.is_differentiated_twice and call.generation == self.generation:

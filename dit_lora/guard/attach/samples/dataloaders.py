@@ -27,9 +27,9 @@ _is_unwrapping = False
 
 
 def _install_unwrapping() -> None:
-    """Make DataLoader iterators return batches without their row information, from now on.
+    """Make DataLoader iterators unwrap the batches to which the guard has attached dataset indices.
 
-    This is never undone: an iterator that was followed returns tagged batches even after the guard is gone.
+    This is never undone: an iterator that a guard follows yields wrapped batches even after the guard is gone.
     """
     global _is_unwrapping
     if _is_unwrapping:
