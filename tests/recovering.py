@@ -51,7 +51,7 @@ class FakeFiles:
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[str]:
         self.calls.append(("set_aside_bad", list(samples)))
-        return [f"set aside {sample}" for sample in samples]
+        return [f"marked {sample}" for sample in samples]
 
     def save(self, step: int, guard_state: Mapping[str, Any]) -> None:
         self.calls.append(("save", step))

@@ -33,7 +33,7 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
 
 
 def poison(cache: Path, sample: str) -> StoredEntry:
-    """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
+    """Put one NaN into a clip's cached latent, with the digest in the header left as it was."""
     for entry in TensorCache(cache / "videos").iter_entries():
         if entry.sample == sample and "mirrored" not in entry.facts:
             overwrite(entry, "latent_mean", 7, torch.tensor([torch.nan]))

@@ -16,7 +16,7 @@ class Event:
     kind: str
     """The kind of failure, or the check that reported it."""
     verdict: Mapping[str, Any]
-    """A `Diagnosis` as a dict; contains at least `cause` and `message`."""
+    """A `Diagnosis` as a dict, under the name that it has in events.jsonl; contains at least `cause` and `words`."""
     action: str = "report"
     micro_step: int | None = None
     rank: int = 0

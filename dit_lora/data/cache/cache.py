@@ -160,15 +160,19 @@ class TensorCache:
         if "_index" in self.__dict__:
             self._index.refresh([path.name])
 
+    def verify_again(self, key: str) -> None:
+        """Verify a cache entry's digest at its next read, though this process has verified it before."""
+        self._verified_entries = {entry for entry in self._verified_entries if entry.key != key}
+
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read a cache entry's tensors, and verify them on the first read.
 
         The tensors are views of a memory map of the shard, which lives as long as they do. Copy what is kept for long,
         so that it does not keep a whole shard mapped. Writing to the tensors does not change the file.
 
-        A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
-        together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `get_spec`. If a
-        shard cannot be reached, this waits for it.
+        A bad entry does not raise: in a distributed run only one rank reads it, and no rank may take the step, which
+        the gate ensures. A damaged entry is returned as NaN with the shapes of `spec`. If a shard cannot be reached,
+        this waits for it.
 
         Returns:
             The tensors, and a message about the fault; None if the entry is good.

@@ -213,7 +213,9 @@ class CachedClips(EncodedClips):
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
         mark_paths = []
         for cache, key, spec in [*videos, *texts]:
-            # The fault may be in the clip or in the caption, so mark only the entries that are bad now.
+            # The fault may be in the clip or in the caption, so mark only the entries that are bad now. They may have
+            # been damaged after this process has verified them.
+            cache.verify_again(key)
             if cache.find_shard_path(key).exists() and cache.read(key, spec)[1]:
                 mark_paths.append(cache.mark_bad(key))
         return mark_paths

@@ -71,11 +71,11 @@ class RecoveryFiles:
         self.checkpoints.save(step, guard_state, wait=True)
 
     def mark_bad_entries(self, samples: Sequence[str]) -> list[str]:
-        """Rename the cache entries of these samples, which are bad. Returns messages, on the main process only."""
+        """Mark the bad cache entries of these samples. Returns messages, on the main process only."""
         if not self.setup.session.is_main:
             return []
-        aside = self.setup.data.training_set.mark_bad_entries(samples)
-        return [f"marked {path} as bad: the next start encodes it again" for path in aside]
+        mark_paths = self.setup.data.training_set.mark_bad_entries(samples)
+        return [f"marked {path} as bad: the next start encodes it again" for path in mark_paths]
 
     def find_newest_saved_step(self) -> int:
         """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""

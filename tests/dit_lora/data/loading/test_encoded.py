@@ -1,5 +1,6 @@
 """Which sample comes when: a function of seed and position, whatever the split."""
 
+import os
 import pickle
 import random
 import threading
@@ -256,6 +257,21 @@ def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     assert batch.tensors["latent_mean"][row].isnan().all()
     assert batch.tensors["latent_mean"].isnan().sum() == 4
     clips.mark_bad_entries(["2.mp4", "3.mp4"])
+    assert to_build_anew(clips) == ["v2"]
+
+
+def test_an_entry_damaged_after_its_first_reading_is_marked(clips: CachedClips) -> None:
+    """Digests are verified once per process, so training reads the damaged values; the mark needs a new look."""
+    assert not clips.videos.read("v2", {})[1]
+    path = clips.videos.find_shard_path("v2")
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    # A failing disk changes no time of the file.
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (mark_path,) = clips.mark_bad_entries(["2.mp4"])
+    assert mark_path.exists()
     assert to_build_anew(clips) == ["v2"]
 
 

@@ -39,7 +39,7 @@ def test_a_bad_sample_is_left_out_for_good_from_the_epoch_that_met_it(guarded: G
     assert guarded.files.calls[1:] == [("quarantined", [sample]), ("set_aside_bad", [sample])]
     assert [guarded.in_step(step) for step in (1, 2)] == before
     assert all(sample not in guarded.in_step(step) for step in range(3, 12))
-    assert f"{sample} is in quarantine.jsonl\n  - set aside {sample}" in guarded.files.said[0]
+    assert f"{sample} is in quarantine.jsonl\n  - marked {sample}" in guarded.files.said[0]
 
 
 def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_good(
