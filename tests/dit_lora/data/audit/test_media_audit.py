@@ -211,8 +211,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's backgroun
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT)!r}]
 if __name__ == "__main__":
     from test_media_audit import *
-    from dit_lora import terminal
-    terminal._LINE_INTERVAL_S = 0.0  # tells each file in a pipe too
+    from dit_lora.environment import progress_bar
+    progress_bar._LINE_INTERVAL_S = 0.0  # tells each file in a pipe too
     folder = Path({str(tmp_path)!r})
     clips = [Clip("a.mp4", MediaFile(folder / "a.mp4"), ""), Clip("b.mp4", Trap("b.mp4", time.sleep, 3600), "")]
     audit_media(clips, None, workers=1, memo=AuditMemo(folder / "memo.jsonl"), show_progress=True)
