@@ -98,7 +98,7 @@ def build_header_entries(run_metadata: Mapping[str, Any]) -> dict[str, str]:
 def move_staged_files(staging_folder: Path, output_folder: Path, names: Sequence[str]) -> None:
     """Move files from a temporary folder to `output_folder`.
 
-    Of `names`, files that were not written this time are removed there.
+    Files in `names` that were not written this time are removed from `output_folder`.
     """
     set_shared_permissions(staging_folder)
     for name in names:

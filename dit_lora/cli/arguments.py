@@ -14,7 +14,7 @@ from dit_lora.files import read_json
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Names that `init` takes: recipes, and families, each of which stands for a recipe."""
+    """Shell completion for `init`: names of recipes, and of families, which stand for their default recipe."""
     return _filter_by_prefix([*FAMILIES, *list_recipe_names()], incomplete)
 
 

@@ -273,7 +273,7 @@ def build_empty_model(denoiser: Denoiser) -> Any:
 def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:
     """Header metadata about the model and its videos that is equal in all adapters to merge.
 
-    What is about their training is left out.
+    Entries about their training are left out.
     """
     # A key stays only if every adapter has the same value for it.
     first_metadata, *other_metadata = (source.metadata for source in sources)

@@ -64,7 +64,20 @@ def get_family(name: str) -> Any:
         return importlib.import_module(FAMILIES[name]).FAMILY
     try:
         return importlib.import_module(FAMILIES[name]).FAMILY
-    except (ImportError, SyntaxError, AttributeError, NameError, TypeError, ValueError) as error:
+    # What importing somebody else's module may raise; an interrupt or exit of the process passes.
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        NameError,
+        OSError,
+        RuntimeError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DitLoraError(
             f"cannot load family {name} from {FAMILIES[name]} ({reason}); update its package"

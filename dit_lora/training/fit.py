@@ -303,7 +303,7 @@ def validate(run: Run, step: int) -> None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
                 run.journal.write_eval_loss(step, loss)
-                first_loss = read_eval_losses(setup.session.dir).get(0)
+                first_loss = run.journal.base_eval_loss
                 change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
                 setup.session.say(f"step {step}: eval loss {loss:.4f}{change}")
                 run.checkpoints.update_best(step)

@@ -53,7 +53,7 @@ class Journal:
         self._on_error = on_error
         self._unwritten: list[tuple[str, str]] = []
         self._num_samples = 0
-        self._eval_steps: set[int] = set()
+        self._eval_losses: dict[int, Any] = {}
         self._recent_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._has_warned = False
         self._num_idle_steps: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Journal:
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
         self._num_samples = steps[-1].get("samples", 0) if steps else 0
         files = [_truncate_log(self.dir / name, step, first_step=0) for name in EVAL_LOSS_FILES]
-        self._eval_steps = {line["step"] for lines in files for line in lines}
+        self._eval_losses = {line["step"]: get_eval_loss(line) for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far, parsed."""
@@ -130,12 +130,18 @@ class Journal:
 
         A finished run that is resumed computes the same value again.
         """
-        if step in self._eval_steps:
+        if step in self._eval_losses:
             return
-        self._eval_steps.add(step)
+        self._eval_losses[step] = loss
         self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss})
         if self.trackers is not None:
             self.trackers.log_scalars({"eval_loss": loss}, step)
+
+    @property
+    def base_eval_loss(self) -> float | None:
+        """Eval loss of the untrained base, at step 0; None if it has not been taken."""
+        loss = self._eval_losses.get(0)
+        return loss if isinstance(loss, float) else None
 
     def write_event(self, event: Event) -> None:
         line = event.to_record()
@@ -197,7 +203,7 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
     """Eval losses of a run so far, by step."""
     lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
-    return {line["step"]: get_eval_loss(line) for line in lines}
+    return {line["step"]: get_eval_loss(line) for line in lines if isinstance(line.get("step"), int)}
 
 
 def get_eval_loss(line: Mapping[str, Any]) -> Any:
@@ -227,9 +233,19 @@ def measure_peak_gib() -> float:
 
 
 def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:
-    """Keep only the lines of steps `first_step` to `last_step`, and return them: later steps will be repeated."""
-    lines = [line for line in read_json_lines(path).objects if first_step <= line["step"] <= last_step]
+    """Keep only the lines of steps `first_step` to `last_step`, and return them: later steps will be repeated.
+
+    A line without a step, which is not the run's own, stays in the file and is not returned.
+    """
+    numbered, kept = [], []
+    for line in read_json_lines(path).objects:
+        step = line.get("step")
+        if not isinstance(step, int):
+            kept.append(line)
+        elif first_step <= step <= last_step:
+            numbered.append(line)
+            kept.append(line)
     if path.exists():
         # Replaced as a whole: a kill in between leaves the old lines or the new ones.
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-    return lines
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return numbered

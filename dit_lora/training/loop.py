@@ -229,8 +229,10 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
                 batch = step.read_batch(state.reader, accelerator.device)
                 position = BatchPosition(loop.seed, number, micro_step, accelerator.process_index)
                 # Keeps the batch and no activations: a replay costs memory only while it runs, and draws noise again.
-                kept = replace(batch, random_inputs=None)
-                replayable = ReplayableBatch.from_batch(loop.loss_function, engine.unwrapped_model, kept, position)
+                stored_batch = replace(batch, random_inputs=None)
+                replayable = ReplayableBatch.from_batch(
+                    loop.loss_function, engine.unwrapped_model, stored_batch, position
+                )
                 step.micro_batches.append(replayable)
                 with engine.micro_step():
                     output = forward(loop.loss_function, engine.model, batch, position)

@@ -115,7 +115,7 @@ class FluxInfo(CheckpointInfo):
         return replace(super().with_training_metadata(metadata), guidance=guidance)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
-        # Of FLUX.1, only distilled checkpoints such as schnell have no guidance embedding.
+        # FLUX.1 checkpoints without a guidance embedding, such as schnell, are distilled.
         if self.guidance is not None:
             return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
         return [

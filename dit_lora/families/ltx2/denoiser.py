@@ -72,7 +72,7 @@ class LTX2Denoiser(FlowDenoiser):
             "audio_noise": partial(normal, size),
             "audio_timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
         }
-        # Those of the conditioning come last.
+        # The conditioning's random tensors come last.
         conditioning = {name: video.pop(name) for name in self.conditioning.draw_functions(batch)}
         return {**video, **sound, **conditioning}
 

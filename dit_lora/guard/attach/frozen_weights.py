@@ -84,7 +84,7 @@ class LoopFrozenRecord(FrozenRecord):
         return f"{kind} {name}" in self._changed_by_loop
 
     def _find_damaged(self, altered: set[str]) -> set[str]:
-        """Of frozen tensors with changed bits, those whose change only faulty memory can explain."""
+        """Names of the frozen tensors whose changed bits only faulty memory can explain."""
         return _keep_if_few(altered - self._find_traced(altered), _MAX_DAMAGED)
 
     def _find_traced(self, altered: set[str]) -> set[str]:

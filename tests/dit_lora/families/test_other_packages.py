@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from smoke_recipes import captioned_images
 
+from dit_lora import families
+
 PACKAGE = ROOT / "tests" / "toy_package"
 
 
@@ -63,6 +65,17 @@ def test_it_trains_samples_and_exports(tmp_path: Path) -> None:
     assert list((tmp_path / "samples").glob("*.png"))
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["r"] == 4
+
+
+def test_whatever_a_package_raises_when_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "family_without_settings.py").write_text("import os\nos.environ['NO_SUCH_SETTING']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(families, "_OTHER_FAMILIES", {"lost": "family_without_settings"})
+    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES, "lost": "family_without_settings"})
+    assert "lost" not in families.get_families()
+    assert "warning: cannot load family lost from family_without_settings (KeyError" in capsys.readouterr().err
 
 
 def test_a_broken_package_is_one_line_and_ends_nothing() -> None:

@@ -115,6 +115,19 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_its_eval_losses(tmp_pa
     assert read_eval_losses(tmp_path) == {}
 
 
+def test_lines_that_are_not_the_runs_own_stay_and_are_not_read(tmp_path: Path) -> None:
+    losses = {0: 1.5, 2: 1.25, 4: 1.0}
+    own = [json.dumps({"step": step, "eval_loss": loss}) for step, loss in losses.items()]
+    lines = "\n".join([own[0], '{"note": "mine"}', *own[1:], ""])
+    (tmp_path / "eval_loss.jsonl").write_text(lines)
+    (tmp_path / "metrics.jsonl").write_text('{"note": "mine too"}\n')
+    journal = Journal(tmp_path, start_step=2)
+    assert journal.base_eval_loss == 1.5
+    assert read_eval_losses(tmp_path) == {0: 1.5, 2: 1.25}
+    assert (tmp_path / "eval_loss.jsonl").read_text().splitlines()[1] == '{"note": "mine"}'
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"note": "mine too"}\n'
+
+
 def test_trackers_get_flat_numbers() -> None:
     line = line_of(1)
     values = flatten_for_trackers(line)
