@@ -82,7 +82,7 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     session.say(attached)
 
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
-    write_facts(run.setup)
+    write_facts(run)
     write_data_record(session, data)
     report = Reporting(session.dir, session.say, writes=session.is_main)
     try:

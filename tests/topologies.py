@@ -105,7 +105,7 @@ def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
         os.environ.pop(name, None)
     if not runs:
         return Seen(code, error, 0, 0, {})
-    engine = runs[0].setup.engine
+    engine = runs[0].engine
     state = engine.local_state_dict()
     full_state = engine.trainable_state_dict()
     parts = [name for name in full_state if get_local_tensor(state[name]).numel() < full_state[name].numel()]
@@ -152,7 +152,7 @@ def _fault(fault: Fault | None) -> Iterator[None]:
 
     def then(run: Run, result: StepResult) -> None:
         is_now = result.step == fault.after and bool(pending)
-        is_own = run.setup.session.accelerator.process_index == fault.rank
+        is_own = run.accelerator.process_index == fault.rank
         if is_now:
             pending.clear()
         if is_now and is_own and fault.kept:
@@ -171,9 +171,9 @@ def _fault(fault: Fault | None) -> Iterator[None]:
 def _spoil(run: Run, fault: Fault) -> None:
     """The middle of this rank's part of the first tensor of a kind that has values here."""
     tensors = {
-        "frozen": (p for p in run.setup.transformer.parameters() if not p.requires_grad),
-        "weight": (p for p in run.setup.transformer.parameters() if p.requires_grad),
-        "moment": (t for n, t in run.setup.engine.local_optimizer_state().items() if n.endswith("exp_avg")),
+        "frozen": (p for p in run.transformer.parameters() if not p.requires_grad),
+        "weight": (p for p in run.transformer.parameters() if p.requires_grad),
+        "moment": (t for n, t in run.engine.local_optimizer_state().items() if n.endswith("exp_avg")),
     }
     values = next(
         tensor for tensor in (get_local_tensor(t.detach()) for t in tensors[fault.where]) if tensor.numel() > 1

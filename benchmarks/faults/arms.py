@@ -155,7 +155,7 @@ def moment_of(name: str, key: str) -> Find:
 
 
 def _moments(stage: Stage, end: str) -> list[torch.Tensor]:
-    moments = stage.run.setup.engine.local_optimizer_state()
+    moments = stage.run.engine.local_optimizer_state()
     return [tensor for name, tensor in moments.items() if name.endswith(end)]
 
 

@@ -147,7 +147,7 @@ class SoundOddity(DataFault):
         unnamed = [f"an event: {event}" for event in observation.events]
         if observation.error is not None:
             unnamed.append(f"refused: {observation.error}")
-        encoded: list[Any] = [stage.run.setup.data for stage in stages_reached]
+        encoded: list[Any] = [stage.run.data for stage in stages_reached]
         entries = [entry for run_data in encoded for entry in run_data.training_set.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         problems = [f"{file} is not trained on" for file in self.files if file not in keys]

@@ -126,7 +126,7 @@ def _before_adapter(stage: Stage) -> None:
         _spoil_weight(stage, torch.nan)
         return write_adapter(*args)
 
-    stage.wrap(type(stage.run.setup.task), "save", poisoned)
+    stage.wrap(type(stage.run.task), "save", poisoned)
 
 
 def _disk_full(stage: Stage) -> None:
@@ -136,10 +136,10 @@ def _disk_full(stage: Stage) -> None:
         raise OSError(28, "No space left on device")
 
     def fill() -> None:
-        stage.run.checkpoints.writer.wait()  # the checkpoint of step 3, which is written beside the loop
+        stage.run.saved_checkpoints.writer.wait()  # the checkpoint of step 3, which is written beside the loop
         stage.wrap(module, "_write_synced", refuse)
 
-    if stage.run.setup.session.is_main:
+    if stage.run.session.is_main:
         stage.before_step(4, fill)
 
 

@@ -79,7 +79,7 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
     def arm(stage: Stage) -> None:
         # A sample's generator is seeded from its draw number: a draw is known by its seed, in replays too.
         draw = make_sample_seed(stage.target_clip, epoch=1)
-        bad = derive_seed(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
+        bad = derive_seed(stage.run.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
         def draw_normal(
             normal: Callable[..., torch.Tensor],

@@ -96,7 +96,7 @@ def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) 
                 part.copy_(hook(part))
         return inner(by)
 
-    stage.wrap(stage.run.setup.engine, "compute_gradient_norms", norms)
+    stage.wrap(stage.run.engine, "compute_gradient_norms", norms)
 
 
 def _spoiled(*, neighbours: bool) -> Arm:

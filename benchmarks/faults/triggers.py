@@ -90,7 +90,7 @@ def step_seeds(stage: Stage, step: int) -> set[int]:
 
     They identify a pass of that step in replays too.
     """
-    recipe = stage.run.setup.recipe
+    recipe = stage.run.recipe
     return {
         derive_seed(recipe.train.seed, "dropout", step, micro_step, rank)
         for micro_step in range(recipe.train.accumulate)

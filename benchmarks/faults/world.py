@@ -105,15 +105,15 @@ class Stage:
 
     @property
     def rank(self) -> int:
-        return self.run.setup.session.accelerator.process_index
+        return self.run.accelerator.process_index
 
     @property
     def ranks(self) -> int:
-        return self.run.setup.session.accelerator.num_processes
+        return self.run.accelerator.num_processes
 
     @property
     def transformer(self) -> nn.Module:
-        return self.run.setup.transformer
+        return self.run.transformer
 
     def module(self, name: str) -> nn.Module:
         """A module by its name, which may be a template of `FaultTargets.named`: `{attention}.{out_proj}`."""
@@ -125,7 +125,7 @@ class Stage:
     def local_tensors(self, name: str | None = None) -> list[torch.Tensor]:
         """This rank's tensors of one trained weight, or of all: parameters, and the parts that ZeRO-2 optimizes."""
         tensors = [p.data for n, p in self.trained().items() if name in (None, n)]
-        for key, tensor in self.run.setup.engine.local_state_dict().items():
+        for key, tensor in self.run.engine.local_state_dict().items():
             if key.endswith("/part" if name is None else f"/{name}/part"):
                 tensors.append(tensor)
         return tensors
@@ -136,7 +136,7 @@ class Stage:
 
     @cached_property
     def _target_id_tensor(self) -> torch.Tensor:
-        clips = self.run.setup.data.training_set
+        clips = self.run.data.training_set
         entry = next(entry for entry in clips.entries if entry.id == self.target_clip)
         return clips.read_sample(entry, 0).tensors[self.targets.id_tensor][0]
 
@@ -290,7 +290,7 @@ class World:
             if arm is not None:
                 arm(stage)
             fit(run)
-            require_verified(run.setup.session, finish(run).verification)
+            require_verified(run.session, finish(run).verification)
         finally:
             stage.patches.undo()
 

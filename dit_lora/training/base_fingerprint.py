@@ -29,7 +29,7 @@ from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_
 from dit_lora.numerics.tolerances import END_OF_RUN_FACTOR, KERNEL_TOLERANCE
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
-from dit_lora.training.session.session import raise_on_all_ranks
+from dit_lora.training.session.session import Session, raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 from dit_lora.verify.checks import format_percent
 from dit_lora.verify.output_fingerprint import (
@@ -85,11 +85,11 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     reference_output = broadcast_object(first_record or today)
     base.record = reference_output
     error = _compare_with_record(setup, reference_output, today, is_resumed=first_record is not None)
-    raise_on_all_ranks(setup.session.accelerator, error)
+    raise_on_all_ranks(setup.accelerator, error)
     return base
 
 
-def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_step: int) -> None:
+def write_base_fingerprint(session: Session, fingerprint: BaseFingerprint, start_step: int) -> None:
     """Write the base model's recorded output to the run folder if it is new, and warn about what it cannot check."""
     if fingerprint.record is None:
         return
@@ -97,14 +97,14 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
     fingerprint.recorded_at_step = fingerprint.record.setdefault("since", start_step)
     if NOT_RECORDED in fingerprint.record:
         reason = fingerprint.record[NOT_RECORDED]
-        setup.session.say(f"warning: the result of this run will not pass its verification: {reason}")
+        session.say(f"warning: the result of this run will not pass its verification: {reason}")
     elif fingerprint.recorded_at_step and fingerprint.recorded_at_step == start_step:
-        setup.session.say(
+        session.say(
             "guard: this run has no record of its base's output from its first start; the output at step "
             f"{fingerprint.recorded_at_step} is used instead, and earlier changes of the base cannot be found"
         )
-    if setup.session.is_main:
-        write_json(setup.session.dir / BASE_OUTPUT, fingerprint.record)
+    if session.is_main:
+        write_json(session.dir / BASE_OUTPUT, fingerprint.record)
 
 
 def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
@@ -123,13 +123,13 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
         # An output that cannot be computed counts as infinitely far.
         current = {**fingerprint.record, "norm": math.nan}
     limit = compute_tolerance(fingerprint.record, setup.transformer, setup.dtype)
-    rank = setup.session.accelerator.process_index
+    rank = setup.accelerator.process_index
     distances = gather_object([(compute_distance(current, fingerprint.record), -rank, socket.gethostname())])
     # The furthest rank; of several, the lowest.
     max_deviation, worst, host = max(distances)
     if max_deviation <= limit:
         return None
-    location = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
+    location = f" on rank {-worst} ({host})" if setup.accelerator.num_processes > 1 else ""
     deviation_text = f"{format_percent(max_deviation)} from then" if math.isfinite(max_deviation) else "not finite"
     start = "the run's start"
     if fingerprint.recorded_at_step:
@@ -186,7 +186,7 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
     Names are added to `disabled_names`. Inputs and scale are those of the check at the end, so a kernel that passes
     here fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires such a kernel.
     """
-    record, accelerator = fingerprint.record, setup.session.accelerator
+    record, accelerator = fingerprint.record, setup.accelerator
     if record is not None and NOT_RECORDED in record:
         return []
     inputs = record["inputs"] if record else make_synthetic_inputs(setup)
@@ -285,7 +285,7 @@ def _compare_with_record(
     deviation = compute_distance(current, recorded)
     if deviation <= limit:
         return None
-    location = f"rank {setup.session.accelerator.process_index} ({socket.gethostname()})"
+    location = f"rank {setup.accelerator.process_index} ({socket.gethostname()})"
     measured = f"{format_percent(deviation)} away, where up to {format_percent(limit)} is rounding"
     if not is_resumed:
         return DitLoraError(

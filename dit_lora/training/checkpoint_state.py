@@ -135,7 +135,7 @@ class Checkpoints:
         if error is not None:
             # The error that is raised below shows it.
             error.is_shown = True
-        raise_on_all_ranks(self.setup.session.accelerator, error)
+        raise_on_all_ranks(self.setup.accelerator, error)
 
     def poll_exit_code(self) -> int:
         """Exit code if writing this process's files has failed so far, else 0. Does not wait for pending writes."""

@@ -63,7 +63,7 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
             setup.transformer.train(),
             lambda model, tensors: compute_training_losses(setup.checkpoint, model, tensors, streams),
             batch,
-            setup.session.accelerator.device,
+            setup.accelerator.device,
             integer_inputs={
                 name: t.expand(size, *t.shape) for name, t in setup.data.training_set.integer_inputs().items()
             },
@@ -86,7 +86,7 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
 
 def count_free_bytes(setup: AnySetup) -> int:
     """Bytes left for activations on this rank's device once the optimizer has allocated all of its state."""
-    accelerator = setup.session.accelerator
+    accelerator = setup.accelerator
     free = get_available_bytes(accelerator.device, accelerator.num_processes)
     unallocated = count_unallocated_bytes(setup.optimizer, setup.recipe.optim.name)
     return max(0, free - unallocated - setup.engine.in_flight_bytes)

@@ -53,33 +53,33 @@ class WrittenFiles:
 
 def finish(run: Run) -> WrittenFiles:
     """Save the adapter or the whole pipeline, verify the file, then run the last validation. Collective."""
-    setup, steps = run.setup, run.setup.recipe.train.steps
-    written = WrittenFiles()
+    session, written = run.session, WrittenFiles()
     with use_averaged_weights(run):
         # Collective where weights are sharded.
-        weights = setup.engine.trainable_state_dict()
+        weights = run.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with setup.session.phases.timing("output noted"):
-            output = record_trained_output(setup, run.base_fingerprint)
-        with share_errors(setup.session.accelerator):
-            if setup.session.is_main:
-                written = _write_final_weights(setup, {**build_metadata(setup), "output": output}, weights)
+        with session.phases.timing("output noted"):
+            output = record_trained_output(run, run.base_fingerprint)
+        with share_errors(session.accelerator):
+            if session.is_main:
+                written = _write_final_weights(run, {**build_metadata(run), "output": output}, weights)
     # After the adapter is safe: sampling takes the most memory and time of all.
-    validate(run, step=steps)
+    validate(run, step=run.recipe.train.steps)
     # The run may only end once its last checkpoint is on the disk.
-    with setup.session.phases.timing("saving"):
-        run.checkpoints.wait_for_writes()
+    with session.phases.timing("saving"):
+        run.saved_checkpoints.wait_for_writes()
     return written
 
 
 def _write_final_weights(
     setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> WrittenFiles:
+    phases = setup.session.phases
     try:
-        with setup.session.phases.timing("saving"):
+        with phases.timing("saving"):
             path = setup.task.save(setup, metadata, weights)
-        with setup.session.phases.timing("verification"):
+        with phases.timing("verification"):
             return WrittenFiles(path, _try_verification(setup, path, metadata, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(

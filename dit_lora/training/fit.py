@@ -42,17 +42,16 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     `on_checkpoint` is called at the start, once the base has been validated, and after each step that is saved or
     validated.
     """
-    setup = run.setup
-    recipe, session, phases = setup.recipe, setup.session, setup.session.phases
+    recipe, session, phases = run.recipe, run.session, run.session.phases
     base_waits = _validate_start(run)
     # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
         with phases.timing("preflight"):
-            _report_events(run, preflight(setup, run.recovery, run.parity))
+            _report_events(run, preflight(run, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
     run.parity.start(was_compared=bool(recipe.guard.preflight))
     with phases.timing("whole model's kernels"):
-        _report_events(run, switch_off_faulty_kernels(setup, run.base_fingerprint, run.recovery.state.switched_off))
+        _report_events(run, switch_off_faulty_kernels(run, run.base_fingerprint, run.recovery.state.switched_off))
     record_sound_averages(run)
     with phases.timing("snapshot"):
         run.recovery.snapshots.take(run.start_step)
@@ -63,7 +62,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
         callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits)
         phases.begin_first_step()
-        with run.checkpoints.finish_writes():
+        with run.saved_checkpoints.finish_writes():
             train(_build_loop(run, callbacks), start_step=run.start_step, steps=steps)
     phases.end_steps()
 
@@ -84,8 +83,8 @@ class RunCallbacks(LoopCallbacks):
     def load_batches(self, start_step: int) -> Iterable[Batch]:
         """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
         run = self.run
-        session = run.setup.session
-        recipe = run.setup.recipe
+        session = run.session
+        recipe = run.recipe
         sampler = PositionSampler(
             start_step=start_step,
             steps=recipe.train.steps,
@@ -102,21 +101,21 @@ class RunCallbacks(LoopCallbacks):
             workers=recipe.data.workers,
             prefetch=recipe.data.prefetch,
             pin_memory=session.accelerator.device.type == "cuda",
-            get_draw_functions=run.setup.checkpoint.draw_functions,
+            get_draw_functions=run.checkpoint.draw_functions,
         )
-        return run.parity.record_batches(run.setup.data.training_set.make_loader(loader_config), start_step)
+        return run.parity.record_batches(run.data.training_set.make_loader(loader_config), start_step)
 
     def get_stop_code(self) -> int:
         # A full disk or a lost lock on one rank stops all ranks as a signal does: by the step's gather.
-        return max(self.get_signal_code(), self.run.checkpoints.poll_exit_code())
+        return max(self.get_signal_code(), self.run.saved_checkpoints.poll_exit_code())
 
     def should_sync_after(self, step: int) -> bool:
         return _should_sync_after(self.run, step)
 
     def on_step(self, result: StepResult) -> None:
         run = self.run
-        session = run.setup.session
-        recipe = run.setup.recipe
+        session = run.session
+        recipe = run.recipe
         if session.phases.end_first_step() and session.is_main:
             session.phases.write(session.dir)
             session.say(f"first step after {session.phases.format_start()}")
@@ -142,7 +141,7 @@ class RunCallbacks(LoopCallbacks):
         _log_step(self.run, self.bar, result)
 
     def end_unreadable_run(self, step: int, reason: str) -> NoReturn:
-        accelerator = self.run.setup.session.accelerator
+        accelerator = self.run.accelerator
         with _save_on_error(self.run, step):
             raise_on_all_ranks(accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None)
         raise AssertionError("no rank says why")
@@ -150,7 +149,7 @@ class RunCallbacks(LoopCallbacks):
 
 def _report_events(run: Run, events: Iterable[Event]) -> None:
     for event in events:
-        run.setup.session.say(f"guard: {event.message}")
+        run.session.say(f"guard: {event.message}")
         if run.journal is not None:
             run.journal.write_event(event)
 
@@ -160,17 +159,17 @@ def _validate_start(run: Run) -> bool:
 
     Returns True if this must wait for the first step.
     """
-    recipe, step = run.setup.recipe, run.start_step
+    recipe, step = run.recipe, run.start_step
     if step == 0:
         if not run.base_fingerprint.has_idle_adapter:
             validate(run, step=0)
         return run.base_fingerprint.has_idle_adapter
     # A run that was stopped in its first step, before its base was validated.
     stopped = step == 1 and run.base_fingerprint.has_idle_adapter
-    if stopped and 0 not in read_eval_losses(run.setup.session.dir):
+    if stopped and 0 not in read_eval_losses(run.session.dir):
         validate(run, step=0)
     # A run that was stopped between a checkpoint and the validation of the same step.
-    interval, losses = recipe.validation.every, read_eval_losses(run.setup.session.dir)
+    interval, losses = recipe.validation.every, read_eval_losses(run.session.dir)
     is_due = interval is not None and step % interval == 0 and step < recipe.train.steps
     if is_due and losses and step not in losses:
         validate(run, step=step)
@@ -178,11 +177,10 @@ def _validate_start(run: Run) -> bool:
 
 
 def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
-    setup = run.setup
-    recipe = setup.recipe
+    recipe = run.recipe
     return Loop(
-        engine=setup.engine,
-        loss_function=WeightedLoss(setup.checkpoint),
+        engine=run.engine,
+        loss_function=WeightedLoss(run.checkpoint),
         schedule=Schedule(recipe.optim, recipe.train.steps),
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
@@ -191,13 +189,13 @@ def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
         recovery=run.recovery,
         watcher=run.watcher,
         callbacks=callbacks,
-        compute_norms=choose_gradient_norms(setup),
+        compute_norms=choose_gradient_norms(run),
     )
 
 
 def _should_sync_after(run: Run, step: int) -> bool:
     """True if this step's metrics must be read before the next step is launched."""
-    recipe = run.setup.recipe
+    recipe = run.recipe
     # The first step is reported as soon as it is taken. Validation and comparisons need the memory that the next
     # step's gradients would take.
     if step == run.start_step + 1:
@@ -208,11 +206,11 @@ def _should_sync_after(run: Run, step: int) -> bool:
 
 
 def _check_and_save(run: Run, result: StepResult) -> None:
-    setup, recovery, step = run.setup, run.recovery, result.step
-    train, phases = setup.recipe.train, setup.session.phases
+    recovery, step = run.recovery, result.step
+    train, phases = run.recipe.train, run.session.phases
     if result.stop_code:
         # Raises what could not be written: it stopped the run as a signal does.
-        run.checkpoints.wait_for_writes()
+        run.saved_checkpoints.wait_for_writes()
     is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
     with phases.timing("kernels compared"):
@@ -224,13 +222,13 @@ def _check_and_save(run: Run, result: StepResult) -> None:
             _require_sound_state(run, step, check_frozen=to_save)
     if to_save:
         with phases.timing("saving"):
-            run.checkpoints.save(step, recovery.state_dict(), wait=is_last or bool(result.stop_code))
+            run.saved_checkpoints.save(step, recovery.state_dict(), wait=is_last or bool(result.stop_code))
     if snapshots.is_due(step):
         with phases.timing("snapshot"):
             snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(f"step {step} is saved; to continue, add train.resume=auto", result.stop_code)
-    interval = setup.recipe.validation.every
+    interval = run.recipe.validation.every
     if interval and step % interval == 0 and not is_last:
         validate(run, step=step)
 
@@ -240,27 +238,27 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
 
     `check_frozen` also checks frozen weights.
     """
-    setup, suspects = run.setup, run.recovery.diagnosis_context
+    context = run.recovery.diagnosis_context
     # First: a rank that lost its weights by itself has no wrong learning rate.
     require_agreement(run, step)
-    require_not_diverged(setup.engine, suspects.start_peak, step)
-    require_finite_everywhere(collect_local_state(setup.engine, run.ema), step)
-    require_unaltered(suspects, step, check_frozen=check_frozen)
+    require_not_diverged(run.engine, context.start_peak, step)
+    require_finite_everywhere(collect_local_state(run.engine, run.ema), step)
+    require_unaltered(context, step, check_frozen=check_frozen)
 
 
 def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
     """Write a step's metrics and module statistics, and report anything unusual. Not collective."""
-    setup, step, watcher = run.setup, result.step, run.watcher
+    step, watcher = result.step, run.watcher
     modules, hidden = watcher.collect_statistics(step), watcher.find_hidden_infinities(step)
-    line = build_metrics_line(result, setup.task.loss_parts(setup, result))
+    line = build_metrics_line(result, run.task.loss_parts(run, result))
     # On every rank: the adaptive clip depends on it.
     spikes = watcher.observe(line)
     if run.journal is None:
         return
     run.journal.write_step(line, modules)
-    starving = run.journal.check_dataloader_bottleneck(line, setup.recipe.data.workers)
+    starving = run.journal.check_dataloader_bottleneck(line, run.recipe.data.workers)
     if starving is not None:
-        setup.session.say(f"warning: step {step}: {starving}")
+        run.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     # After a rollback the bar goes back too.
     bar.update(step - bar.n)
@@ -280,7 +278,7 @@ def _report_anomaly(run: Run, event: Event) -> None:
     """Log an unusual but healthy step and write its event. Writes on the main process only."""
     if run.journal is not None:
         run.journal.write_event(event)
-    run.setup.session.say(f"guard: step {event.step}: {event.message}")
+    run.session.say(f"guard: step {event.step}: {event.message}")
 
 
 def validate(run: Run, step: int) -> None:
@@ -288,16 +286,16 @@ def validate(run: Run, step: int) -> None:
 
     At step 0 the base is used. A failure is reported, and only the failed measurement or samples are skipped.
     """
-    setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional_work
+    phases, optional = run.session.phases, run.session.optional_work
     of_base = step == 0 and run.base_fingerprint.has_idle_adapter
-    weights_context = temporarily_reset_adapters(setup.transformer) if of_base else use_averaged_weights(run)
-    is_collective = needs_all_ranks(setup.model)
+    weights_context = temporarily_reset_adapters(run.transformer) if of_base else use_averaged_weights(run)
+    is_collective = needs_all_ranks(run.model)
     with ExitStack() as stack:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
         if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
         with phases.timing("eval loss"):
-            measure = partial(setup.task.compute_eval_loss, setup)
+            measure = partial(run.task.compute_eval_loss, run)
             loss = optional.attempt("eval losses", step, measure, is_collective=is_collective)
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
@@ -305,15 +303,15 @@ def validate(run: Run, step: int) -> None:
                 run.journal.write_eval_loss(step, loss)
                 first_loss = run.journal.base_eval_loss
                 change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
-                setup.session.say(f"step {step}: eval loss {loss:.4f}{change}")
-                run.checkpoints.update_best(step)
+                run.session.say(f"step {step}: eval loss {loss:.4f}{change}")
+                run.saved_checkpoints.update_best(step)
             else:
                 message = "the eval loss is not finite, so it is not recorded; training is not affected"
                 _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
         with phases.timing("samples"):
-            write = partial(setup.task.write_samples, setup, step)
+            write = partial(run.task.write_samples, run, step)
             optional.attempt("samples", step, write, is_collective=is_collective)
-        setup.session.trackers.log_samples(step, setup.recipe.validation.sample_titles)
+        run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
 
 
 def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:
@@ -332,7 +330,7 @@ def _save_on_error(run: Run, step: int) -> Iterator[None]:
 
     On several ranks only errors that all agreed on are handled: after any other, the launcher ends the other ranks.
     """
-    is_single_process = run.setup.session.accelerator.num_processes == 1
+    is_single_process = run.accelerator.num_processes == 1
     try:
         yield
     except (NonFiniteError, BadStateError, InterruptedRunError):
@@ -357,15 +355,15 @@ def _make_final_error(run: Run, step: int, error: DitLoraError) -> DitLoraError:
 
 def _save_after_failure(run: Run, step: int) -> str:
     """Save a step after a failure, and describe the outcome. Collective."""
-    session = run.setup.session
+    session = run.session
     # This process has taken no step: the state it started from is already on the disk.
     if step <= run.start_step:
         return ""
     # With a lost lock the writer, on the main process, must go on refusing.
     if session.lock.get_takeover_error() is None:
-        run.checkpoints.writer.clear_error()
+        run.saved_checkpoints.writer.clear_error()
     try:
-        run.checkpoints.save(step, run.recovery.state_dict(), wait=True)
+        run.saved_checkpoints.save(step, run.recovery.state_dict(), wait=True)
     except DitLoraError:
         checkpoint = find_newest_checkpoint(session.dir) if session.is_main else None
         resort = f"train.resume=auto continues from {checkpoint}" if checkpoint else "there is no checkpoint"

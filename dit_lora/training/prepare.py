@@ -44,7 +44,7 @@ def prepare(
     groups: list[dict[str, Any]],
     resume_from: Path | None,
     *,
-    apply_checkpointing: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
+    apply_checkpointing: Callable[[AnySetup], None] = choose_checkpointing,
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
@@ -58,9 +58,9 @@ def prepare(
         offload_base(recipe, transformer, session.accelerator)
         compile_blocks(recipe, transformer, session.accelerator)
         engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
-        setup: Setup[Any, Any] = Setup(session, task, checkpoint, data, engine)
+        setup: AnySetup = Setup(session, task, checkpoint, data, engine)
     # After the engine has sharded the weights: the averages are over this rank's tensors.
-    ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
+    ema = TrainedEMA(engine.unwrapped_model, recipe.train.ema) if recipe.train.ema is not None else None
     identity = build_trajectory_config(setup)
     if resume_from is not None:
         # First: with another recipe the base would differ too, and its message would hide the cause.
@@ -76,15 +76,15 @@ def prepare(
         apply_checkpointing(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
-    write_base_fingerprint(setup, base, start_step)
+    write_base_fingerprint(session, base, start_step)
     if session.is_main and start.quarantine.records:
         start.quarantine.save()
     checkpoints = Checkpoints(setup, ema, identity)
     journal = _open_journal(setup, checkpoints, start_step)
     snapshots = Snapshots(
-        lambda: collect_local_state(setup.engine, ema),
+        lambda: collect_local_state(engine, ema),
         interval_steps=recipe.guard.snapshot_every,
-        write_back=setup.engine.load_scalar_state,
+        write_back=engine.load_scalar_state,
     )
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that will be repeated.
@@ -97,10 +97,12 @@ def prepare(
         count = sum(p.numel() for p in group["params"])
         session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
-    return Run(setup, start_step, ema, base, recovery, watcher, parity, checkpoints, journal)
+    return Run(
+        session, task, checkpoint, data, engine, start_step, ema, base, recovery, watcher, parity, checkpoints, journal
+    )
 
 
-def _open_journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
+def _open_journal(setup: AnySetup, checkpoints: Checkpoints, start_step: int) -> Journal | None:
     """Open the run's log files and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:

@@ -1,4 +1,4 @@
-"""Holds a run as data: the objects it was set up with, and its state."""
+"""Holds a run as data: what it trains, and the guard and files that it trains with."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,12 @@ from dit_lora.training.task import Setup
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything that a prepared run consists of. Functions that need only a part of it take that part."""
+class Run(Setup[Any, Any]):
+    """A run that is ready to train: a `Setup` with its guard, saved checkpoints and log files.
 
-    setup: Setup[Any, Any]
+    Functions that are also called before the guard is built take a `Setup`: pass them the run itself.
+    """
+
     start_step: int
     """The step that it continues from; 0 at its first start."""
     ema: TrainedEMA | None
@@ -25,6 +27,6 @@ class Run:
     recovery: RunRecovery
     watcher: StepWatcher
     parity: ParityWatch
-    checkpoints: Checkpoints
+    saved_checkpoints: Checkpoints
     journal: Journal | None
     """The run's log files; None on all processes but the main one."""

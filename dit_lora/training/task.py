@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.config.recipe import Recipe
@@ -27,17 +28,26 @@ TrainingDataT = TypeVar("TrainingDataT", bound=TrainingData, covariant=True)
 
 @dataclass(frozen=True)
 class Setup(Generic[TrainingDataT, CheckpointT]):
-    """The objects a run was set up with, unchanged from before its first step to its end."""
+    """What a run trains, with which data, and in which session.
+
+    It is complete before the run's guard is built, and does not change until the run ends. `Run` adds the guard.
+    """
 
     session: Session
     task: "Task"
     checkpoint: CheckpointT
+    """The model's files, opened by its family."""
     data: TrainingDataT
     engine: Engine
+    """The model and its optimizer, wrapped for the ranks of the launch."""
 
     @property
     def recipe(self) -> Recipe:
         return self.session.recipe
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.session.accelerator
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,8 +40,8 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     validate = fitting.validate
 
     def noted(run: Run, step: int) -> None:
-        num_steps = len(lines(run.setup.session.dir, "metrics.jsonl"))
-        no_gradient = all(p.grad is None for p in run.setup.transformer.parameters())
+        num_steps = len(lines(run.session.dir, "metrics.jsonl"))
+        no_gradient = all(p.grad is None for p in run.transformer.parameters())
         validations.append((step, num_steps, no_gradient))
         validate(run, step)
 
@@ -72,7 +72,7 @@ def test_what_trains_from_other_values_than_zero_is_shown_before_it_is_trained(
     validate = fitting.validate
 
     def noted(run: Run, step: int) -> None:
-        steps_before.append(len(lines(run.setup.session.dir, "metrics.jsonl")))
+        steps_before.append(len(lines(run.session.dir, "metrics.jsonl")))
         validate(run, step)
 
     monkeypatch.setattr(fitting, "validate", noted)

@@ -59,7 +59,7 @@ def _own_autocast(stage: Stage) -> None:
     """Enter fp16 autocast in one module regardless of the recipe, as `maybe_autocast` of the original does (N15)."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(stage.run.setup.session.accelerator.device.type, dtype=torch.float16):
+        with torch.autocast(stage.run.accelerator.device.type, dtype=torch.float16):
             return inner(*args, **kwargs)
 
     stage.wrap(stage.module("{vision_attention}"), "forward", forward)
@@ -99,9 +99,9 @@ def _rots(path: Path) -> Arm:
 
     def arm(stage: Stage) -> None:
         def cut() -> None:
-            if stage.run.setup.session.is_main:
+            if stage.run.session.is_main:
                 path.write_bytes(path.read_bytes()[:700])
-            stage.run.setup.session.accelerator.wait_for_everyone()
+            stage.run.accelerator.wait_for_everyone()
 
         stage.before_step(3, cut)
 

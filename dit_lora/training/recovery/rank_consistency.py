@@ -38,12 +38,12 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     Every rank takes the same steps with the same gradients: a difference comes from one rank's memory. Averaged
     gradients do not show it, and each rank's loss is of its own samples.
     """
-    accelerator = run.setup.session.accelerator
+    accelerator = run.accelerator
     if accelerator.num_processes == 1:
         return
     # Averages of shards are left out, as `replicated_state` leaves out shards: no other rank has the same part.
     averages = run.ema.named_averages() if run.ema else {}
-    state = run.setup.engine.replicated_state() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
+    state = run.engine.replicated_state() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
     snapshots = run.recovery.snapshots
     snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
     diagnosis = diagnose_differing_rank(accelerator, state, snapshot, step)
@@ -138,7 +138,7 @@ def _measure_change(tensor: torch.Tensor, snapshot_value: torch.Tensor | None) -
 def record_sound_averages(run: Run) -> None:
     """Widen the bounds on the moving averages by the run's state at its start, which is taken as sound."""
     if run.ema is not None:
-        weights = get_trainable_parameters(run.setup.transformer)
+        weights = get_trainable_parameters(run.transformer)
         run.ema.bounds.widen(weights, _strip_ema_prefix(run.ema.named_averages()))
 
 
@@ -149,9 +149,9 @@ def _require_sound_averages(run: Run, step: int) -> None:
     """
     if run.ema is None:
         return
-    weights, averages = get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages())
+    weights, averages = get_trainable_parameters(run.transformer), _strip_ema_prefix(run.ema.named_averages())
     exceeding = run.ema.bounds.find_exceeding(weights, averages)
-    rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
+    rank, host = run.accelerator.process_index, socket.gethostname()
     # Only ranks with a bad average report; the first of them is named.
     reports: list[Any] = gather_object([(rank, host, exceeding)] if exceeding else [])
     if not reports:

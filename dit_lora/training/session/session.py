@@ -59,7 +59,7 @@ _SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, Distribute
 
 @dataclass(frozen=True)
 class Session:
-    """One started training run: its recipe, folder, Accelerator and trackers."""
+    """What a run has before its model: the recipe, the Accelerator, and the run's folder, log and trackers."""
 
     recipe: Recipe
     accelerator: Accelerator

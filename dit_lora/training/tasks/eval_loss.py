@@ -36,7 +36,7 @@ def measure_eval_loss(
     """
     if not eval_samples:
         return None, True
-    accelerator, model = setup.session.accelerator, setup.transformer
+    accelerator, model = setup.accelerator, setup.transformer
     seed = derive_seed(setup.recipe.train.seed, "held_out")
     # Sum of losses, sum of weights.
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)

@@ -39,7 +39,7 @@ _COMMON_WORDS = (
 
 def write_facts(setup: Setup[Any, Any]) -> None:
     """Write RUN/facts.json on the main process; a `DitLoraError` there is raised on all ranks. Collective."""
-    with share_errors(setup.session.accelerator):
+    with share_errors(setup.accelerator):
         if setup.session.is_main:
             text = json.dumps(_collect_facts(setup), indent=2, ensure_ascii=False)
             write_atomically(setup.session.dir / FACTS_FILE, text + "\n")
@@ -170,7 +170,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "output": output,
         "seed": recipe.validation.seed,
         "fps": recipe.data.fps,
-        "dtype": str(setup.session.precision.dtype),
+        "dtype": str(setup.dtype),
         "in_fp32": list(checkpoint.sampler.fp32_components),
     }
 

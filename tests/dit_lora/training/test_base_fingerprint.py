@@ -81,7 +81,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Run], N
 
 
 def flip(run: Run) -> None:
-    run.setup.transformer.get_parameter(FROZEN).data.neg_()
+    run.transformer.get_parameter(FROZEN).data.neg_()
 
 
 def ended(start: Callable[..., str], *more: str) -> str:
@@ -119,7 +119,7 @@ def test_an_output_that_is_not_finite_is_not_certified(
     """NaN only outside of training, from a hook: no loss shows it, and the weights are finite."""
 
     def spoil(run: Run) -> None:
-        frozen_module = run.setup.transformer.get_submodule(FROZEN.rpartition(".")[0])
+        frozen_module = run.transformer.get_submodule(FROZEN.rpartition(".")[0])
         frozen_module.register_forward_hook(
             lambda _module, _args, output: output if torch.is_grad_enabled() else output * torch.nan
         )

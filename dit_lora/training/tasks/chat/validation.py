@@ -19,11 +19,11 @@ ANSWERS = "answers.json"
 
 def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     """Write samples/step_NNNNNN/answers.json with the model's answers to `validation.prompts`. Collective."""
-    settings, accelerator = setup.recipe.validation, setup.session.accelerator
+    settings, accelerator = setup.recipe.validation, setup.accelerator
     # All ranks of a sharded model generate together, the same answer on each.
     if not settings.prompts or not (setup.session.is_main or setup.engine.collective_forward):
         return
-    answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype)
+    answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.dtype)
     answers = []
     description, is_quiet = f"answering at step {step}", not setup.session.is_main
     bar = ProgressBar(settings.prompts, desc=description, unit="answer", leave=False, disable=is_quiet)

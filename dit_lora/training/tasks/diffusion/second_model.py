@@ -65,7 +65,7 @@ def load_sampling_transformer(
 
     `weights` are the trained weights, unsharded.
     """
-    recipe, device = setup.recipe, setup.session.accelerator.device
+    recipe, device = setup.recipe, setup.accelerator.device
     model = sampling_checkpoint.denoiser.load_transformer(setup.dtype)
     stored = read_stored_loras(recipe, sampling_checkpoint, model, only_under=True)
     # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
@@ -84,7 +84,7 @@ def load_sampling_transformer(
     frozen_adapters, in_samples = name_under_adapters(recipe, configs, stored), list_sample_adapters(recipe)
     attach_frozen_adapters(model, {n: adapter for n, adapter in frozen_adapters.items() if n in in_samples})
     model.requires_grad_(False).eval()
-    offload_base(recipe, model, setup.session.accelerator)
+    offload_base(recipe, model, setup.accelerator)
     if recipe.train.offload == "none":
         model.to(device)
     return model

@@ -51,7 +51,7 @@ def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) ->
 
 
 def _build_inputs(setup: Setup[DiffusionTrainingData, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
-    settings, device = setup.recipe.validation, setup.session.accelerator.device
+    settings, device = setup.recipe.validation, setup.accelerator.device
     encoded, checkpoint = setup.data, setup.data.sampling_checkpoint or setup.checkpoint
     return [
         (

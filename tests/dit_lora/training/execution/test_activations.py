@@ -293,7 +293,8 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     run = SimpleNamespace(
         recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
         engine=SimpleNamespace(in_flight_bytes=0, enable_local_forward=nullcontext),
-        session=SimpleNamespace(accelerator=SimpleNamespace(device=CPU, num_processes=1), say=messages.append),
+        session=SimpleNamespace(say=messages.append),
+        accelerator=SimpleNamespace(device=CPU, num_processes=1),
         data=SimpleNamespace(training_set=SimpleNamespace(largest_shape=(None, specs), integer_inputs=dict)),
         checkpoint=step.checkpoint,
         transformer=step.transformer,
@@ -392,7 +393,7 @@ def test_free_memory_is_shared_by_the_processes_of_a_cpu(
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GIB))
     run, _ = stand_in(step, "auto")
-    run.session.accelerator.num_processes = 4
+    run.accelerator.num_processes = 4
     assert count_free_bytes(run) == 10 * GIB - count_unallocated_bytes(run.optimizer)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8))
     assert count_free_bytes(run) == 0
@@ -403,8 +404,8 @@ def test_free_memory_of_a_gpu_is_the_drivers_and_the_allocators(
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     run, _ = stand_in(step, "auto")
-    run.session.accelerator.device = torch.device("cuda")
-    run.session.accelerator.num_processes = 4
+    run.accelerator.device = torch.device("cuda")
+    run.accelerator.num_processes = 4
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 12 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 11 * GIB)

@@ -40,15 +40,16 @@ def run(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> Any:
         say=messages.append,
         is_main=True,
         dir=tmp_path / "run",
-        precision=SimpleNamespace(dtype=torch.float32),
         said=messages,
     )
     return SimpleNamespace(
         session=session,
+        accelerator=session.accelerator,
         recipe=recipe,
         checkpoint=clips.checkpoint,
         model=model,
         transformer=model,
+        dtype=torch.float32,
         clips=clips,
         data=SimpleNamespace(eval_set=clips),
     )
