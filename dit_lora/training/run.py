@@ -1,4 +1,4 @@
-"""Holds a run as data: what it trains, and the guard and files that it trains with."""
+"""Holds a run as data: its session, model and data, its guard and its files."""
 
 from dataclasses import dataclass
 from typing import Any

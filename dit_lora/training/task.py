@@ -28,9 +28,9 @@ TrainingDataT = TypeVar("TrainingDataT", bound=TrainingData, covariant=True)
 
 @dataclass(frozen=True)
 class Setup(Generic[TrainingDataT, CheckpointT]):
-    """What a run trains, with which data, and in which session.
+    """A run's session, task, model and data, which exist before its guard is built. `Run` adds the guard.
 
-    It is complete before the run's guard is built, and does not change until the run ends. `Run` adds the guard.
+    They stay the same objects until the run ends.
     """
 
     session: Session

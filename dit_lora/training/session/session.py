@@ -59,7 +59,7 @@ _SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, Distribute
 
 @dataclass(frozen=True)
 class Session:
-    """What a run has before its model: the recipe, the Accelerator, and the run's folder, log and trackers."""
+    """One started run before it has a model: its recipe, Accelerator, folder, log and trackers."""
 
     recipe: Recipe
     accelerator: Accelerator
