@@ -16,16 +16,15 @@ from dit_lora.config.recipe import GuardConfig
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.event import Event
+from dit_lora.guard.diagnosis import Diagnosis, Event
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.guard.recovery_policy import Policy
+from dit_lora.guard.recovery import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.state import optimizer_state
-from dit_lora.training.recovery import recovery as recovery_module
+from dit_lora.training.recovery import run_recovery as recovery_module
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
 

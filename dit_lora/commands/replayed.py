@@ -9,8 +9,7 @@ from torch import nn
 
 from dit_lora.errors import format_list
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext
 from dit_lora.guard.fallbacks import (
     Fallback,
     choose_cudnn,

@@ -7,8 +7,7 @@ import torch
 
 from dit_lora.config.optimizers import collect_names
 from dit_lora.errors import format_remaining_count
-from dit_lora.guard.diagnosis import Cause, Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext, PendingDiagnosis
+from dit_lora.guard.diagnosis import Cause, Diagnosis, DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.frozen_weights import iter_frozen_tensors
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.dtensors import get_local_tensor

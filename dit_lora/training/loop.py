@@ -34,7 +34,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure, RunRecovery
+from dit_lora.training.recovery.run_recovery import RunFailure, RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, LossFunction, ReplayableBatch, forward
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics, StepMetrics, build_local_metrics

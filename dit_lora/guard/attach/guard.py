@@ -28,13 +28,13 @@ from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
 from dit_lora.guard.attach.guard_json import GuardFile, describe_models
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
+from dit_lora.guard.attach.loop_recovery import LoopRecovery
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.recovery import LoopRecovery
 from dit_lora.guard.attach.step_hooks import StepHooks
 from dit_lora.guard.attach.training_state import LoopState, MovingAverage
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.finite_gate import NonFiniteError
 
 if TYPE_CHECKING:  # the guard needs only torch

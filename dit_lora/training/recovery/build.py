@@ -14,18 +14,16 @@ from dit_lora.fuse.gradient_norms import NormFunction, choose_norm_function
 from dit_lora.guard.fallbacks import find_fallback, list_fallbacks
 from dit_lora.guard.frozen_weights import FrozenRecord
 from dit_lora.guard.monitor import Monitor
-from dit_lora.guard.recovery_policy import Policy
+from dit_lora.guard.recovery import Policy
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.state_checks import compute_weight_peak
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.recovery.context import RunDiagnosisContext
+from dit_lora.training.recovery.diagnosis_context import RunDiagnosisContext
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.records import RecoveryFiles
-from dit_lora.training.recovery.recovery import RunRecovery
-from dit_lora.training.recovery.state import GuardStart, GuardState
+from dit_lora.training.recovery.run_recovery import GuardStart, GuardState, RecoveryFiles, RunRecovery
 from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import AnySetup
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from dit_lora.guard.diagnosis import Cause, Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import Cause, Diagnosis, DiagnosisContext
 from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 from dit_lora.numerics.ranks import gather_object

@@ -18,7 +18,7 @@ from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
 from dit_lora.guard.comparison.block_kinds import BlockInputs
 from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
 from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
-from dit_lora.guard.event import make_kernel_event
+from dit_lora.guard.diagnosis import make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
@@ -29,7 +29,7 @@ from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
 from dit_lora.training.loop import RolledBackError
 from dit_lora.training.recovery.parity_batches import disable_for_run, ensure_min_samples, make_micro_batch
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.task import AnySetup
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from dit_lora.errors import format_list
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.finite_gate import BadStateError, has_nonfinite
 from dit_lora.guard.state_checks import compute_weight_peak, describe_altered_state, is_unusable_magnitude
 from dit_lora.numerics.dtensors import get_local_tensor

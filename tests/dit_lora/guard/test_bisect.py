@@ -18,7 +18,7 @@ from diagnoses import (
     switch,
 )
 
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.frozen_weights import FrozenRecord
 from dit_lora.guard.replay import MicroBatch
 

@@ -21,7 +21,7 @@ from diagnoses import (
     switch,
 )
 
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state_checks import (

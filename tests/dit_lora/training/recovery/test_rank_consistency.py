@@ -11,7 +11,7 @@ from verified import SMOKES, quick
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.recovery import Action, Policy
 from dit_lora.training.ema import AverageBounds
 from dit_lora.training.recovery.rank_consistency import _find_minority_ranks, _find_outlier_rank
 

@@ -8,7 +8,7 @@ import pytest
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.diagnosis import Cause, Diagnosis
-from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.recovery import Action, Policy
 
 Ladder = tuple[str, ...]
 DEFAULT: Ladder = LadderConfig.on_nonfinite

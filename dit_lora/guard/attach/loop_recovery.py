@@ -18,24 +18,25 @@ from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import BundleWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.attach.diagnosis import CallDiagnoser, diagnose_missing_call, diagnose_state
+from dit_lora.guard.attach.diagnose_calls import CallDiagnoser, diagnose_missing_call, diagnose_state
 from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_micro_batch_row
 from dit_lora.guard.attach.save_weights import save_trained
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.fallbacks import find_fallback
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
+    STATE_CAUSES,
+    Action,
+    Policy,
     RankDiagnosis,
     RecoveryHandler,
     format_diagnosis_lines,
 )
-from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 
 _LOG = logging.getLogger("dit_lora")
 BAD_WEIGHTS = "non_finite_weights"

@@ -11,7 +11,7 @@ from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.guard import recovery
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.finite_gate import NonFiniteError
-from dit_lora.training.recovery import recovery as recovery_module
+from dit_lora.training.recovery import run_recovery as recovery_module
 
 KEYS = {"step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds"}
 
