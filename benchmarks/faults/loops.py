@@ -27,7 +27,7 @@ from benchmarks.faults.loop import (
 from benchmarks.faults.loop_trainers import TRAINERS
 from benchmarks.faults.triggers import Change, Element, write
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 
 
@@ -283,7 +283,7 @@ _OVERFLOW = Expected("precision", "stop", ("first inf", "last"), exit_code=3)
 _BACKWARD = Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3)
 _COLLAPSE = Expected("refused", "stop", ("every loss scale",), exit_code=3)
 _IGNORED = Expected("labels", "report", ("-100",))
-_STOP = LadderConfig(max_skips=1)
+_STOP = RecoveryConfig(max_skips=1)
 _PIXEL = in_batch(3, "x", 18, math.nan)
 _TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
 FAULTS: tuple[Fault, ...] = (
@@ -334,6 +334,6 @@ FAULTS: tuple[Fault, ...] = (
         _COLLAPSE,
         _overflowing_gradient,
         scaled=True,
-        config=LadderConfig(),
+        config=RecoveryConfig(),
     ),
 )

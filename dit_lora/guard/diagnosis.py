@@ -85,8 +85,8 @@ class Event:
     step: int
     kind: str
     """The kind of failure, or the check that reported it."""
-    verdict: Mapping[str, Any]
-    """A `Diagnosis` as a dict, under the name that it has in events.jsonl; contains at least `cause` and `words`."""
+    diagnosis: Mapping[str, Any]
+    """A `Diagnosis` as a dict, with at least `cause` and `words`. Its key in events.jsonl is `verdict`."""
     action: str = "report"
     micro_step: int | None = None
     rank: int = 0
@@ -97,7 +97,7 @@ class Event:
 
     @property
     def message(self) -> str:
-        return str(self.verdict["words"])
+        return str(self.diagnosis["words"])
 
     def to_record(self) -> dict[str, Any]:
         """Convert an event to a dict of plain values, for a line of events.jsonl."""
@@ -107,7 +107,7 @@ class Event:
             "rank": self.rank,
             "kind": self.kind,
             "sample_ids": list(self.sample_ids),
-            "verdict": dict(self.verdict),
+            "verdict": dict(self.diagnosis),
             "action": self.action,
             "seconds": round(self.seconds, 3),
             **self.facts,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import format_list
 from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
@@ -59,7 +59,7 @@ class Action:
 class Policy:
     """Chooses the recovery action for a failed step. Its counts belong to a run and are saved in checkpoints."""
 
-    config: LadderConfig
+    config: RecoveryConfig
     skips: int = 0
     rollbacks: int = 0
     last_rollback_step: int = 0
@@ -85,7 +85,7 @@ class Policy:
                 reasons.append(action)
         actions = ", ".join(self.config.on_nonfinite)
         reason = "; ".join(dict.fromkeys(reasons))
-        return Action("stop", reason=reason or f"no rung of guard.on_nonfinite [{actions}] fits")
+        return Action("stop", reason=reason or f"no action of guard.on_nonfinite [{actions}] fits this cause")
 
     def _match_action(
         self,

@@ -240,12 +240,12 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
 
     `check_frozen` also checks frozen weights.
     """
-    setup, suspects = run.setup, run.recovery.diagnosis_context
+    setup, context = run.setup, run.recovery.diagnosis_context
     # First: a rank that lost its weights by itself has no wrong learning rate.
     require_agreement(run, step)
-    require_not_diverged(setup.engine, suspects.start_peak, step)
+    require_not_diverged(setup.engine, context.start_peak, step)
     require_finite_everywhere(collect_local_state(setup.engine, run.ema), step)
-    require_unaltered(suspects, step, check_frozen=check_frozen)
+    require_unaltered(context, step, check_frozen=check_frozen)
 
 
 def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:

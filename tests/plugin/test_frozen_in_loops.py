@@ -8,7 +8,7 @@ import torch
 from loop_helpers import batch, causes, fresh_accelerator, spoil_once
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.finite_gate import NonFiniteError
@@ -38,7 +38,7 @@ def counting_loop(
     spoil: Spoil,
     checks: Collection[str] = CHECKS,
     seen: Callable[[Guard], None] = lambda guard: None,
-    config: LadderConfig | None = None,
+    config: RecoveryConfig | None = None,
 ) -> Guard:
     accelerator, model = fresh_accelerator(), Counting()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -77,7 +77,7 @@ def test_buffers_that_the_loop_itself_changes_are_not_damage_and_frozen_weights_
     assert causes(counting_loop(in_the_data(0)).events) == [("inputs", "skip")]
     assert causes(counting_loop(in_the_data(4, loads=2)).events) == [("inputs", "skip")]
     with pytest.raises(NonFiniteError, match=r"of the step before; they are in .*frozen") as error:
-        counting_loop(in_memory, config=LadderConfig())
+        counting_loop(in_memory, config=RecoveryConfig())
     assert error.value.event["verdict"]["cause"] == "weights"
     assert error.value.event["sample_ids"] == []
     # Without a stop in the ladder every step with the damaged weight is skipped.

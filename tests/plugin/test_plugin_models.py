@@ -38,7 +38,7 @@ class Two:
             self.models[1],
             self.optimizers if split else self.optimizers[0],
             folder=folder,
-            config=dit_lora.LadderConfig(**ladder),
+            config=dit_lora.RecoveryConfig(**ladder),
         )
 
     def step(self, x: torch.Tensor, target: float = 0.0) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError, format_list, format_remaining_count
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
@@ -95,7 +95,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
 
     host: Host
     state: LoopState
-    config: LadderConfig
+    config: RecoveryConfig
     folder: Path | None
     watched: WatchedModels
     namer: SampleNamer

@@ -1,4 +1,4 @@
-"""Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
+"""Builds a run's guard: the components that it may switch off, its quarantine, recovery and per-step monitoring."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -25,7 +25,7 @@ def replay_on_other_ranks(
     diagnosis_context: DiagnosisContext,
     kind: str,
 ) -> DiagnosedBatches:
-    """Replay one suspect micro-batch of each rank on all ranks, and update the diagnoses. Collective.
+    """Replay one failed micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
     A rank that fails where others are healthy is the cause, whatever its own replays said. If all ranks diagnose
     together, this is known already, and only the rank's host is added.
@@ -36,14 +36,14 @@ def replay_on_other_ranks(
     if diagnosis_context.collective_forward:
         return [replace(item, diagnosis=_add_host(item.diagnosis, hosts)) for item in local_diagnoses]
     # One micro-batch per rank is enough to test the rank.
-    suspected = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
+    failed = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
     tried = list(local_diagnoses)
     # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
-    for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
-        if not has_suspect:
+    for owner, has_failed in enumerate(gather_object([bool(failed)])):
+        if not has_failed:
             continue
         is_mine = PartialState().process_index == owner
-        index = suspected[0] if is_mine else 0
+        index = failed[0] if is_mine else 0
         shared_batch = diagnosis_context.share_micro_batch(local_diagnoses[index].source if is_mine else None, owner)
         outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
         if not is_mine:
@@ -90,7 +90,7 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     """Diagnosis of a micro-batch after replays on all ranks.
 
     It is unchanged if the micro-batch fails on all ranks. Otherwise it names the ranks that always fail, or a
-    transient fault. The cause is `unknown` if a rank could not run a micro-batch with suspected samples.
+    transient fault. The cause is `unknown` if a rank could not run the micro-batch, and the diagnosis names samples.
     """
     # A rank that could not run it proves nothing, so no sample is excluded permanently.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
@@ -101,9 +101,9 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
-        failed, times = runs.count(False), len(runs)
-        evidence = {**diagnosis.evidence, "replays": {"failed": failed, "of": times}}
-        message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
+        num_failed, num_runs = runs.count(False), len(runs)
+        evidence = {**diagnosis.evidence, "replays": {"failed": num_failed, "of": num_runs}}
+        message = f"it fails in {num_failed} of {num_runs} equal runs on {len(outcomes)} ranks: hardware or memory"
         return _replace_cause(diagnosis, "transient", message, evidence)
     # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]

@@ -138,7 +138,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return self.diagnosis_context.collective_forward
 
     def diagnose_step(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
-        # A failed step with a verdict was diagnosed where it was detected: nothing is replayed.
+        # A failure that was diagnosed where it was detected: nothing is replayed.
         if failure.diagnosis is not None:
             return []
         # Only other ranks can tell a bad sample from a bad rank.
@@ -174,7 +174,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if context.collective_forward:
             return self._diagnose_collectively(failure)
         # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
-        suspect_batches = [
+        failed_batches = [
             micro_batch
             for micro_batch in failure.micro_batches
             if not failure.failed_positions or (micro_batch.rank, micro_batch.micro_step) in failure.failed_positions
@@ -182,14 +182,14 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         control = failure.control
         # In the first step, use another micro-batch of the same step.
         if control is None:
-            control = next((batch for batch in failure.micro_batches if batch not in suspect_batches), None)
+            control = next((batch for batch in failure.micro_batches if batch not in failed_batches), None)
         return [
             RankDiagnosis(diagnose(batch, context, kind=failure.kind, control=control), batch)
-            for batch in suspect_batches
+            for batch in failed_batches
         ]
 
     def _diagnose_collectively(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
-        """Diagnose each suspect micro-batch on all ranks, one after another.
+        """Diagnose each failed micro-batch on all ranks, one after another.
 
         The diagnoses are equal on all ranks except for evidence that each rank gathers by itself.
         """
@@ -211,7 +211,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
-            # The owner's verdict counts on every rank: the loop must not branch on local evidence.
+            # The owner's diagnosis counts on every rank: the loop must not branch on local evidence.
             diagnosis = broadcast_object(diagnosis, owner)
             diagnosed.append(RankDiagnosis(diagnosis, micro_batch))
             if diagnosis.cause in STATE_CAUSES:
@@ -303,7 +303,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.get_occurrence(position)
             first_uses.setdefault(self.order.ids[draw.sample_index], draw)
-        # By sample: the verdict that names it.
+        # By sample: the diagnosis that names it.
         causes = {s: v for v in diagnoses for s in v.sample_ids}
         records = []
         for sample in action.samples:

@@ -11,7 +11,7 @@ from loop_helpers import bad_batch, batch, causes, everything, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.guard import Guard
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -21,7 +21,7 @@ def train(
     model: nn.Module,
     loss_of: Loss,
     batches: list[torch.Tensor],
-    config: LadderConfig | None = None,
+    config: RecoveryConfig | None = None,
 ) -> Guard:
     """Train a plain loop whose weights must stay finite."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -273,7 +273,7 @@ def test_a_failed_step_costs_one_of_the_skips_that_a_stop_leaves(loss_of: Loss, 
     def loss(net: nn.Module, given: torch.Tensor) -> torch.Tensor:
         return loss_of(net, given) if given is x else net(given).square().mean()
 
-    guard = train(nn.Linear(4, 2), loss, [batch(1), x, batch(3)], config=LadderConfig(max_skips=2))
+    guard = train(nn.Linear(4, 2), loss, [batch(1), x, batch(3)], config=RecoveryConfig(max_skips=2))
     assert [event["action"] for event in guard.events] == ["skip"]
     assert guard.format_summary() == "1 of 3 optimizer steps were not taken"
 

@@ -9,7 +9,7 @@ from runs import lines, same_adapter
 from topologies import Case, Engine, Fault, run_all
 from verified import SMOKES, quick
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.recovery import Action, Policy
 from dit_lora.training.ema import AverageBounds
@@ -26,7 +26,7 @@ def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() ->
 
 
 def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
-    policy = Policy(LadderConfig())
+    policy = Policy(RecoveryConfig())
     diagnosis = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
     assert policy.choose(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
     second_choice = policy.choose(4, [diagnosis], [])
