@@ -274,7 +274,7 @@ def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **o
 
 _DATA = Expected("data", "skip", ("1 NaN",))
 # What comes back from outside of the model is no fact about a sample, unless the item is bad as it was loaded.
-_TARGET_OF_NOBODY = Expected("unknown", "skip", ("the gradient that came back to it is not",))
+_TARGET_OF_NOBODY = Expected("unknown", "skip", ("the gradient of the output is not",))
 _TARGET_OF_AN_ITEM = Expected("data", "skip", ("y has 1 NaN",))
 _TRANSIENT, _ROLLED = Expected("transient", "skip"), Expected("optimizer", "rollback")
 _LABEL = Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2)

@@ -78,12 +78,12 @@ def diagnose(
             pending.rerun()
         pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
         pending.rank = -1  # the failure is not tied to the module at which one run began to fail
-        runs = f"{pending.num_failed} of {pending.num_runs} runs"
-        return pending.conclude("transient", f"it fails in {runs} on equal bits: hardware or memory, or a race")
+        runs = f"{pending.num_failed} of {pending.num_runs} runs with equal inputs"
+        return pending.conclude("transient", f"it fails in {runs}: faulty hardware or memory, or a race condition")
     except torch.OutOfMemoryError:
         if context.collective_forward:
             raise  # other ranks may wait in the middle of a pass for this one
-        message = "not found: a replay does not fit into memory beside what the loop holds"
+        message = "no cause found: a replay does not fit into memory next to the loop's own tensors"
         return pending.conclude("unknown", message, sample_ids=micro_batch.ids)
 
 
@@ -105,7 +105,7 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
         if is_unusable_magnitude(peak, context.start_peak):
             return diagnose_diverged_weights(pending.micro_batch, context)
         pending.evidence["replays"] = {"failed": 0, "of": pending.num_runs}
-        return pending.conclude("transient", "finite when it was run again: it did not come from the data")
+        return pending.conclude("transient", "finite when it was replayed, so the data is not the cause")
     if (label_diagnosis := _find_unlabelled_samples(pending, outcome)) is not None:
         return label_diagnosis
     # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
@@ -136,7 +136,7 @@ def _diagnose_failing_ranks(
         raise InconsistentReplayError
     pending.rank = failing_ranks[0]
     ranks = ", ".join(map(str, failing_ranks))
-    message = f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
+    message = f"it fails only on rank {ranks}: other ranks run the same micro-batch and are healthy"
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
     return pending.conclude("rank", message)
 
@@ -148,7 +148,7 @@ def _probe_failure(pending: PendingDiagnosis) -> RankTrace:
     except torch.OutOfMemoryError:
         if pending.context.collective_forward:
             raise
-        pending.evidence["trace"] = "not taken: a run that is watched does not fit into memory"
+        pending.evidence["trace"] = "not taken: a probed run does not fit into memory"
         return RankTrace(Trace(), pending.rank)
 
 
@@ -221,7 +221,7 @@ def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
         message = f"finite with {fallback.name} switched off ({fallback.replacement} in its place)"
         return pending.conclude(fallback.cause, message, switch=fallback.name)
     if pending.kind != "zero_gradient" and _should_try_fp32(pending) and is_healthy_in_fp32(pending):
-        return pending.conclude("precision", "finite in fp32: the values leave the range of the dtype")
+        return pending.conclude("precision", "finite in fp32: the values exceed the range of the dtype")
     return isolate_sample(pending)
 
 
@@ -256,7 +256,7 @@ def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
         return diagnosis
     # The samples were checked before, so these values were made between data and model.
     bad_inputs = "; ".join(trace.bad_inputs.values())
-    message = f"the model was given values that are not finite, though the cached ones are: {bad_inputs}"
+    message = f"the model received values that are not finite, although the cached values are finite: {bad_inputs}"
     cause = "inputs" if diagnosis.cause == "unknown" else diagnosis.cause
     return replace(diagnosis, cause=cause, words=f"{diagnosis.words}; {message}")
 
@@ -348,7 +348,7 @@ def isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     diagnosis = pending.context.run_experiment(partial(_isolate_sample, pending))
     if diagnosis is not None:
         return diagnosis
-    message = "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
+    message = "switching components off does not make it healthy, and its samples cannot be run one by one"
     return pending.conclude("unknown", message)
 
 
@@ -357,12 +357,12 @@ def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     # Run samples one at a time: in a batch, healthy samples could not be told from failing ones.
     failing = [sample for sample in singles if not _is_consistently_healthy(pending, sample, rounds=1)]
     if not failing:
-        message = "it fails in company only: each of its samples is healthy alone"
+        message = "it fails only as a batch: each of its samples is healthy by itself"
         return pending.conclude("step", message)
     # A sample is the cause only if another is healthy at the same position in the run.
     control = _find_control(pending, failing, [sample for sample in singles if sample not in failing])
     if control is None:
-        return pending.conclude("unknown", "nothing that was switched off makes it healthy")
+        return pending.conclude("unknown", "switching components off does not make it healthy")
     pending.evidence["control"] = control.ids[0]
     # The control's timestep may be one at which every sample fails, so try other timesteps too.
     for healthy_candidate in (control, *_iter_redraws(control)):
@@ -371,10 +371,12 @@ def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     # A sample that is healthy elsewhere fails here too, so no sample is at fault. If it is healthy at an unused
     # position, this position is the cause and not the model.
     if _is_consistently_healthy(pending, _move_to_unused_step(control)):
-        message = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
+        message = "any sample fails at this position in the run, also one that is healthy at another"
         return pending.conclude("step", message)
     pending.evidence["every_sample"] = True
-    message = "every sample fails now, those too that were healthy a step ago, whatever is switched off"
+    message = (
+        "every sample fails now, also those that were healthy one step earlier, whichever component is switched off"
+    )
     return pending.conclude("unknown", message)
 
 
@@ -412,8 +414,8 @@ def _find_control(
 def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch) -> Diagnosis:
     if not failing[0].can_redraw:
         message = (
-            "it fails whatever is switched off; other samples are healthy; whether it would with other noise "
-            "is not known: this loop cannot draw it again"
+            "it fails whichever component is switched off, and other samples are healthy; other noise was not tried, "
+            "because this loop cannot draw it again"
         )
         return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
     # Samples that are healthy with other noise and timesteps.
@@ -423,10 +425,12 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
     position_dependent = [sample for sample in remaining if pending.run_is_healthy(_move_to_unused_step(sample))]
     always_failing = [sample for sample in remaining if sample not in position_dependent]
     if always_failing:
-        message = "it fails whatever is switched off; other samples are healthy"
+        message = "it fails whichever component is switched off, and other samples are healthy"
         return pending.conclude("data", message, sample_ids=_get_sample_ids(always_failing))
     if position_dependent:
-        message = "only at this place in the run: it is healthy at another, and other samples are healthy here"
+        message = (
+            "it fails only at this position in the run: it is healthy at another, and other samples are healthy here"
+        )
         return pending.conclude("step", message, sample_ids=_get_sample_ids(position_dependent))
     return _diagnose_random_inputs(pending, noise_dependent, control)
 
@@ -439,10 +443,10 @@ def _diagnose_random_inputs(
     controls = (control.move_to(sample, copies_draws=True) for sample in failing)
     if all(_is_consistently_healthy(pending, moved) for moved in controls):
         pending.evidence["control_with_the_same_draws"] = "healthy"
-        message = "only with this noise and timestep: finite with others, whatever is switched off"
+        message = "it fails only with this noise and timestep, whichever component is switched off"
     else:
         pending.evidence["control_with_the_same_draws"] = "fails"
-        message = "with this noise and timestep, whatever the sample: another fails with the same ones"
+        message = "any sample fails with this noise and timestep: another one was tried"
     return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
 
 

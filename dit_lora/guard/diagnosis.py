@@ -157,7 +157,7 @@ def make_observation_event(
 
 def make_hidden_infinity_event(step: int, modules: Sequence[str]) -> Event:
     """Create the event for modules whose output overflowed although the loss is finite: a clamp or a mask hides it."""
-    message = f"the loss is finite, but the output of {join_first(modules, 5)} is not: something hides it"
+    message = f"the loss is finite, but the output of {join_first(modules, 5)} is not: a clamp or a mask hides it"
     return make_observation_event(step, "hidden_infinity", message, cause="precision", module=modules[0])
 
 

@@ -102,7 +102,7 @@ class Policy:
         # Nothing that a run can do repairs a rank that computes wrong values.
         faulty_ranks = [v for v in diagnoses if v.cause == "rank"]
         if faulty_ranks:
-            return f"what else this run would compute on rank {faulty_ranks[0].rank} is not to be trusted"
+            return f"rank {faulty_ranks[0].rank} computes wrong values, so no further step can be trusted"
         # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
         if causes & set(STATE_CAUSES):
             return self._match_rollback(step, diagnoses) if action_kind == "rollback" else ""
@@ -144,11 +144,11 @@ class Policy:
         if any(v.cause == "weights" and v.evidence.get("frozen") for v in diagnoses):
             return "a snapshot does not hold the frozen weights"
         if any("weight_decay" in v.evidence for v in diagnoses):
-            return "no snapshot helps: lower optim.weight_decay, or the learning rate that it is multiplied by"
+            return "a rollback does not help: lower optim.weight_decay or the learning rate"
         # Steps repeat bit for bit, so a failure that returns at the same step is not a random memory error.
         is_repeated = step == self.last_rollback_step
         if is_repeated and any(v.evidence.get("ranks") for v in diagnoses):
-            return "the ranks differ again after a rollback: leave that machine out"
+            return "the ranks differ again after a rollback: continue without that machine"
         return Action("rollback", should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses))
 
     def state_dict(self) -> dict[str, int]:

@@ -145,7 +145,7 @@ def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path
     (event,) = guard.events
     assert event["sample_ids"] == ["row 3 of micro-batch 0"]
     assert event["verdict"]["cause"] == "precision"
-    assert "finite in fp32: the values leave the range of the dtype" in event["verdict"]["words"]
+    assert "finite in fp32: the values exceed the range of the dtype" in event["verdict"]["words"]
     assert finite(model)
 
 

@@ -134,7 +134,7 @@ def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
     (event,) = guard.events
     assert (event["kind"], event["verdict"]["cause"]) == ("altered_frozen", "weights")
     assert (event["action"], event["sample_ids"]) == ("stop", [])
-    assert f"the {name} has other bits" in str(error.value)
+    assert f"the {name} has changed since the start" in str(error.value)
     guard.detach()
     assert not caplog.messages  # which would say that a step was lost
     # What was trained is whole and is not lost.
@@ -229,6 +229,8 @@ def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample
     assert (event["step"], event["sample_ids"]) == (4, [])
     message = event["verdict"]["words"]
     assert message.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
-    assert "step 4: non finite gradient; the step was not taken; not finite and put back: calls" in (caplog.text)
+    assert "step 4: non finite gradient; the step was not taken; restored, because they were not finite: calls" in (
+        caplog.text
+    )
     # It begins again with the count that the snapshot of the start holds, and step 5 adds one.
     assert models[0].calls.tolist() == [1.0] * 3

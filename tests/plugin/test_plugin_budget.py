@@ -173,7 +173,7 @@ def test_snapshots_are_one_copy_and_can_be_turned_off() -> None:
     without_snapshots.run(3)
     assert without_snapshots.guard._state.snapshots.nbytes == 0
     without_snapshots.model.weight.data[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"not to be used; stopped: .*snapshot_every is 0"):
+    with pytest.raises(NonFiniteError, match=r"do not use the weights; stopped: .*snapshot_every is 0"):
         without_snapshots.run(1)
 
 

@@ -134,7 +134,7 @@ def test_a_script_that_catches_errors_is_left_all_the_same(script: Path, bundle:
     catching = SCRIPT.replace("    given = model(", "    try:\n        given = model(")
     catching = catching.replace("    given[", "    except Exception:\n        continue\n    given[")
     script.write_text(catching)
-    with pytest.raises(DitLoraError, match="nothing is called 'attention:none'"):
+    with pytest.raises(DitLoraError, match="no component is called 'attention:none'"):
         replay_bundle(bundle, script=str(script), without=["attention:none"])
     assert replay_bundle(bundle, script=str(script), fp32=True).diagnosis is not None
     assert not (script.parent / "done").exists()
@@ -287,7 +287,7 @@ def test_what_is_too_large_is_left_out_and_said(caplog: pytest.LogCaptureFixture
     guarded(RecoveryConfig(bundle_mib=1e-4), (2,))
     (name,) = written()
     facts = json.loads(Path("guard/bundles", name, "bundle.json").read_text())
-    assert "samples.safetensors: 0 MiB, beyond guard.bundle_mib" in facts["left_out"]
+    assert "samples.safetensors: 0 MiB, more than guard.bundle_mib" in facts["left_out"]
     assert "cannot be replayed: it lacks" in caplog.text
 
 

@@ -274,7 +274,7 @@ def test_a_gradient_is_bad_if_the_optimizer_squares_it_to_infinity(
     assert causes(guard.events) == ([("unknown", "skip")] if is_skipped else [])
     if is_skipped:
         message = guard.events[0]["verdict"]["words"]
-        assert message.startswith("the gradient that came back from the loss reaches 1.67e+24, whose")
+        assert message.startswith("the gradient from the loss reaches 1.67e+24, whose")
 
 
 class Timed(nn.Linear):

@@ -96,26 +96,25 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         if not diagnosis.sample_ids:
             return diagnosis
-        message = f"{diagnosis.words}; not run on every rank, where it does not fit into memory"
+        message = f"{diagnosis.words}; not confirmed on every rank, because a replay does not fit into memory there"
         return replace(diagnosis, cause="unknown", words=message)
     if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
         num_failed, num_runs = runs.count(False), len(runs)
         evidence = {**diagnosis.evidence, "replays": {"failed": num_failed, "of": num_runs}}
-        message = f"it fails in {num_failed} of {num_runs} equal runs on {len(outcomes)} ranks: hardware or memory"
+        message = f"it fails in {num_failed} of {num_runs} runs on {len(outcomes)} ranks: faulty hardware or memory"
         return _replace_cause(diagnosis, "transient", message, evidence)
     # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
-        message = f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
+        message = f"healthy when replayed on all {len(outcomes)} ranks, so the data is not the cause"
         return _replace_cause(diagnosis, "transient", message, diagnosis.evidence)
     if len(failing) == len(outcomes):
         return diagnosis
     failing_text, times = ", ".join(map(str, failing)), len(outcomes[0])
     message = (
-        f"it fails on rank {failing_text} each of {times} times, and other ranks run the same micro-batch and "
-        "are healthy"
+        f"it fails on rank {failing_text} in all {times} runs; other ranks run the same micro-batch and are healthy"
     )
     evidence = {**diagnosis.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
     return replace(_replace_cause(diagnosis, "rank", message, evidence), rank=failing[0])

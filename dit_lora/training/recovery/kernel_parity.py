@@ -36,7 +36,7 @@ from dit_lora.training.task import AnySetup
 _NUM_RECENT_BATCHES = 4
 """Number of recent micro-batches kept for comparisons; two micro-batches of one sample are joined into one."""
 
-_NO_MEMORY = "there was no memory for it"
+_NO_MEMORY = "not enough memory"
 _MAX_BLOCKS = 8
 """Maximum number of repeated blocks in one comparison: all run the same kernel, and fp32 is expensive."""
 
@@ -232,7 +232,7 @@ class ParityWatch:
         if step == 0 or passed == step:
             return ""
         first_step = 1 if passed is None else passed + 1
-        return f"; steps {first_step} to {step} may have been trained with it, and are not taken again"
+        return f"; steps {first_step} to {step} may have been trained with it, and are not repeated"
 
     def _take_snapshot(self, step: int) -> None:
         self.recovery.state.passed = step
@@ -259,7 +259,7 @@ class ParityWatch:
             events.append(event)
             lines.append(message_text)
             recovery.files.write_event(event)
-        consequence = f"rolled back to step {target}, where it was right" if target is not None else ""
+        consequence = f"rolled back to step {target}, where it was correct" if target is not None else ""
         if action == "stop":
             message = format_list(f"step {step}: a kernel is faulty", lines)
             raise NonFiniteError(

@@ -298,7 +298,7 @@ def _compare_kernels(
         module = difference.module
         events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
     for switch, cause_text in parity_watch.find_uncompared():
-        state, action = "on, as it was asked for by name", "report"
+        state, action = "it stays on, because the recipe requires it by name", "report"
         if not switch.required:
             disable_for_run(recovery, switch)
             state, action = "switched off for this run", "fallback"

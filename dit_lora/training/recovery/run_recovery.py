@@ -49,10 +49,10 @@ from dit_lora.training.recovery.monitoring import StepWatcher, share_spike_histo
 _MEASUREMENTS = ("replays", "control", "control_with_the_same_draws", "losses")
 """Evidence of a diagnosis that is written to the quarantine file."""
 _ACTION_TEXTS = {
-    "retry": "taken again",
-    "skip": "taken again without it, this once",
-    "quarantine": "quarantined, and taken again without it",
-    "fallback": "switched off for this run, and taken again",
+    "retry": "the step is repeated",
+    "skip": "the step is repeated without the sample, which returns in the next epoch",
+    "quarantine": "the sample is quarantined, and the step is repeated without it",
+    "fallback": "the component is switched off, and the step is repeated",
     "rollback": "rolled back",
     "stop": "stopped",
 }
@@ -222,8 +222,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         """The error for a rank without memory for a replay in which other ranks take part: they may wait forever."""
         rank = PartialState().process_index
         message = (
-            f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
-            "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
+            f"no cause found: a replay does not fit into memory next to the run on rank {rank}, and the other ranks "
+            "cannot replay without it; continue with train.resume=auto and train.checkpointing=full, a smaller "
             "train.batch_size, or more ranks"
         )
         ids = micro_batch.ids
@@ -242,9 +242,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             # A sample that is excluded for an epoch returns after it, so it does not count as lost.
             left_out = {r.sample_id for r in self.quarantine.records if r.to_epoch is None} | set(action.samples)
             if not set(self.order.ids) - left_out:
-                return Action("stop", reason="no sample is left: every one was at fault")
+                return Action("stop", reason="no sample is left: all are excluded")
         if action.kind == "rollback" and not self._keep_finite_snapshots():
-            return Action("stop", reason="no snapshot that is finite is left")
+            return Action("stop", reason="no finite snapshot is left")
         return action
 
     def _keep_finite_snapshots(self) -> list[int]:
@@ -260,7 +260,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         before = failure.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.save_if_due(failure.step, self.state_dict())
-            return replace(action, description="left out, for no sample is at fault", restored_step=failure.step)
+            return replace(
+                action, description="the step is left out, because no sample is the cause", restored_step=failure.step
+            )
         if action.kind in ("skip", "quarantine"):
             notes = self._exclude_samples(action, failure.step, diagnoses)
             return replace(action, description=text, notes=notes, restored_step=before)
@@ -274,7 +276,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
             num_repeated = before - target
-            repeated_text = f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
+            repeated_text = f": {num_repeated} healthy step(s) are repeated" if num_repeated else ""
             description = f"{text} to step {target}{repeated_text}"
             return replace(action, description=description, notes=notes, restored_step=target)
         return replace(action, description=text, restored_step=before)
@@ -292,7 +294,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if action.should_lower_lr:
             # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
             self.state.lr_scale *= self.policy.config.rollback_lr
-            notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
+            notes.append(f"learning rates are now {self.state.lr_scale:g} times the recipe's")
         self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
         return target, notes
 
@@ -338,7 +340,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         notes = [*action.notes, *self.files.mark_bad_entries(samples)]
         # May restore a snapshot; what is saved below is that state.
         good = self._restore_last_good(failure, diagnoses)
-        state = "not to be used" if good is None else f"those of step {good}"
+        state = "do not use the weights" if good is None else f"the weights are those of step {good}"
         kind, advice = failure.kind.replace("_", " "), _advise_after_stop(diagnoses)
         try:
             if good is None:
@@ -350,7 +352,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
         except DitLoraError as error:
             notes.append(f"{error}")
-        summary = f"step {failure.step}: {kind}; the weights are {state}"
+        summary = f"step {failure.step}: {kind}; {state}"
         message = format_list(summary, self.format_diagnoses(diagnoses))
         return NonFiniteError("\n".join([message, f"stopped: {action.reason}", *notes]), event.to_record())
 
@@ -503,7 +505,7 @@ def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
     if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
         return "start again, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
-        return "continue with train.resume=auto, without the device that is named"
+        return "continue with train.resume=auto, without the named device"
     if "learning_rate" in causes:
         return "start again, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
     if causes & {"weights", "optimizer"}:

@@ -108,5 +108,5 @@ def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_wh
     assert guarded.fail_step(6, *diagnoses) == 0
     (message,) = guarded.files.said
     assert message.count(diagnoses[0].words) == 1
-    assert "rolled back to step 0: 5 healthy step(s) are taken again" in message
+    assert "rolled back to step 0: 5 healthy step(s) are repeated" in message
     assert len(guarded.files.events) == 2

@@ -73,7 +73,7 @@ def test_what_the_loops_own_loss_makes_is_no_samples_fault(loss_of: Loss, x: tor
     assert (event["step"], event["kind"], event["action"]) == (2, is_seen, "skip")
     assert event["sample_ids"] == []
     assert event["verdict"]["cause"] == "unknown"
-    message = "the model's output is finite, but the gradient that came back to it is not: a target, another model or "
+    message = "the model's output is finite, but the gradient of the output is not: the cause is a target, "
     assert event["verdict"]["words"].startswith(message)
 
 
@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_run_again_is_told_so() -> None:
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["action"]) == ("unknown", "skip")
     assert event["sample_ids"] == []
-    assert "the call cannot be run again by itself (IndexError: pop from" in event["verdict"]["words"]
+    assert "the call cannot be replayed by itself (IndexError: pop from" in event["verdict"]["words"]
 
 
 def test_memory_that_runs_out_in_an_experiment_ends_only_that() -> None:
@@ -241,7 +241,7 @@ def test_arguments_that_were_overwritten_since_prove_nothing() -> None:
     guard = train(InPlace(4, 2), lambda net, x: net(x).square().mean(), [batch(1), seven(2)])
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["sample_ids"]) == ("unknown", [])
-    assert event["verdict"]["words"].startswith("the call's inputs were overwritten in place since")
+    assert event["verdict"]["words"].startswith("not replayed: the call's inputs have been overwritten")
 
 
 def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
@@ -253,7 +253,7 @@ def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
     )
     *earlier_verdicts, last_verdict, fact = (event["verdict"] for event in guard.events)
     assert [verdict["sample_ids"] for verdict in earlier_verdicts[:10]] == [["row 1 of micro-batch 0"]] * 10
-    assert last_verdict["words"] == "not looked into: too many steps in a row have failed"
+    assert last_verdict["words"] == "not replayed: too many consecutive steps have failed"
     assert (fact["cause"], fact["sample_ids"]) == ("inputs", ["row 1 of micro-batch 0"])
     assert len(guard.events) == 13
 

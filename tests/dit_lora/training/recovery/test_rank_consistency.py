@@ -30,7 +30,7 @@ def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
     diagnosis = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
     assert policy.choose(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
     second_choice = policy.choose(4, [diagnosis], [])
-    assert (second_choice.kind, "leave that machine out" in second_choice.reason) == ("stop", True)
+    assert (second_choice.kind, "continue without that machine" in second_choice.reason) == ("stop", True)
 
 
 def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:

@@ -27,7 +27,7 @@ def test_a_transient_fault_takes_the_step_again_and_changes_nothing(guarded: Gua
     assert equal(guarded.state(), before)
     assert [call[0] for call in guarded.files.calls] == ["bundle"]
     assert guarded.files.events[0]["action"] == "retry"
-    assert "step 3: non finite loss; taken again" in guarded.files.said[0]
+    assert "step 3: non finite loss; the step is repeated" in guarded.files.said[0]
 
 
 def test_a_bad_sample_is_left_out_for_good_from_the_epoch_that_met_it(guarded: Guarded) -> None:
@@ -66,12 +66,12 @@ def test_a_step_that_fails_whatever_its_samples_is_left_out_and_none_of_them_is(
     assert guarded.fail_step(3, make_diagnosis("step")) == 3
     assert guarded.files.calls[1:] == [("left_out", 3)]
     assert guarded.recovery.quarantine.records == []
-    assert "step 3: non finite loss; left out, for no sample is at fault" in guarded.files.said[0]
+    assert "step 3: non finite loss; the step is left out, because no sample is the cause" in guarded.files.said[0]
     assert guarded.files.events[0]["action"] == "skip"
 
 
 def test_a_rank_at_fault_stops_the_run_with_the_last_good_step_saved(guarded: Guarded) -> None:
-    with pytest.raises(NonFiniteError, match="without the device that is named"):
+    with pytest.raises(NonFiniteError, match="without the named device"):
         guarded.fail_step(3, make_diagnosis("rank"), make_diagnosis("data", guarded.in_step(3)[1], micro_step=1))
     assert ("save", 2) in guarded.files.calls
     assert guarded.recovery.quarantine.records == []
@@ -129,7 +129,7 @@ def test_a_rollback_that_did_not_help_goes_further_back_and_lowers_the_rates(
     assert guarded.recovery.state.lr_scale == 0.5
     rewinds = [call for call in guarded.files.calls if call[0] == "rewind"]
     assert rewinds == [("rewind", 4, False), ("rewind", 2, True)]
-    assert "learning rates are now 0.5 of the recipe's" in guarded.files.said[1]
+    assert "learning rates are now 0.5 times the recipe's" in guarded.files.said[1]
 
 
 def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_snapshot_that_is_bad_on_another_rank_is_passed_over_here_too(
 def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
     guarded.model.bias.data[0] = torch.nan
     guarded.recovery.snapshots.take(2)
-    with pytest.raises(NonFiniteError, match="stopped: no snapshot that is finite is left"):
+    with pytest.raises(NonFiniteError, match="stopped: no finite snapshot is left"):
         guarded.fail_step(3, make_diagnosis("weights"))
 
 
