@@ -133,8 +133,8 @@ class GuardConfig(Section):
     allow_extreme_update: bool = False
     """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
     bundles: Annotated[int, Field(ge=0)] = RecoveryConfig.bundles
-    """Maximum number of bundles for `dit-lora replay` that each process writes. The bundles that the run's folder has
-    at the start count too."""
+    """Maximum number of bundles for `dit-lora replay` that each process writes. Those that the run's folder has at the
+    start count too."""
     bundle_mib: Positive = RecoveryConfig.bundle_mib
     """Maximum size of a bundle in MiB. A part that does not fit is left out and listed in bundle.json."""
 

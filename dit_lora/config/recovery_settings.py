@@ -33,8 +33,8 @@ class RecoveryConfig:
     """Steps between snapshots in host memory; the first is taken at the start. 0 takes none, in a loop of your own:
     bad weights can then not be restored."""
     bundles: int = 5
-    """Maximum number of bundles for `dit-lora replay` that each process writes. In a run, the bundles that its folder
-    has at the start count too."""
+    """Maximum number of bundles for `dit-lora replay` that each process writes. In a run, those that its folder has at
+    the start count too."""
     bundle_mib: float = 512
     """Maximum size of a bundle in MiB. A part that does not fit is left out and listed in bundle.json."""
 

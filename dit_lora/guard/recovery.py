@@ -100,14 +100,14 @@ class Policy:
         An empty string means that it never applies here.
         """
         # Nothing that a run can do repairs a rank that computes wrong values.
-        faulty_ranks = [v for v in diagnoses if v.cause == "rank"]
+        faulty_ranks = [diagnosis.rank for diagnosis in diagnoses if diagnosis.cause == "rank"]
         if faulty_ranks:
-            return f"rank {faulty_ranks[0].rank} computes wrong values, so no further step can be trusted"
+            return f"rank {faulty_ranks[0]} computes wrong values, so no further step can be trusted"
         # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
         if causes & set(STATE_CAUSES):
             return self._match_rollback(step, diagnoses) if action_kind == "rollback" else ""
         if causes & set(_COMPONENT_CAUSES):
-            fallbacks = tuple(sorted({v.switch for v in diagnoses if v.switch}))
+            fallbacks = tuple(sorted({diagnosis.switch for diagnosis in diagnoses if diagnosis.switch}))
             return Action("fallback", fallbacks=fallbacks) if action_kind == "fallback" else ""
         # The remaining causes lie in samples, in noise, or in chance.
         if action_kind not in ("skip", "quarantine"):
@@ -119,17 +119,21 @@ class Policy:
         if causes == {"transient"}:
             return Action("retry")
         # Each sample once, in order; a set would order them differently in each run.
-        samples = tuple(dict.fromkeys(s for v in diagnoses for s in v.sample_ids))
+        samples = tuple(dict.fromkeys(sample for diagnosis in diagnoses for sample in diagnosis.sample_ids))
         # If no sample is the cause, only the whole step can be skipped.
         if not samples:
             return Action("skip") if action_kind == "skip" and "step" in causes else ""
-        bad_as_stored = {s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids}
-        # A failure that needs particular noise is the sample's fault if another sample is healthy with that noise. If
-        # such a sample was skipped before, it is the cause, even if its stored data is good.
-        with_noise = [v for v in diagnoses if v.cause == "inputs"]
-        at_fault = [v for v in with_noise if v.evidence.get("control_with_the_same_draws") == "healthy"]
-        repeated = {s for v in at_fault for s in v.sample_ids} & {*previously_skipped}
-        lasting = tuple(s for s in samples if s in bad_as_stored or s in repeated)
+        bad_as_stored: set[str] = set()
+        # Samples that fail only with their noise, although another sample is healthy with it.
+        fail_with_noise: set[str] = set()
+        for diagnosis in diagnoses:
+            if diagnosis.cause in _STORED_DATA_CAUSES:
+                bad_as_stored.update(diagnosis.sample_ids)
+            elif diagnosis.cause == "inputs" and diagnosis.evidence.get("control_with_the_same_draws") == "healthy":
+                fail_with_noise.update(diagnosis.sample_ids)
+        # If such a sample was skipped before, it is the cause, even if its stored data is good.
+        repeated = fail_with_noise & {*previously_skipped}
+        lasting = tuple(sample for sample in samples if sample in bad_as_stored or sample in repeated)
         if action_kind == "quarantine":
             return Action(action_kind, samples=lasting) if lasting else ""
         # A sample that will fail again is left to `quarantine`, even if `skip` comes first.
@@ -141,15 +145,16 @@ class Policy:
         if self.rollbacks >= self.config.max_rollbacks:
             return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
         # Restoring trained weights does not repair a frozen one.
-        if any(v.cause == "weights" and v.evidence.get("frozen") for v in diagnoses):
+        if any(diagnosis.cause == "weights" and diagnosis.evidence.get("frozen") for diagnosis in diagnoses):
             return "a snapshot does not hold the frozen weights"
-        if any("weight_decay" in v.evidence for v in diagnoses):
+        if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
             return "a rollback does not help: lower optim.weight_decay or the learning rate"
         # Steps repeat bit for bit, so a failure that returns at the same step is not a random memory error.
         is_repeated = step == self.last_rollback_step
-        if is_repeated and any(v.evidence.get("ranks") for v in diagnoses):
+        if is_repeated and any(diagnosis.evidence.get("ranks") for diagnosis in diagnoses):
             return "the ranks differ again after a rollback: continue without that machine"
-        return Action("rollback", should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses))
+        is_lr_too_high = any(diagnosis.cause == "learning_rate" for diagnosis in diagnoses)
+        return Action("rollback", should_lower_lr=is_repeated or is_lr_too_high)
 
     def state_dict(self) -> dict[str, int]:
         """Counts of skips and rollbacks for a checkpoint; `Policy(config, **state)` continues with them."""

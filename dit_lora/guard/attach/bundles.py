@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safete
 
 @dataclass
 class BundleWriter:
-    """Writes the replay bundles of one process, up to the number that `config.bundles` allows."""
+    """Writes at most `config.bundles` replay bundles. Bundles of other processes and earlier starts do not count."""
 
     host: Host
     config: RecoveryConfig

@@ -141,7 +141,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # A failure that was diagnosed where it was detected: nothing is replayed.
         if failure.diagnosis is not None:
             return []
-        # Only other ranks can tell a bad sample from a bad rank.
+        # Only other ranks can tell a bad sample from a bad rank. With one rank, the diagnoses stay as they are.
         return replay_on_other_ranks(self._diagnose(failure), self.diagnosis_context, failure.kind)
 
     def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
@@ -150,7 +150,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return super().gather_diagnoses(failure, results)
 
     def choose_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> Action:
-        skipped = [v.sample_id for v in self.quarantine.records]
+        skipped = [record.sample_id for record in self.quarantine.records]
         return self.policy.choose(failure.step, diagnoses, skipped)
 
     def write_bundle(self, source: MicroBatch, event: Event) -> str | None:
@@ -306,7 +306,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             draw = self.order.get_occurrence(position)
             first_uses.setdefault(self.order.ids[draw.sample_index], draw)
         # By sample: the diagnosis that names it.
-        causes = {s: v for v in diagnoses for s in v.sample_ids}
+        causes = {sample: diagnosis for diagnosis in diagnoses for sample in diagnosis.sample_ids}
         records = []
         for sample in action.samples:
             use, diagnosis = first_uses[sample], causes[sample]
@@ -442,7 +442,7 @@ class RecoveryFiles:
     def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         """Write a bundle, the inputs of `dit-lora replay`, on the rank that ran the micro-batch.
 
-        At most `guard.bundles` per run.
+        Each process writes until its bundles and those that the run's folder had at the start number `guard.bundles`.
 
         Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
         """
