@@ -109,14 +109,14 @@ def check_autocast(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype 
         _make_finding(
             "one owner of autocast",
             other_dtypes,
-            ok_message=f"no module overrides the autocast policy, {policy}",
-            failure_message=f"the autocast policy is {policy}, but these modules set another",
+            ok_message=f"no module overrides the policy, {policy}",
+            failure_message=f"the policy is {policy}, but these modules set another",
         ),
         _make_finding(
             "autocast is on",
             without_autocast,
             ok_message="nothing inside the model turns autocast off",
-            failure_message=f"the autocast policy is {policy}, but these modules turn it off",
+            failure_message=f"the policy is {policy}, but these modules turn it off",
             fatal=False,
         ),
     ]

@@ -129,7 +129,7 @@ def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
     monkeypatch.chdir(tmp_path)
     guard = counting_loop(damage)
     assert guard.events == []
-    with pytest.raises(NonFiniteError, match="since the last save may have met") as error:
+    with pytest.raises(NonFiniteError, match="since the last save may have used") as error:
         guard.require_finite()
     (event,) = guard.events
     assert (event["kind"], event["verdict"]["cause"]) == ("altered_frozen", "weights")
