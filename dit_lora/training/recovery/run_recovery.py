@@ -52,7 +52,7 @@ _ACTION_TEXTS = {
     "retry": "the step is repeated",
     "skip": "the step is repeated without the sample, which returns in the next epoch",
     "quarantine": "the sample is quarantined, and the step is repeated without it",
-    "fallback": "the component is switched off, and the step is repeated",
+    "fallback": "the component is switched off for this run, and the step is repeated",
     "rollback": "rolled back",
     "stop": "stopped",
 }
