@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from dit_lora.errors import DitLoraError
 
 RecoveryAction = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
+# The default order. `stop` comes last, because no action after it is reached.
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = get_args(RecoveryAction)
 MIN_SPIKE_WINDOW = 20
 """Steps that a median needs before values are compared with it."""
@@ -46,6 +47,7 @@ class RecoveryConfig:
             raise DitLoraError(f"{type(self).__name__}: " + "; ".join(messages))
 
     def _find_problems(self) -> list[str]:
+        # All problems are reported together.
         messages = _find_invalid_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
         # Written with `not`, so that NaN is refused too.
         if not 0 < self.rollback_lr < 1:
