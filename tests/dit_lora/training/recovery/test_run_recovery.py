@@ -1,15 +1,17 @@
 """Handling of a failed step: the effect of each action and its record. Diagnosis is faked."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from recovering import SAMPLES, Guarded, equal, make_diagnosis
 
+from dit_lora.config.recipe import GuardConfig
 from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.guard import recovery
-from dit_lora.guard.diagnosis import Diagnosis
+from dit_lora.guard.diagnosis import Diagnosis, make_event
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.training.recovery import run_recovery as recovery_module
 
@@ -252,3 +254,12 @@ def test_a_stop_says_which_budget_is_used_up(tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, max_skips=0)
     with pytest.raises(NonFiniteError, match=r"stopped: guard\.max_skips=0 is used up"):
         guarded.fail_step(2, make_diagnosis("data", guarded.in_step(2)[0]))
+
+
+def test_a_bundle_of_an_earlier_start_counts_towards_the_limit(guarded: Guarded, tmp_path: Path) -> None:
+    (tmp_path / "bundles" / "step_000003_rank_0_micro_step_0").mkdir(parents=True)
+    session = SimpleNamespace(dir=tmp_path)
+    setup = SimpleNamespace(session=session, recipe=SimpleNamespace(guard=GuardConfig(bundles=1)))
+    files = recovery_module.RecoveryFiles(SimpleNamespace(setup=setup), None, None, None)  # type: ignore[arg-type]
+    event = make_event(7, "non_finite_loss", make_diagnosis("data", step=7), "quarantine", 0.0)
+    assert files.write_bundle(guarded.micro_batch(7, 0), event) is None
