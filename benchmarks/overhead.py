@@ -47,7 +47,7 @@ from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure
+from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep

@@ -29,7 +29,7 @@ from dit_lora.training.execution.activations import advise_checkpointing, measur
 from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure
+from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
 

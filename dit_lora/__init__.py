@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dit_lora.adapters.groups import parameter_groups
     from dit_lora.adapters.load import load_adapter
     from dit_lora.adapters.lora_mixins import with_lora
-    from dit_lora.config.ladder import LadderConfig, LoopConfig
+    from dit_lora.config.recovery_settings import LoopConfig, RecoveryConfig
     from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.guard.attach.callbacks.lightning_callback import LightningGuard as LightningGuard
     from dit_lora.guard.attach.callbacks.trainer_callback import GuardCallback
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Guard",
     "GuardCallback",
-    "LadderConfig",
     "LoopConfig",
+    "RecoveryConfig",
     "__version__",
     "fuse",
     "load_adapter",
@@ -32,8 +32,8 @@ __all__ = [
 _MODULES = {
     "Guard": "dit_lora.guard.attach.guard",
     "GuardCallback": "dit_lora.guard.attach.callbacks.trainer_callback",
-    "LadderConfig": "dit_lora.config.ladder",
-    "LoopConfig": "dit_lora.config.ladder",
+    "RecoveryConfig": "dit_lora.config.recovery_settings",
+    "LoopConfig": "dit_lora.config.recovery_settings",
     "LightningGuard": "dit_lora.guard.attach.callbacks.lightning_callback",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
@@ -44,6 +44,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    # The earlier name of RecoveryConfig, accepted until version 0.3.
+    if name == "LadderConfig":
+        name = "RecoveryConfig"
     # Heavy imports happen at first use, so that `import dit_lora` is instant (PEP 562).
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)

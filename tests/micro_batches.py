@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 

@@ -16,16 +16,15 @@ from dit_lora.config.recipe import GuardConfig
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.event import Event
+from dit_lora.guard.diagnosis import Diagnosis, Event
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.guard.recovery_policy import Policy
+from dit_lora.guard.recovery import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.state import optimizer_state
-from dit_lora.training.recovery import recovery as recovery_module
+from dit_lora.training.recovery import run_recovery as recovery_module
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
 
@@ -116,10 +115,10 @@ class Guarded:
         """The samples of a step's two micro-batches."""
         return [SAMPLES[self.recovery.order.get_occurrence(p).sample_index] for p in range(2 * step - 2, 2 * step)]
 
-    def fail_step(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
-        """Let the step trip with these verdicts, one for each of its micro-batches."""
+    def fail_step(self, step: int, *diagnoses: Diagnosis, kind: str = "non_finite_loss") -> int:
+        """Let the step fail with these diagnoses, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
-        by_micro_step = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
+        by_micro_step = {diagnosis.micro_step: replace(diagnosis, step=step) for diagnosis in diagnoses}
         failed_positions = tuple((0, micro) for micro in sorted(m for m in by_micro_step if m is not None))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step])
@@ -133,7 +132,7 @@ class Guarded:
         return fake_batch(ids, step, micro_step, rank, {}, never, never)
 
 
-def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Diagnosis:
+def make_diagnosis(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Diagnosis:
     fields = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
     return Diagnosis(cause, f"it is {cause}", **fields)
 

@@ -11,7 +11,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.guard.attach.guard import Guard
 
@@ -41,7 +41,7 @@ class ToyLoop:
         world: World,
         spoil: "Spoil",
         change: Callable[[Toy], object] = lambda model: None,
-        config: LadderConfig | None = None,
+        config: RecoveryConfig | None = None,
     ) -> None:
         torch.manual_seed(3)
         self.bare = self.toy()
@@ -75,7 +75,7 @@ class ToyLoop:
         """Name of a sample."""
         return f"step {step} row {row}"
 
-    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
+    def guarded(self, config: RecoveryConfig | None, folder: Path) -> Guard:
         """Prepare the loop as its kind does, and guard it."""
         accelerator = self.accelerator
         prepared_parts = accelerator.prepare(self.bare, self.optimizer, self.schedule)
@@ -108,7 +108,7 @@ class ToyLoop:
 class PlainToyLoop(ToyLoop):
     """The same loop in plain PyTorch, and in DDP over several ranks."""
 
-    def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
+    def guarded(self, config: RecoveryConfig | None, folder: Path) -> Guard:
         if self.accelerator.num_processes > 1:
             self.model = nn.parallel.DistributedDataParallel(self.bare)
         return Guard.watch(

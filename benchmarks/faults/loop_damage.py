@@ -11,10 +11,10 @@ from benchmarks.faults.fault import Expected, Fault
 from benchmarks.faults.loop import Batch, Spoil, Toy, ToyLoop
 from benchmarks.faults.loops import at, in_loops
 from benchmarks.faults.triggers import Element, times
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 
 _BLAMING = ("data", "inputs", "labels")
-_PATIENT = LadderConfig(max_skips=20)
+_PATIENT = RecoveryConfig(max_skips=20)
 
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
@@ -169,7 +169,7 @@ FAULTS: tuple[Fault, ...] = (
         "from step 3",
         _STOPPED,
         _spoiled_passes(lambda step, _: step >= 3),
-        config=LadderConfig(max_skips=2),
+        config=RecoveryConfig(max_skips=2),
     ),
     *(
         fault

@@ -13,7 +13,7 @@ from benchmarks.faults.loop import forget, observed
 from benchmarks.faults.loops import spoil_gradient_once
 from benchmarks.faults.triggers import Element
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.guard import Guard
 
 _WIDTH = 6
@@ -104,7 +104,7 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
 
 def _every_epoch(fault: Fault, world: World) -> Observation:
     """Give one bad sample of seven, for more epochs than `max_skips`."""
-    config = LadderConfig(max_skips=3)
+    config = RecoveryConfig(max_skips=3)
     with _accelerated(world) as accelerator:
         model = LoopDenoiser(_WIDTH, 2)
         prepared_model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

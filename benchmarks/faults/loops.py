@@ -27,7 +27,7 @@ from benchmarks.faults.loop import (
 from benchmarks.faults.loop_trainers import TRAINERS
 from benchmarks.faults.triggers import Change, Element, write
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 
 
@@ -274,7 +274,7 @@ def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **o
 
 _DATA = Expected("data", "skip", ("1 NaN",))
 # What comes back from outside of the model is no fact about a sample, unless the item is bad as it was loaded.
-_TARGET_OF_NOBODY = Expected("unknown", "skip", ("the gradient that came back to it is not",))
+_TARGET_OF_NOBODY = Expected("unknown", "skip", ("the gradient of the output is not",))
 _TARGET_OF_AN_ITEM = Expected("data", "skip", ("y has 1 NaN",))
 _TRANSIENT, _ROLLED = Expected("transient", "skip"), Expected("optimizer", "rollback")
 _LABEL = Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2)
@@ -283,7 +283,7 @@ _OVERFLOW = Expected("precision", "stop", ("first inf", "last"), exit_code=3)
 _BACKWARD = Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3)
 _COLLAPSE = Expected("refused", "stop", ("every loss scale",), exit_code=3)
 _IGNORED = Expected("labels", "report", ("-100",))
-_STOP = LadderConfig(max_skips=1)
+_STOP = RecoveryConfig(max_skips=1)
 _PIXEL = in_batch(3, "x", 18, math.nan)
 _TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
 FAULTS: tuple[Fault, ...] = (
@@ -334,6 +334,6 @@ FAULTS: tuple[Fault, ...] = (
         _COLLAPSE,
         _overflowing_gradient,
         scaled=True,
-        config=LadderConfig(),
+        config=RecoveryConfig(),
     ),
 )

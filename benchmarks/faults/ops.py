@@ -106,7 +106,7 @@ _LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")
 """The place is its own output, or where a residual hides that, a gradient."""
 _RESTLESS = replace(_LATE, message_parts=("kernel:wrong_op", "nondeterministic"))
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
-_HIDDEN = Expected("precision", "report", ("something hides it",), module="{ff_out}")
+_HIDDEN = Expected("precision", "report", ("hides it",), module="{ff_out}")
 _PRECISION = Expected("precision", "stop", ("finite in fp32",), module="{ff}", exit_code=3)
 # The adapter alone: on a CPU, autocast leaves LayerNorm the dtypes that it is given, and queries that train are fp32.
 BF16: Overrides = (

@@ -19,7 +19,7 @@ def import_guard() -> Any:
 
 def run_guarded(script: str, arguments: Sequence[str]) -> None:
     """Run a script as `dit-lora guard SCRIPT ARGUMENTS` does."""
-    from dit_lora.config.ladder import LoopConfig
+    from dit_lora.config.recovery_settings import LoopConfig
     from dit_lora.errors import reported_errors
 
     with reported_errors():

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.config.ladder import LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig
 
 EXAMPLES = {"guard": ("guard train.py --lr 1e-4", "guard --folder runs/mine -m my_package.train --config train.yaml")}
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from dit_lora.errors import format_list
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext
 from dit_lora.guard.fallbacks import (
     Fallback,
     choose_cudnn,
@@ -55,10 +54,8 @@ class ReplayResult:
 
         It has both diagnoses, each sample's loss and timestep, and the trail to the first bad value.
         """
-        recorded_verdict = self.recorded_event["verdict"]
-        lines = [
-            f"recorded: step {self.recorded_event['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"
-        ]
+        step, recorded = self.recorded_event["step"], self.recorded_event["verdict"]
+        lines = [f"recorded: step {step}: {recorded['cause']}: {recorded['words']}"]
         if self.diagnosis is None:
             lines.append("replayed: healthy; the event does not happen again here")
         else:
@@ -106,7 +103,7 @@ def run_and_diagnose(
             # Components stay off until the end of the diagnosis.
             stack.enter_context(find_fallback(switches, name).disable_temporarily())
         start = bundle.facts["start_peak"]
-        suspects = DiagnosisContext(
+        context = DiagnosisContext(
             model,
             switches,
             start_peak=start,
@@ -118,11 +115,11 @@ def run_and_diagnose(
         outcome = replay_micro_batch(micro_batch, model)
         # Zero gradients are only a fault if they were the reason of the recorded failure.
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
-        verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
+        diagnosis = None if healthy else diagnose(micro_batch, context, kind=kind)
         # If the weights were the reason of the failure, the replay is healthy: check their magnitude.
-        if verdict is None and is_unusable_magnitude(compute_weight_peak(bundle.weights.values()), start):
-            verdict = diagnose_diverged_weights(micro_batch, suspects)
-    return ReplayResult(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
+        if diagnosis is None and is_unusable_magnitude(compute_weight_peak(bundle.weights.values()), start):
+            diagnosis = diagnose_diverged_weights(micro_batch, context)
+    return ReplayResult(outcome, diagnosis, micro_batch.ids, bundle.facts["event"], tuple(notes))
 
 
 def describe_version_differences(bundle: Bundle, current_versions: Mapping[str, str]) -> list[str]:

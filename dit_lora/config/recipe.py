@@ -9,9 +9,15 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
-from dit_lora.config.ladder import MIN_SPIKE_WINDOW, LadderConfig, LoopConfig, RecoveryAction, find_actions_problem
 from dit_lora.config.lora import WEIGHT_INITS, LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
+from dit_lora.config.recovery_settings import (
+    MIN_SPIKE_WINDOW,
+    LoopConfig,
+    RecoveryAction,
+    RecoveryConfig,
+    find_actions_problem,
+)
 from dit_lora.config.section import Count, Positive, Section
 from dit_lora.config.validation import ValidationConfig
 
@@ -95,18 +101,18 @@ class KernelsConfig(Section):
 
 
 class GuardConfig(Section):
-    on_nonfinite: tuple[RecoveryAction, ...] = LadderConfig.on_nonfinite
-    """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is
-    taken, and the run stops where none does. `skip`: take the step again, once without the sample. `quarantine`:
-    leave the sample out for good. `fallback`: switch the kernel or attention backend off. `rollback`: go back to a
-    snapshot. `[stop]` never goes on."""
-    max_skips: Annotated[int, Field(ge=0)] = LadderConfig.max_skips
-    """Tripped steps that skip and quarantine may answer in one run; then it stops."""
-    max_rollbacks: Annotated[int, Field(ge=0)] = LadderConfig.max_rollbacks
-    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = LadderConfig.rollback_lr
-    """Learning rates are multiplied by this when a rollback did not help the first time, or when the
-    verdict is that they are too high."""
-    snapshot_every: Count = LadderConfig.snapshot_every
+    on_nonfinite: tuple[RecoveryAction, ...] = RecoveryConfig.on_nonfinite
+    """Recovery actions in order of preference: the first that fits the cause of a failed step and is below its limit.
+    Without one, the run stops. `skip`: repeat the step without the sample, which returns in the next epoch.
+    `quarantine`: leave the sample out permanently. `fallback`: switch the kernel or attention backend off. `rollback`:
+    restore a snapshot. `[stop]` stops at every failed step."""
+    max_skips: Annotated[int, Field(ge=0)] = RecoveryConfig.max_skips
+    """Maximum number of failed steps that a run may retry, skip or take without a quarantined sample."""
+    max_rollbacks: Annotated[int, Field(ge=0)] = RecoveryConfig.max_rollbacks
+    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = RecoveryConfig.rollback_lr
+    """Factor of all learning rates after a rollback, if an earlier rollback did not help or the diagnosis is that they
+    are too high."""
+    snapshot_every: Count = RecoveryConfig.snapshot_every
     """Steps between snapshots of adapter and optimizer in host memory."""
     monitor_every: Annotated[int, Field(ge=0)] = 50
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
@@ -126,16 +132,17 @@ class GuardConfig(Section):
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
     allow_extreme_update: bool = False
     """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
-    bundles: Annotated[int, Field(ge=0)] = LadderConfig.bundles
-    """Events of which a bundle for `dit-lora replay` is kept, per process."""
-    bundle_mib: Positive = LadderConfig.bundle_mib
-    """Largest size of one bundle; what does not fit is left out, and said."""
+    bundles: Annotated[int, Field(ge=0)] = RecoveryConfig.bundles
+    """Maximum number of bundles for `dit-lora replay` that each process writes. Those that the run's folder has at the
+    start count too."""
+    bundle_mib: Positive = RecoveryConfig.bundle_mib
+    """Maximum size of a bundle in MiB. A part that does not fit is left out and listed in bundle.json."""
 
     @property
-    def recovery_config(self) -> LadderConfig:
+    def recovery_config(self) -> RecoveryConfig:
         # The section has the same names, and more settings that this class does not need.
-        names = (field.name for field in fields(LadderConfig))
-        return LadderConfig(**{name: getattr(self, name) for name in names})
+        names = (field.name for field in fields(RecoveryConfig))
+        return RecoveryConfig(**{name: getattr(self, name) for name in names})
 
     @field_validator("on_nonfinite")
     @classmethod

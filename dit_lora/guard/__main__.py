@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dit_lora.config.ladder import LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import reported_errors
 
 

@@ -109,14 +109,14 @@ def check_autocast(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype 
         _make_finding(
             "one owner of autocast",
             other_dtypes,
-            ok_message=f"nothing leaves the policy, {policy}, for another dtype",
-            failure_message=f"the policy is {policy}, but these open another inside it",
+            ok_message=f"no module overrides the policy, {policy}",
+            failure_message=f"the policy is {policy}, but these modules set another",
         ),
         _make_finding(
             "autocast is on",
             without_autocast,
             ok_message="nothing inside the model turns autocast off",
-            failure_message=f"the policy is {policy}, but these turn it off",
+            failure_message=f"the policy is {policy}, but these modules turn it off",
             fatal=False,
         ),
     ]
@@ -143,7 +143,7 @@ def check_gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[C
                 "frozen weights get no gradient",
                 leaked,
                 ok_message=f"none of {len(frozen)} frozen tensors gets a gradient",
-                failure_message="these are frozen, and yet a gradient was computed for them",
+                failure_message="these are frozen, but a gradient was computed for them",
             ),
         ]
     finally:
@@ -162,7 +162,7 @@ def check_gradient_coverage(trainable: Sequence[tuple[str, nn.Parameter]]) -> Ch
         "gradients reach every trainable",
         without_gradient,
         ok_message=f"all {len(trainable)} trainable tensors get a gradient",
-        failure_message="no gradient reaches these, so they would never learn",
+        failure_message="no gradient reaches these, so they would not be trained",
     )
 
 
@@ -186,8 +186,8 @@ def check_attention_backends(
         _make_finding(
             "attention",
             unserved,
-            ok_message=f"every one of {len(device_calls)} attention calls has a backend that is right",
-            failure_message="at these calls no attention backend is left that is right",
+            ok_message=f"all {len(device_calls)} attention calls have a correct backend",
+            failure_message="no attention backend is correct for these calls",
         )
     )
     return findings, disabled
@@ -303,7 +303,7 @@ def _check_backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
     return _make_finding(
         _ATTENTION_PREFIX + name,
         failures,
-        ok_message=f"right at {len(supported)} of {len(results)} calls, errors up to {worst:.1e}",
-        failure_message=f"wrong at {len(failures)} of {len(supported)} calls, so it must be disabled",
+        ok_message=f"correct for {len(supported)} of {len(results)} calls, errors up to {worst:.1e}",
+        failure_message=f"wrong for {len(failures)} of {len(supported)} calls, so it must be disabled",
         fatal=False,
     )

@@ -154,7 +154,7 @@ def find_fallback(fallbacks: list[Fallback], name: str) -> Fallback:
         if fallback.name == name:
             return fallback
     names = ", ".join(fallback.name for fallback in fallbacks) or "none on this device"
-    raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {names}")
+    raise DitLoraError(f"no component is called {name!r}; components that can be switched off: {names}")
 
 
 def _make_attention_fallback(names: tuple[str, ...]) -> Fallback:

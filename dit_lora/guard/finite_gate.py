@@ -57,8 +57,8 @@ class BadStateError(DitLoraError):
 class StepFailure:
     """A failed optimizer step: it was not taken, or its weight update must be undone.
 
-    `RunFailure` (training/recovery/recovery.py) and `LoopFailure` (guard/attach/recovery.py) add what a diagnosis of
-    their kind of loop needs.
+    `RunFailure` (training/recovery/run_recovery.py) and `LoopFailure` (guard/attach/loop_recovery.py) add what a
+    diagnosis in their kind of loop needs.
     """
 
     step: int

@@ -51,7 +51,7 @@ class FrozenRecord:
 
         Tensors with a new shape are skipped, since code changed them.
         """
-        return [f"{name} has other bits than at the start" for name in self._find_changed()]
+        return [f"{name} has changed since the start" for name in self._find_changed()]
 
     def _find_changed(self) -> list[str]:
         return find_changed_digests(self._digests, self._compute_digests())

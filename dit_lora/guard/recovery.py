@@ -1,27 +1,164 @@
-"""Handle one failed step in any loop: diagnose, agree on all ranks, act, record and log.
+"""Recover from one failed step in any loop: diagnose it, choose an action, act, record and log.
 
-A loop implements a subclass: how it diagnoses, and which actions it can take. Every rank makes the same calls.
+`RecoveryHandler.resolve` shows the sequence. A loop implements a subclass: how it diagnoses, and which actions it can
+take. `Policy` chooses the action: the first of `guard.on_nonfinite` that fits every cause, within the limits of
+`guard.max_skips` and `guard.max_rollbacks`. Every rank makes the same calls.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import format_list
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
-from dit_lora.guard.recovery_policy import Action
 from dit_lora.numerics.ranks import gather_object
 
 # Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
 BAD_STATE_KINDS = ("non_finite_weights", "diverged_weights", "altered_state", "diverged_averages", "ranks_differ")
+# Data that is stored bad will fail again; another noise, timestep or position in the run will not.
+_STORED_DATA_CAUSES = ("data", "labels")
+# Causes for which every rank fails in the same way, and no sample is the cause.
+STATE_CAUSES = ("weights", "optimizer", "learning_rate")
+_COMPONENT_CAUSES = ("kernel", "attention_backend")
 
 FailureT = TypeVar("FailureT", bound=StepFailure)
 SourceT = TypeVar("SourceT")
 """The object that a loop diagnoses: a micro-batch, or a model call."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """The recovery action for a failed step: chosen by the policy, and completed by the loop that carries it out."""
+
+    kind: str
+    """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`; `report` if a loop can do nothing."""
+    samples: tuple[str, ...] = ()
+    """Samples to exclude. A `skip` without samples skips the whole step, since no sample is at fault."""
+    fallbacks: tuple[str, ...] = ()
+    should_lower_lr: bool = False
+    replaced_kind: str = ""
+    """The kind that was chosen, if the loop does not support it."""
+    reason: str = ""
+    """Reasons for not continuing, for `stop`."""
+    description: str = ""
+    """What was done, appended to the step and its kind in the message."""
+    notes: Sequence[str] = ()
+    """Further lines of the message."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Additional keys of the events."""
+    restored_step: int | None = None
+    """The step whose state the loop continues from; None if the state was not restored."""
+    should_log: bool = True
+
+
+@dataclass
+class Policy:
+    """Chooses the recovery action for a failed step. Its counts belong to a run and are saved in checkpoints."""
+
+    config: RecoveryConfig
+    skips: int = 0
+    rollbacks: int = 0
+    last_rollback_step: int = 0
+    """The failed step that led to the last rollback."""
+
+    def choose(self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]) -> Action:
+        """Choose and count the first action of `guard.on_nonfinite` that fits every diagnosis of a failed step."""
+        causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
+        reasons: list[str] = []
+        # The user's order decides: take the first action that fits every cause.
+        for action_kind in self.config.on_nonfinite:
+            if action_kind == "stop":
+                break
+            action = self._match_action(action_kind, step, diagnoses, causes, previously_skipped)
+            if isinstance(action, Action):
+                if action.kind in ("retry", "skip", "quarantine"):
+                    self.skips += 1
+                if action.kind == "rollback":
+                    self.rollbacks += 1
+                    self.last_rollback_step = step
+                return action
+            if action:
+                reasons.append(action)
+        actions = ", ".join(self.config.on_nonfinite)
+        reason = "; ".join(dict.fromkeys(reasons))
+        return Action("stop", reason=reason or f"no action of guard.on_nonfinite [{actions}] fits this cause")
+
+    def _match_action(
+        self,
+        action_kind: str,
+        step: int,
+        diagnoses: Sequence[Diagnosis],
+        causes: set[str],
+        previously_skipped: Sequence[str],
+    ) -> Action | str:
+        """Build the recovery action of this kind, or the reason why it does not fit the failed step.
+
+        An empty string means that it never applies here.
+        """
+        # Nothing that a run can do repairs a rank that computes wrong values.
+        faulty_ranks = [diagnosis.rank for diagnosis in diagnoses if diagnosis.cause == "rank"]
+        if faulty_ranks:
+            return f"rank {faulty_ranks[0]} computes wrong values, so no further step can be trusted"
+        # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
+        if causes & set(STATE_CAUSES):
+            return self._match_rollback(step, diagnoses) if action_kind == "rollback" else ""
+        if causes & set(_COMPONENT_CAUSES):
+            fallbacks = tuple(sorted({diagnosis.switch for diagnosis in diagnoses if diagnosis.switch}))
+            return Action("fallback", fallbacks=fallbacks) if action_kind == "fallback" else ""
+        # The remaining causes lie in samples, in noise, or in chance.
+        if action_kind not in ("skip", "quarantine"):
+            return ""
+        # Retries count too: otherwise a run on an unreliable machine would retry forever.
+        if self.skips >= self.config.max_skips:
+            return f"guard.max_skips={self.config.max_skips} is used up"
+        # Nothing has to be excluded: repeat the step unchanged.
+        if causes == {"transient"}:
+            return Action("retry")
+        # Each sample once, in order; a set would order them differently in each run.
+        samples = tuple(dict.fromkeys(sample for diagnosis in diagnoses for sample in diagnosis.sample_ids))
+        # If no sample is the cause, only the whole step can be skipped.
+        if not samples:
+            return Action("skip") if action_kind == "skip" and "step" in causes else ""
+        bad_as_stored: set[str] = set()
+        # Samples that fail only with their noise, although another sample is healthy with it.
+        fail_with_noise: set[str] = set()
+        for diagnosis in diagnoses:
+            if diagnosis.cause in _STORED_DATA_CAUSES:
+                bad_as_stored.update(diagnosis.sample_ids)
+            elif diagnosis.cause == "inputs" and diagnosis.evidence.get("control_with_the_same_draws") == "healthy":
+                fail_with_noise.update(diagnosis.sample_ids)
+        # If such a sample was skipped before, it is the cause, even if its stored data is good.
+        repeated = fail_with_noise & {*previously_skipped}
+        lasting = tuple(sample for sample in samples if sample in bad_as_stored or sample in repeated)
+        if action_kind == "quarantine":
+            return Action(action_kind, samples=lasting) if lasting else ""
+        # A sample that will fail again is left to `quarantine`, even if `skip` comes first.
+        if lasting and "quarantine" in self.config.on_nonfinite:
+            return ""
+        return Action(action_kind, samples=lasting or samples)
+
+    def _match_rollback(self, step: int, diagnoses: Sequence[Diagnosis]) -> Action | str:
+        if self.rollbacks >= self.config.max_rollbacks:
+            return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
+        # Restoring trained weights does not repair a frozen one.
+        if any(diagnosis.cause == "weights" and diagnosis.evidence.get("frozen") for diagnosis in diagnoses):
+            return "a snapshot does not hold the frozen weights"
+        if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
+            return "a rollback does not help: lower optim.weight_decay or the learning rate"
+        # Steps repeat bit for bit, so a failure that returns at the same step is not a random memory error.
+        is_repeated = step == self.last_rollback_step
+        if is_repeated and any(diagnosis.evidence.get("ranks") for diagnosis in diagnoses):
+            return "the ranks differ again after a rollback: continue without that machine"
+        is_lr_too_high = any(diagnosis.cause == "learning_rate" for diagnosis in diagnoses)
+        return Action("rollback", should_lower_lr=is_repeated or is_lr_too_high)
+
+    def state_dict(self) -> dict[str, int]:
+        """Counts of skips and rollbacks for a checkpoint; `Policy(config, **state)` continues with them."""
+        return {"skips": self.skips, "rollbacks": self.rollbacks, "last_rollback_step": self.last_rollback_step}
 
 
 @dataclass(frozen=True)

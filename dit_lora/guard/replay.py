@@ -22,8 +22,8 @@ from dit_lora.numerics.ranks import gather_object
 class MicroBatch(ABC):
     """The inputs of one rank in one micro-step, which can be run again.
 
-    `ReplayableBatch` (training/replayable_batch.py) is a run's, `CallBatch` (guard/attach/calls/call_batch.py) is made
-    from a model call of another loop.
+    `ReplayableBatch` (training/replayable_batch.py) is a run's: noise, timesteps and dropout follow from its seeds.
+    `CallBatch` (guard/attach/calls/call_batch.py) is made from a model call of another loop.
     """
 
     ids: tuple[str, ...]

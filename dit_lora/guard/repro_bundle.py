@@ -72,7 +72,7 @@ def write_bundle(
 
 def format_oversize_message(name: str, size: int) -> str:
     """Message about a part of `size` bytes that was left out of a bundle, as it exceeds `guard.bundle_mib`."""
-    return f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib"
+    return f"{name}: {size / 2**20:.0f} MiB, more than guard.bundle_mib"
 
 
 def read_bundle(folder: Path) -> Bundle:
@@ -101,8 +101,8 @@ def read_bundle(folder: Path) -> Bundle:
         weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
     except FileNotFoundError as error:
         raise DitLoraError(
-            f"{folder} is not a whole bundle: no {error.filename}; give a folder below a run's bundles/"
+            f"{folder} is not a complete bundle: it has no {error.filename}; give a folder below a run's bundles/"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DitLoraError(f"{folder} is not a whole bundle: {error}") from error
+        raise DitLoraError(f"{folder} is not a complete bundle: {error}") from error
     return Bundle(facts, samples, weights)

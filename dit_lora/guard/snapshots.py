@@ -96,7 +96,7 @@ class Snapshots:
         incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
         # Check all tensors before writing any: a partly restored step is worse than none.
         if incompatible:
-            summary = f"cannot go back to step {step}: of its tensors, these are no longer as they were"
+            summary = f"cannot restore step {step}: these tensors are gone, or have another shape or dtype"
             raise DitLoraError(format_list(summary, incompatible))
         for name, buffer in saved.items():
             live[name].copy_(buffer)
@@ -164,7 +164,7 @@ class Snapshots:
     def _require_snapshot(self, step: int) -> None:
         if step not in self._snapshots:
             steps = ", ".join(map(str, self.steps)) or "none"
-            raise DitLoraError(f"no snapshot of step {step} is held; held: {steps}")
+            raise DitLoraError(f"there is no snapshot of step {step}; steps with a snapshot: {steps}")
 
 
 def _copy_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class SpikeDetector:
     def __init__(self, *, window: int, threshold: float, warm_up: int = 20) -> None:
         if not 1 <= warm_up <= window:
             limits = f"warm_up {warm_up}, window {window}"
-            raise DitLoraError(f"warm_up must be from 1 to window, else nothing is ever judged; got {limits}")
+            raise DitLoraError(f"warm_up must be between 1 and window; got {limits}")
         self._window, self._threshold, self._warm_up = window, threshold, warm_up
         self._series: dict[str, _Series] = {}
 

@@ -7,8 +7,7 @@ import torch
 
 from dit_lora.config.optimizers import collect_names
 from dit_lora.errors import format_remaining_count
-from dit_lora.guard.diagnosis import Cause, Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext, PendingDiagnosis
+from dit_lora.guard.diagnosis import Cause, Diagnosis, DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.frozen_weights import iter_frozen_tensors
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -118,7 +117,7 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
     descriptions.sort(key=lambda description: _describe_owner(description, trained)[0] != "optimizer")
     pending.evidence["altered"] = descriptions[:20]
     cause, message = _describe_owner(descriptions[0], trained)
-    message += f"{format_remaining_count(descriptions)}: altered in memory, for no update moves them alone"
+    message += f"{format_remaining_count(descriptions)}: altered in memory, because no update changes only these"
     return pending.conclude(cause, message, module=_find_module_name(descriptions[0].split(":")[0]))
 
 
@@ -191,7 +190,7 @@ def _diagnose_grown_weights(pending: PendingDiagnosis) -> Diagnosis:
     share = pending.context.compute_decay_share()
     if share > _OVERSHOOT_SHARE:
         pending.evidence["weight_decay"] = share
-        reason = f"weight decay times learning rate is {share:.3g}, and beyond 2 each step makes weights larger"
+        reason = f"weight decay times learning rate is {share:.3g}, and above 2 each step makes weights larger"
         return pending.conclude("optimizer", f"{growth_text}: {reason}")
     message = f"{growth_text}: the learning rate is too high, or one batch had a huge gradient"
     return pending.conclude("learning_rate", message)

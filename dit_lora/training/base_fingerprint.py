@@ -21,7 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import write_json
 from dit_lora.fuse.first_forward import format_required_error
 from dit_lora.fuse.patches import KERNELS
-from dit_lora.guard.event import Event, make_kernel_event
+from dit_lora.guard.diagnosis import Event, make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback, list_attention_fallbacks, list_model_fallbacks
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.dtensors import get_local_tensor

@@ -12,7 +12,7 @@ from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
-from dit_lora.guard.event import Event, make_hidden_infinity_event, make_observation_event
+from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels

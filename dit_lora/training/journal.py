@@ -12,7 +12,7 @@ import torch
 
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
-from dit_lora.guard.event import Event
+from dit_lora.guard.diagnosis import Event
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 

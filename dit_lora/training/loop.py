@@ -10,8 +10,16 @@ work while the host logs, and a healthy step never makes it wait. For steps 1 an
              continue; the batches are then requested again from there
 
 "Launch" is a step's forward and backward. A failed step cannot harm the launched one, whose weights it left unchanged.
-Order within a step (docs/design.md): losses recorded -> backward -> norms recorded before clipping -> clip -> one
-flag over all ranks -> optimizer, gated on the device -> one gather of metrics and flags, which is all the host reads.
+
+From a NaN loss to the quarantine of a clip:
+
+1. `_train_step` records it in the step's `Gate` (guard/finite_gate.py), whose flag over all ranks skips the update.
+2. `_finish_pending_step` reads the flags after the next launch, and passes a `RunFailure` to `RunRecovery`
+   (recovery/run_recovery.py). `RecoveryHandler.resolve` (guard/recovery.py) calls its methods in order.
+3. `diagnose` (guard/diagnose.py) checks the samples, then weights and optimizer state (guard/state_checks.py), replays
+   the micro-batch (guard/replay.py, probe.py), and switches components off (guard/fallbacks.py).
+4. `Policy` (guard/recovery.py) chooses the action for the `Diagnosis` (guard/diagnosis.py). `RunRecovery` adds the
+   clip to the `Quarantine` (data/loading/quarantine.py), and `Journal` (journal.py) writes the event.
 """
 
 import time
@@ -34,7 +42,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure, RunRecovery
+from dit_lora.training.recovery.run_recovery import RunFailure, RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, LossFunction, ReplayableBatch, forward
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics, StepMetrics, build_local_metrics
@@ -268,7 +276,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number, scale=lr_scale)
         # The update overwrites tensors that a snapshot's copy may still read, so the watcher comes first.
         watcher.before_update(number)
-        # One all-reduce of the flag, which every rank meets: all take this step or none does.
+        # One all-reduce of the flag, which every rank meets: all take this step or, if it is set, none does.
         engine.step(step.gate.reduce_flags())
         watcher.after_update(number)
         # Queued behind the update: losses, flags and norms stay on the device until the gather.

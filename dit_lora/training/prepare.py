@@ -27,7 +27,7 @@ from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.recovery.build import build_recovery, build_watcher, load_guard_start
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.monitoring import share_spike_history
-from dit_lora.training.recovery.records import RecoveryFiles
+from dit_lora.training.recovery.run_recovery import RecoveryFiles
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import Session, open_run_folder

@@ -9,7 +9,7 @@ from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import Setup
 
 

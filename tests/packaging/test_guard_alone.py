@@ -14,14 +14,14 @@ pytestmark = pytest.mark.slow
 LOOP = """
 import importlib.util
 import torch
-from dit_lora.guard import Guard, LadderConfig
+from dit_lora.guard import Guard, RecoveryConfig
 
 others = ("accelerate", "diffusers", "peft", "pydantic", "safetensors", "transformers", "yaml", "psutil")
 assert not [name for name in others if importlib.util.find_spec(name)]
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-guard = Guard.attach(None, model, optimizer, config=LadderConfig(max_skips=3), folder="guard")
+guard = Guard.attach(None, model, optimizer, config=RecoveryConfig(max_skips=3), folder="guard")
 for step in range(5):
     x = torch.randn(5, 3)
     if step in (2, 3):

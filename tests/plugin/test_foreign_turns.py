@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora import LadderConfig
+from dit_lora import RecoveryConfig
 from dit_lora.guard import Guard, NonFiniteError
 
 
@@ -145,14 +145,14 @@ def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path
     (event,) = guard.events
     assert event["sample_ids"] == ["row 3 of micro-batch 0"]
     assert event["verdict"]["cause"] == "precision"
-    assert "finite in fp32: the values leave the range of the dtype" in event["verdict"]["words"]
+    assert "finite in fp32: the values exceed the range of the dtype" in event["verdict"]["words"]
     assert finite(model)
 
 
 def test_a_loop_whose_every_sample_is_beyond_fp16_ends_and_blames_none(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    guard = Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig(max_skips=2))
+    guard = Guard.watch(model, optimizer, folder=tmp_path, config=RecoveryConfig(max_skips=2))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -211,7 +211,7 @@ def test_a_plain_loops_scaler_that_halves_for_ever_stops_the_loop_if_the_ladder_
         guards.append(Guard.watch(model, optimizer, folder=tmp_path))
 
     def watch_to_stop(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-        Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig())
+        Guard.watch(model, optimizer, folder=tmp_path, config=RecoveryConfig())
 
     with pytest.raises(NonFiniteError, match="step 12: gradients overflow fp16 at every loss"):
         scaled_loop(watch_to_stop, "gradient")

@@ -8,7 +8,7 @@ import torch
 from loop_helpers import batch, causes, fresh_accelerator, spoil_once
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.finite_gate import NonFiniteError
@@ -38,7 +38,7 @@ def counting_loop(
     spoil: Spoil,
     checks: Collection[str] = CHECKS,
     seen: Callable[[Guard], None] = lambda guard: None,
-    config: LadderConfig | None = None,
+    config: RecoveryConfig | None = None,
 ) -> Guard:
     accelerator, model = fresh_accelerator(), Counting()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -77,7 +77,7 @@ def test_buffers_that_the_loop_itself_changes_are_not_damage_and_frozen_weights_
     assert causes(counting_loop(in_the_data(0)).events) == [("inputs", "skip")]
     assert causes(counting_loop(in_the_data(4, loads=2)).events) == [("inputs", "skip")]
     with pytest.raises(NonFiniteError, match=r"of the step before; they are in .*frozen") as error:
-        counting_loop(in_memory, config=LadderConfig())
+        counting_loop(in_memory, config=RecoveryConfig())
     assert error.value.event["verdict"]["cause"] == "weights"
     assert error.value.event["sample_ids"] == []
     # Without a stop in the ladder every step with the damaged weight is skipped.
@@ -129,12 +129,12 @@ def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
     monkeypatch.chdir(tmp_path)
     guard = counting_loop(damage)
     assert guard.events == []
-    with pytest.raises(NonFiniteError, match="since the last save may have met") as error:
+    with pytest.raises(NonFiniteError, match="since the last save may have used") as error:
         guard.require_finite()
     (event,) = guard.events
     assert (event["kind"], event["verdict"]["cause"]) == ("altered_frozen", "weights")
     assert (event["action"], event["sample_ids"]) == ("stop", [])
-    assert f"the {name} has other bits" in str(error.value)
+    assert f"the {name} has changed since the start" in str(error.value)
     guard.detach()
     assert not caplog.messages  # which would say that a step was lost
     # What was trained is whole and is not lost.
@@ -229,6 +229,8 @@ def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample
     assert (event["step"], event["sample_ids"]) == (4, [])
     message = event["verdict"]["words"]
     assert message.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
-    assert "step 4: non finite gradient; the step was not taken; not finite and put back: calls" in (caplog.text)
+    assert "step 4: non finite gradient; the step was not taken; restored, because they were not finite: calls" in (
+        caplog.text
+    )
     # It begins again with the count that the snapshot of the start holds, and step 5 adds one.
     assert models[0].calls.tolist() == [1.0] * 3

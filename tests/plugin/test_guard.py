@@ -31,7 +31,7 @@ class Loop:
         self.plain = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.plain, 0.5)
         self.optimizer = self.accelerator.prepare(self.plain)
-        config = dit_lora.LadderConfig(**ladder)
+        config = dit_lora.RecoveryConfig(**ladder)
         self.guard = Guard.attach(
             self.accelerator,
             self.model,
@@ -233,6 +233,8 @@ def test_the_public_names_are_there() -> None:
     assert dit_lora.Guard is Guard
     for name in dit_lora.__all__:
         assert getattr(dit_lora, name) is not None
+    # Its name in the first versions.
+    assert dit_lora.LadderConfig is dit_lora.guard.LadderConfig is dit_lora.RecoveryConfig
     with pytest.raises(AttributeError, match="no attribute 'Gard'"):
         dit_lora.Gard  # noqa: B018
 

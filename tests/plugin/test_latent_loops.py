@@ -8,7 +8,7 @@ from loop_helpers import Events, fresh_accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.run_script import ScriptGuard
 
 
@@ -29,7 +29,7 @@ class Pictures(Dataset[torch.Tensor]):
 
 def guarded_loop(folder: Path, bad: int, *, cached: bool) -> Events:
     """Train three epochs under the command's overseer; `cached` encodes all before the first step."""
-    overseer = ScriptGuard(LadderConfig(max_skips=50), folder, lambda message: None)
+    overseer = ScriptGuard(RecoveryConfig(max_skips=50), folder, lambda message: None)
     with overseer.watch_script():
         accelerator = fresh_accelerator()
         torch.manual_seed(bad)

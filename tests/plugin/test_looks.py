@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard import Guard, LadderConfig, LoopConfig
+from dit_lora.guard import Guard, LoopConfig, RecoveryConfig
 from dit_lora.guard.attach import monitoring
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity
@@ -227,12 +227,12 @@ def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.Monke
 
 
 def test_answers_alone_are_settings_too() -> None:
-    config = LoopConfig.from_ladder(LadderConfig(max_skips=3))
-    assert config == LoopConfig(max_skips=3, on_nonfinite=LadderConfig().on_nonfinite)
+    config = LoopConfig.from_recovery_config(RecoveryConfig(max_skips=3))
+    assert config == LoopConfig(max_skips=3, on_nonfinite=RecoveryConfig().on_nonfinite)
 
 
 def test_a_ladder_ends_in_a_stop_and_that_of_a_loop_has_none() -> None:
-    assert LadderConfig().on_nonfinite[-1] == "stop"
-    assert LoopConfig().on_nonfinite == LadderConfig().on_nonfinite[:-1]
+    assert RecoveryConfig().on_nonfinite[-1] == "stop"
+    assert LoopConfig().on_nonfinite == RecoveryConfig().on_nonfinite[:-1]
     assert LoopConfig.from_script_options(None) == LoopConfig()
-    assert LoopConfig.from_script_options(0) == LoopConfig.from_ladder(LadderConfig(max_skips=0))
+    assert LoopConfig.from_script_options(0) == LoopConfig.from_recovery_config(RecoveryConfig(max_skips=0))

@@ -63,7 +63,7 @@ class Loop:
             self.model,
             self.optimizer,
             folder=folder,
-            config=dit_lora.LadderConfig(**ladder),
+            config=dit_lora.RecoveryConfig(**ladder),
         )
         self.indices: list[list[int]] = []
 
@@ -133,7 +133,7 @@ def test_without_a_folder_the_good_weights_are_where_accelerate_says_or_below(
 def test_a_disk_that_cannot_be_written_does_not_hide_why_it_stopped() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    Guard.attach(None, model, optimizer, config=dit_lora.LadderConfig(max_skips=0))
+    Guard.attach(None, model, optimizer, config=dit_lora.RecoveryConfig(max_skips=0))
     Path("dit_lora_guard").write_text("in the way")
     model(bad_batch(0)).sum().backward()
     with pytest.raises(NonFiniteError, match=r"could not be written to .*max_skips=0 is used up"):
@@ -173,7 +173,7 @@ def test_snapshots_are_one_copy_and_can_be_turned_off() -> None:
     without_snapshots.run(3)
     assert without_snapshots.guard._state.snapshots.nbytes == 0
     without_snapshots.model.weight.data[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"not to be used; stopped: .*snapshot_every is 0"):
+    with pytest.raises(NonFiniteError, match=r"do not use the weights; stopped: .*snapshot_every is 0"):
         without_snapshots.run(1)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
-from dit_lora.guard import Guard, LadderConfig
+from dit_lora.guard import Guard, RecoveryConfig
 from dit_lora.guard.attach import bundles as plugin_bundles
 from dit_lora.guard.attach.bundles import pack_call, unpack_call
 from dit_lora.guard.attach.calls.call_tree import CallWriter
@@ -67,7 +67,7 @@ def script(tmp_path: Path) -> Path:
 def bundle(script: Path) -> Path:
     """The bundle of the script's third step, in which one sample is not finite."""
     folder = script.parent / "guarded"
-    run_script(str(script), ["--steps", "5"], config=LadderConfig(), folder=folder)
+    run_script(str(script), ["--steps", "5"], config=RecoveryConfig(), folder=folder)
     (event,) = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     assert event["step"] == 3
     (script.parent / "done").unlink()
@@ -134,7 +134,7 @@ def test_a_script_that_catches_errors_is_left_all_the_same(script: Path, bundle:
     catching = SCRIPT.replace("    given = model(", "    try:\n        given = model(")
     catching = catching.replace("    given[", "    except Exception:\n        continue\n    given[")
     script.write_text(catching)
-    with pytest.raises(DitLoraError, match="nothing is called 'attention:none'"):
+    with pytest.raises(DitLoraError, match="no component is called 'attention:none'"):
         replay_bundle(bundle, script=str(script), without=["attention:none"])
     assert replay_bundle(bundle, script=str(script), fp32=True).diagnosis is not None
     assert not (script.parent / "done").exists()
@@ -250,7 +250,7 @@ def test_what_is_neither_is_left_out_and_said(value: Any, words: str, tmp_path: 
         in_a_bundle(call_of(torch.zeros(2), states=[value]), tmp_path)
 
 
-def guarded(config: LadderConfig, bad: tuple[int, ...], steps: int = 6) -> Guard:
+def guarded(config: RecoveryConfig, bad: tuple[int, ...], steps: int = 6) -> Guard:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -270,24 +270,24 @@ def written() -> list[str]:
 
 
 def test_bundles_are_as_many_as_the_settings_say() -> None:
-    guard = guarded(LadderConfig(bundles=2), (2, 3, 5))
+    guard = guarded(RecoveryConfig(bundles=2), (2, 3, 5))
     assert written() == [f"step_00000{step}_rank_0_micro_step_0" for step in (2, 3)]
     paths = [event.get("bundle") for event in guard.events]
     assert paths == [*(f"bundles/{name}" for name in written()), None]
-    guarded(LadderConfig(bundles=1), (2,))  # another start in the same folder
+    guarded(RecoveryConfig(bundles=1), (2,))  # another start in the same folder
     assert written()[1] == "step_000002_rank_0_micro_step_0_again_1"
 
 
 def test_none_is_written_where_none_is_asked_for() -> None:
-    guarded(LadderConfig(bundles=0), (2,))
+    guarded(RecoveryConfig(bundles=0), (2,))
     assert written() == []
 
 
 def test_what_is_too_large_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    guarded(LadderConfig(bundle_mib=1e-4), (2,))
+    guarded(RecoveryConfig(bundle_mib=1e-4), (2,))
     (name,) = written()
     facts = json.loads(Path("guard/bundles", name, "bundle.json").read_text())
-    assert "samples.safetensors: 0 MiB, beyond guard.bundle_mib" in facts["left_out"]
+    assert "samples.safetensors: 0 MiB, more than guard.bundle_mib" in facts["left_out"]
     assert "cannot be replayed: it lacks" in caplog.text
 
 
@@ -295,7 +295,7 @@ def test_without_safetensors_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin_bundles.util, "find_spec", lambda name: None)
-    guard = guarded(LadderConfig(), (2, 4))
+    guard = guarded(RecoveryConfig(), (2, 4))
     assert written() == []
     assert not any("bundle" in event for event in guard.events)
     assert caplog.text.count("safetensors is not installed") == 1
@@ -304,13 +304,13 @@ def test_without_safetensors_that_is_said_once(
 def test_a_disk_that_takes_no_bundle_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
     Path("guard").mkdir()
     Path("guard/bundles").write_text("a file")
-    guard = guarded(LadderConfig(), (2,))
+    guard = guarded(RecoveryConfig(), (2,))
     assert [event["action"] for event in guard.events] == ["skip"]
     assert "cannot write guard/bundles/step_000002" in caplog.text
 
 
 def test_guard_json_says_what_is_watched_and_what_was_lost() -> None:
-    guards = [guarded(LadderConfig(max_skips=7), bad) for bad in ((2, 4), ())]
+    guards = [guarded(RecoveryConfig(max_skips=7), bad) for bad in ((2, 4), ())]
     first_start, second = json.loads(Path("guard/guard.json").read_text())["starts"]
     assert (first_start["taken"], first_start["lost"], first_start["ended"]) == (4, 2, True)
     assert (second["taken"], second["lost"]) == (6, 0)
@@ -329,4 +329,4 @@ def test_guard_json_says_what_is_watched_and_what_was_lost() -> None:
 @pytest.mark.parametrize(("setting", "value"), [("bundles", -1), ("bundles", 1.5), ("bundle_mib", 0)])
 def test_a_setting_out_of_its_bounds_is_refused(setting: str, value: float) -> None:
     with pytest.raises(DitLoraError, match=f"{setting}={value}"):
-        LadderConfig(**{setting: value})  # type: ignore[arg-type]
+        RecoveryConfig(**{setting: value})  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class Two:
             self.models[1],
             self.optimizers if split else self.optimizers[0],
             folder=folder,
-            config=dit_lora.LadderConfig(**ladder),
+            config=dit_lora.RecoveryConfig(**ladder),
         )
 
     def step(self, x: torch.Tensor, target: float = 0.0) -> None:
@@ -125,7 +125,7 @@ def test_what_a_sample_or_a_target_spoils_is_blamed_on_the_call_that_was_given_i
     assert first_diagnosis["words"] == "TextEncoder: argument 0 has 1 NaN among 4 values"
     assert first_diagnosis["sample_ids"] == ["row 1 of micro-batch 0"]
     # What comes back from outside is no fact about a sample; it came to the denoiser first.
-    message = "Denoiser: the model's output is finite, but the gradient that came back to it is not: a target"
+    message = "Denoiser: the model's output is finite, but the gradient of the output is not: the cause is a target"
     assert second["words"].startswith(message)
     assert (second["cause"], second["sample_ids"]) == ("unknown", [])
 

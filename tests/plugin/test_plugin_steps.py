@@ -10,7 +10,7 @@ import torch
 from loop_helpers import bad_batch, batch, causes, everything, fresh_accelerator, same
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
@@ -213,7 +213,7 @@ def test_gradients_that_are_lost_are_reported_and_end_a_run_only_if_the_ladder_h
     assert [event["step"] for event in guard.events] == [7, 16]  # the first in a row and the tenth
     assert guard._recovery.budget.num_taken == 60
     with pytest.raises(NonFiniteError, match="no gradient reached a trained weight in 11 steps"):
-        cut_loop(60, lambda number: number > 5, folder=tmp_path, config=LadderConfig())
+        cut_loop(60, lambda number: number > 5, folder=tmp_path, config=RecoveryConfig())
 
 
 def test_each_check_can_be_turned_off() -> None:
@@ -274,7 +274,7 @@ def test_a_gradient_is_bad_if_the_optimizer_squares_it_to_infinity(
     assert causes(guard.events) == ([("unknown", "skip")] if is_skipped else [])
     if is_skipped:
         message = guard.events[0]["verdict"]["words"]
-        assert message.startswith("the gradient that came back from the loss reaches 1.67e+24, whose")
+        assert message.startswith("the gradient from the loss reaches 1.67e+24, whose")
 
 
 class Timed(nn.Linear):

@@ -285,7 +285,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("overflow", ("dataset index 5 (rank 1): it fails whatever", "first inf in the forward")),
+        ("overflow", ("dataset index 5 (rank 1): it fails whichever", "first inf in the forward")),
         pytest.param(
             "weight",
             ("rank 1: the trained weight 0.weight has 1 NaN among 32 values",),
@@ -309,7 +309,7 @@ def test_ranks_that_share_weights_diagnose_together(tmp_path: Path, fault: str, 
     replay = ("-m", "dit_lora", "replay", bundle, "--script", "sharded.py", "--", "none")
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "1")
     process = python(tmp_path, *torchrun, *replay, code=1)
-    assert "replayed: inputs: it fails whatever" in process.stdout, process.stdout
+    assert "replayed: inputs: it fails whichever" in process.stdout, process.stdout
 
 
 @pytest.mark.thorough

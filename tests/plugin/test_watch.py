@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard import Guard, LadderConfig, NonFiniteError
+from dit_lora.guard import Guard, NonFiniteError, RecoveryConfig
 
 Batch = dict[str, torch.Tensor]
 
@@ -71,7 +71,7 @@ def batch(step: int) -> Batch:
 
 
 def guarded(pair: Pair, model: Any, folder: Path, steps: int, at: Callable[[int, Batch], None]) -> Guard:
-    config = LadderConfig(snapshot_every=1)
+    config = RecoveryConfig(snapshot_every=1)
     guard = Guard.watch(model, pair.optimizer, folder=folder, config=config)
     for step in range(1, steps + 1):
         inputs = batch(step)
@@ -320,7 +320,7 @@ def test_a_step_that_has_no_gradient_at_all_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Cut()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = Guard.watch(model, optimizer, folder=tmp_path, config=LadderConfig(max_skips=2))
+    guard = Guard.watch(model, optimizer, folder=tmp_path, config=RecoveryConfig(max_skips=2))
 
     def train() -> None:
         for _ in range(4):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
-from dit_lora.training.recovery import records
+from dit_lora.training.recovery import run_recovery
 
 Main = Callable[[list[str]], None]
 
@@ -81,7 +81,7 @@ def test_a_bundle_that_cannot_be_written_costs_no_run(
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(records, "write_bundle", full)
+    monkeypatch.setattr(run_recovery, "write_bundle", full)
     run = tmp_path / "run"
     lora_main([*poisoned, f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

@@ -150,8 +150,8 @@ def test_what_no_comparison_reached_is_said_and_is_not_on_by_itself(
     events = {e["verdict"]["switch"]: e for e in lines(tmp_path / "run", "events.jsonl")}
     assert {*events} == {"ada_norm", "qk_norm_rope", "lora_linear"}
     message = events["ada_norm"]["verdict"]["words"]
-    assert "was not compared with its reference: there was no memory for it" in message
-    assert message.endswith("asked for by name" if mode == "on" else "switched off for this run")
+    assert "was not compared with its reference: not enough memory" in message
+    assert message.endswith("requires it by name" if mode == "on" else "switched off for this run")
     assert events["ada_norm"]["action"] == ("report" if mode == "on" else "fallback")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.faults.fault import Expected, Fault
 from benchmarks.faults.loop import forget, not_finite, observed
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.data.loading.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.guard.attach.guard import Guard
@@ -93,7 +93,7 @@ def _guarded(world: World, change: Change, then: Change = lambda model: None) ->
                 loop.accelerator,
                 loop.model,
                 loop.optimizer,
-                config=LadderConfig(max_skips=1),
+                config=RecoveryConfig(max_skips=1),
                 folder=world.root / "guarded",
             )
         except DitLoraError as refused:

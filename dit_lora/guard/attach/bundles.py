@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
@@ -24,10 +24,10 @@ _PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safete
 
 @dataclass
 class BundleWriter:
-    """Writes the replay bundles of one process, up to the number that `config.bundles` allows."""
+    """Writes at most `config.bundles` replay bundles. Bundles of other processes and earlier starts do not count."""
 
     host: Host
-    config: LadderConfig
+    config: RecoveryConfig
     folder: Path | None
     """The guard's folder; None writes nothing."""
     _num_written: int = 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dit_lora.config.ladder import LadderConfig, LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig, RecoveryConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_optimizer
 from dit_lora.guard.attach.calls.call_log import CallLog
@@ -28,13 +28,13 @@ from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
 from dit_lora.guard.attach.guard_json import GuardFile, describe_models
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
+from dit_lora.guard.attach.loop_recovery import LoopRecovery
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.recovery import LoopRecovery
 from dit_lora.guard.attach.step_hooks import StepHooks
 from dit_lora.guard.attach.training_state import LoopState, MovingAverage
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.finite_gate import NonFiniteError
 
 if TYPE_CHECKING:  # the guard needs only torch
@@ -126,7 +126,7 @@ class Guard:
         *,
         lr_scheduler: Any = None,
         ema: MovingAverage | None = None,
-        config: LadderConfig | None = None,
+        config: RecoveryConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
         loader: Any = None,
@@ -142,7 +142,7 @@ class Guard:
             optimizer: The prepared optimizer, or a list.
             lr_scheduler: A schedule that Accelerate has not prepared, or a list: a skipped step does not advance it.
             ema: An average with a `step` method, as Diffusers' `EMAModel`: a skipped step does not advance it.
-            config: A `LoopConfig`, or a `LadderConfig`, whose default recovery actions end in a stop.
+            config: A `LoopConfig`, or a `RecoveryConfig`, whose default recovery actions end in a stop.
             folder: Receives guard.json, events.jsonl, bundles, statistics and, at a stop, the last good weights.
             checks: The checks to run, by default all of `CHECKS`.
             loader: No longer needed: every DataLoader of the process is followed.
@@ -172,7 +172,7 @@ class Guard:
         *,
         lr_scheduler: Any = None,
         ema: MovingAverage | None = None,
-        config: LadderConfig | None = None,
+        config: RecoveryConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
         loader: Any = None,
@@ -209,7 +209,7 @@ class Guard:
         *,
         lr_scheduler: Any = None,
         ema: MovingAverage | None = None,
-        config: LadderConfig | None = None,
+        config: RecoveryConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
         discovery: ModelDiscovery | None = None,
@@ -230,7 +230,7 @@ class Guard:
             host,
             models,
             [host.find_prepared_optimizer(optimizer) for optimizer in optimizers],
-            config=LoopConfig.from_ladder(config or LoopConfig()),
+            config=LoopConfig.from_recovery_config(config or LoopConfig()),
             folder=host.get_process_folder(Path(folder)) if folder is not None else None,
             checks=validate_check_names(checks),
             discovery=discovery,

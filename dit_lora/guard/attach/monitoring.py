@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.config.ladder import LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
@@ -29,7 +29,7 @@ from dit_lora.guard.checks import (
     check_gradient_coverage,
     find_wrong_backends,
 )
-from dit_lora.guard.event import Event, make_hidden_infinity_event, make_kernel_event, make_observation_event
+from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_kernel_event, make_observation_event
 from dit_lora.guard.fallbacks import list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector

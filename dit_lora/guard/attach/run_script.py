@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from dit_lora.config.ladder import LadderConfig, LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig, RecoveryConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
@@ -40,7 +40,7 @@ LogFunction = Callable[[str], None]
 
 
 def run_script(
-    script: str, arguments: Sequence[str], *, config: LadderConfig, folder: Path, module: bool = False
+    script: str, arguments: Sequence[str], *, config: RecoveryConfig, folder: Path, module: bool = False
 ) -> list[Guard]:
     """Run a script, or with `module` a module by its name, as `python` does, and guard everything it trains.
 
@@ -50,7 +50,7 @@ def run_script(
         NonFiniteError: If the recovery actions of `config` include `stop` and the guard ends the script.
         Exception: Any exception of the script.
     """
-    config = LoopConfig.from_ladder(config)
+    config = LoopConfig.from_recovery_config(config)
     script_guard = ScriptGuard(config, folder, _log_to_stderr)
     name = ["-m", script] if module else [script]
     # The options for a child process, which guards itself in the same way.

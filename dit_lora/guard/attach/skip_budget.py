@@ -58,7 +58,11 @@ class SkipBudget:
         self.count_lost(step, diagnoses)
         # Only samples that are bad as stored will fail again for certain.
         self._known_bad_samples |= {
-            s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids if s in named
+            sample
+            for diagnosis in diagnoses
+            if diagnosis.cause in _STORED_DATA_CAUSES
+            for sample in diagnosis.sample_ids
+            if sample in named
         }
 
     def count_lost(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
@@ -97,4 +101,5 @@ def _list_named_samples(diagnoses: Sequence[Diagnosis]) -> list[str]:
 
     A set would have a different order in each run.
     """
-    return list(dict.fromkeys(s for v in diagnoses for s in v.sample_ids if is_sample_name(s)))
+    names = (sample for diagnosis in diagnoses for sample in diagnosis.sample_ids if is_sample_name(sample))
+    return list(dict.fromkeys(names))

@@ -7,7 +7,7 @@ import torch
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.finite_checks import compute_max_magnitude
 from dit_lora.guard.attach.finite_values import is_finite_tensor
-from dit_lora.guard.attach.recovery import BAD_WEIGHTS
+from dit_lora.guard.attach.loop_recovery import BAD_WEIGHTS
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.state_checks import compute_weight_peak, describe_altered_state, is_unusable_magnitude

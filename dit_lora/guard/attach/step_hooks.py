@@ -23,8 +23,8 @@ from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
 from dit_lora.guard.attach.finite_checks import OptimizerChecks
 from dit_lora.guard.attach.finite_values import find_bad_tensors, is_finite_tensor
 from dit_lora.guard.attach.loop_events import EVENTS
+from dit_lora.guard.attach.loop_recovery import ALTERED_FROZEN, BAD_WEIGHTS, LoopFailure, LoopRecovery
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
-from dit_lora.guard.attach.recovery import ALTERED_FROZEN, BAD_WEIGHTS, LoopFailure, LoopRecovery
 from dit_lora.guard.attach.scheduler_gating import StepCounter
 from dit_lora.guard.attach.state_checks import StateChecks
 from dit_lora.guard.attach.training_state import LoopState

@@ -19,8 +19,8 @@ from dit_lora.guard.attach.finite_values import find_infinite_names
 from dit_lora.guard.attach.frozen_weights import LoopFrozenRecord
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.bisect import InconsistentReplayError
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnose import InconsistentReplayError
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import list_fallbacks
 from dit_lora.guard.state_checks import compute_weight_peak
 from dit_lora.numerics.dtensors import needs_all_ranks

@@ -163,7 +163,7 @@ class BlockComparison:
             with _allow_separate_call(block):
                 self._compare_call(name, block, args, kwargs)
         except torch.OutOfMemoryError:
-            self.coverage.skipped[name] = "there was no memory for it"
+            self.coverage.skipped[name] = "not enough memory"
         finally:
             self._is_comparing = False
 

@@ -1,4 +1,4 @@
-"""Builds a run's guard: the components it may suspect and switch off, its snapshots and its files."""
+"""Builds a run's guard: the components that it may switch off, its quarantine, recovery and per-step monitoring."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,18 +14,16 @@ from dit_lora.fuse.gradient_norms import NormFunction, choose_norm_function
 from dit_lora.guard.fallbacks import find_fallback, list_fallbacks
 from dit_lora.guard.frozen_weights import FrozenRecord
 from dit_lora.guard.monitor import Monitor
-from dit_lora.guard.recovery_policy import Policy
+from dit_lora.guard.recovery import Policy
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.state_checks import compute_weight_peak
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.recovery.context import RunDiagnosisContext
+from dit_lora.training.recovery.diagnosis_context import RunDiagnosisContext
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.records import RecoveryFiles
-from dit_lora.training.recovery.recovery import RunRecovery
-from dit_lora.training.recovery.state import GuardStart, GuardState
+from dit_lora.training.recovery.run_recovery import GuardStart, GuardState, RecoveryFiles, RunRecovery
 from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import AnySetup
 
@@ -126,8 +124,8 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         permanent = [record for record in quarantine.records if record.to_epoch is None]
         lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in permanent]
         summary = (
-            f"guard: {len(permanent)} left out permanently, {len(quarantine.records) - len(permanent)} for an "
-            f"epoch; to see or release them: dit-lora quarantine {setup.session.dir}"
+            f"guard: {len(permanent)} left out permanently, {len(quarantine.records) - len(permanent)} for one "
+            f"epoch; to list or release them, run dit-lora quarantine {setup.session.dir}"
         )
         setup.session.say(format_list(summary, lines))
     if quarantine.num_torn_lines:

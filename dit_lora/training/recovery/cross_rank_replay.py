@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from dit_lora.guard.diagnosis import Cause, Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import Cause, Diagnosis, DiagnosisContext
 from dit_lora.guard.recovery import RankDiagnosis
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 from dit_lora.numerics.ranks import gather_object
@@ -26,7 +25,7 @@ def replay_on_other_ranks(
     diagnosis_context: DiagnosisContext,
     kind: str,
 ) -> DiagnosedBatches:
-    """Replay one suspect micro-batch of each rank on all ranks, and update the diagnoses. Collective.
+    """Replay one failed micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
     A rank that fails where others are healthy is the cause, whatever its own replays said. If all ranks diagnose
     together, this is known already, and only the rank's host is added.
@@ -37,14 +36,14 @@ def replay_on_other_ranks(
     if diagnosis_context.collective_forward:
         return [replace(item, diagnosis=_add_host(item.diagnosis, hosts)) for item in local_diagnoses]
     # One micro-batch per rank is enough to test the rank.
-    suspected = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
+    failed = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
     tried = list(local_diagnoses)
     # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
-    for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
-        if not has_suspect:
+    for owner, has_failed in enumerate(gather_object([bool(failed)])):
+        if not has_failed:
             continue
         is_mine = PartialState().process_index == owner
-        index = suspected[0] if is_mine else 0
+        index = failed[0] if is_mine else 0
         shared_batch = diagnosis_context.share_micro_batch(local_diagnoses[index].source if is_mine else None, owner)
         outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
         if not is_mine:
@@ -91,32 +90,31 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     """Diagnosis of a micro-batch after replays on all ranks.
 
     It is unchanged if the micro-batch fails on all ranks. Otherwise it names the ranks that always fail, or a
-    transient fault. The cause is `unknown` if a rank could not run a micro-batch with suspected samples.
+    transient fault. The cause is `unknown` if a rank could not run the micro-batch, and the diagnosis names samples.
     """
     # A rank that could not run it proves nothing, so no sample is excluded permanently.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         if not diagnosis.sample_ids:
             return diagnosis
-        message = f"{diagnosis.words}; not run on every rank, where it does not fit into memory"
+        message = f"{diagnosis.words}; not confirmed on every rank, because a replay does not fit into memory there"
         return replace(diagnosis, cause="unknown", words=message)
     if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
-        failed, times = runs.count(False), len(runs)
-        evidence = {**diagnosis.evidence, "replays": {"failed": failed, "of": times}}
-        message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
+        num_failed, num_runs = runs.count(False), len(runs)
+        evidence = {**diagnosis.evidence, "replays": {"failed": num_failed, "of": num_runs}}
+        message = f"it fails in {num_failed} of {num_runs} runs on {len(outcomes)} ranks: faulty hardware or memory"
         return _replace_cause(diagnosis, "transient", message, evidence)
     # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
-        message = f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
+        message = f"healthy when replayed on all {len(outcomes)} ranks, so the data is not the cause"
         return _replace_cause(diagnosis, "transient", message, diagnosis.evidence)
     if len(failing) == len(outcomes):
         return diagnosis
     failing_text, times = ", ".join(map(str, failing)), len(outcomes[0])
     message = (
-        f"it fails on rank {failing_text} each of {times} times, and other ranks run the same micro-batch and "
-        "are healthy"
+        f"it fails on rank {failing_text} in all {times} runs; other ranks run the same micro-batch and are healthy"
     )
     evidence = {**diagnosis.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
     return replace(_replace_cause(diagnosis, "rank", message, evidence), rank=failing[0])

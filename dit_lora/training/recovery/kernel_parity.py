@@ -18,7 +18,7 @@ from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
 from dit_lora.guard.comparison.block_kinds import BlockInputs
 from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
 from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
-from dit_lora.guard.event import make_kernel_event
+from dit_lora.guard.diagnosis import make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
@@ -29,14 +29,14 @@ from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
 from dit_lora.training.loop import RolledBackError
 from dit_lora.training.recovery.parity_batches import disable_for_run, ensure_min_samples, make_micro_batch
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.task import AnySetup
 
 _NUM_RECENT_BATCHES = 4
 """Number of recent micro-batches kept for comparisons; two micro-batches of one sample are joined into one."""
 
-_NO_MEMORY = "there was no memory for it"
+_NO_MEMORY = "not enough memory"
 _MAX_BLOCKS = 8
 """Maximum number of repeated blocks in one comparison: all run the same kernel, and fp32 is expensive."""
 
@@ -232,7 +232,7 @@ class ParityWatch:
         if step == 0 or passed == step:
             return ""
         first_step = 1 if passed is None else passed + 1
-        return f"; steps {first_step} to {step} may have been trained with it, and are not taken again"
+        return f"; steps {first_step} to {step} may have been trained with it, and are not repeated"
 
     def _take_snapshot(self, step: int) -> None:
         self.recovery.state.passed = step
@@ -259,7 +259,7 @@ class ParityWatch:
             events.append(event)
             lines.append(message_text)
             recovery.files.write_event(event)
-        consequence = f"rolled back to step {target}, where it was right" if target is not None else ""
+        consequence = f"rolled back to step {target}, where it was correct" if target is not None else ""
         if action == "stop":
             message = format_list(f"step {step}: a kernel is faulty", lines)
             raise NonFiniteError(

@@ -9,8 +9,8 @@ from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.ranks import broadcast_object, gather_object
-from dit_lora.training.recovery.context import make_replayable
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.diagnosis_context import make_replayable
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, reseed
 from dit_lora.training.task import AnySetup
 

@@ -14,7 +14,7 @@ from dit_lora.guard.comparison.block_parity import MIN_PASSES
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.ranks import is_true_on_all_ranks
 from dit_lora.training.recovery.kernel_parity import ParityWatch
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 from dit_lora.version import __version__
 

@@ -27,7 +27,7 @@ from dit_lora.guard.checks import (
 )
 from dit_lora.guard.comparison.block_kinds import record_block_inputs, select_block_per_kind
 from dit_lora.guard.comparison.block_parity import record_grad_flags
-from dit_lora.guard.event import Event, make_kernel_event
+from dit_lora.guard.diagnosis import Event, make_kernel_event
 from dit_lora.guard.fallbacks import disable_compile, list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices
@@ -44,7 +44,7 @@ from dit_lora.training.recovery.parity_batches import (
     select_usable_entries,
 )
 from dit_lora.training.recovery.parity_cache import REMEASURE, ParityCache, get_preflight_cache_path
-from dit_lora.training.recovery.recovery import RunRecovery
+from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 
@@ -298,7 +298,7 @@ def _compare_kernels(
         module = difference.module
         events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
     for switch, cause_text in parity_watch.find_uncompared():
-        state, action = "on, as it was asked for by name", "report"
+        state, action = "it stays on, because the recipe requires it by name", "report"
         if not switch.required:
             disable_for_run(recovery, switch)
             state, action = "switched off for this run", "fallback"

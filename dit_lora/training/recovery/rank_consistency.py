@@ -83,10 +83,10 @@ def diagnose_differing_rank(
     more = format_remaining_count(names)
     if at_fault:
         ranks_text = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
-        message = f"{names[0]}{more} of {ranks_text} is not what the other ranks have: that rank's memory"
+        message = f"{names[0]}{more} on {ranks_text} differs from the other ranks: that rank's memory is faulty"
     else:
         ranks_text = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
-        message = f"{names[0]}{more} differs between {ranks_text}, none of which stands out: the memory of one"
+        message = f"{names[0]}{more} differs between {ranks_text}: the memory of one of them is faulty"
     # Weights are named as the cause unless only optimizer state differs.
     only_moments = all(_is_moment(name) for name in names)
     return Diagnosis(
@@ -162,8 +162,8 @@ def _require_sound_averages(run: Run, step: int) -> None:
     name, (peak, bound) = next(iter(exceeding.items()))
     more = format_remaining_count(exceeding)
     message = (
-        f"the moving average ema/{name}{more} reaches {peak:.3g} on rank {rank} ({host}), and its weight was never "
-        f"beyond {bound:.3g}: it changed in memory"
+        f"the moving average ema/{name}{more} reaches {peak:.3g} on rank {rank} ({host}), and its weight never "
+        f"exceeded {bound:.3g}: it was altered in memory"
     )
     evidence = {"beyond": {name: list(pair) for name, pair in [*exceeding.items()][:20]}}
     diagnosis = Diagnosis("weights", message, step, rank, module=_get_module_name(name), evidence=evidence)

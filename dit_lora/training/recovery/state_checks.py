@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from dit_lora.errors import format_list
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.finite_gate import BadStateError, has_nonfinite
 from dit_lora.guard.state_checks import compute_weight_peak, describe_altered_state, is_unusable_magnitude
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -35,7 +35,7 @@ def require_finite_everywhere(state: Mapping[str, torch.Tensor], step: int) -> N
     is_bad = has_nonfinite(floats, floats[0].device)
     bad = gather_object(describe_nonfinite_tensors(parts.items()) if is_bad else [])
     if bad:
-        message = format_list(f"step {step} is not saved: it is not finite", bad[:20])
+        message = format_list(f"step {step} is not saved: its state is not finite", bad[:20])
         raise BadStateError(message, "non_finite_weights")
 
 
@@ -51,7 +51,7 @@ def require_unaltered(diagnosis_context: DiagnosisContext, step: int, *, check_f
     # Every rank raises if one of them found altered values.
     altered = gather_object(altered)
     if altered:
-        message = format_list(f"step {step} is not saved: it was altered", altered[:20])
+        message = format_list(f"step {step} is not saved: memory has altered its state", altered[:20])
         raise BadStateError(message, "altered_state")
 
 

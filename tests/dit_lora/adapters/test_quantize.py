@@ -26,7 +26,7 @@ from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.lora import find_lora_problem
 from dit_lora.guard.checks import check_base_weights
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.numerics.quantized_linear import Quantization, QuantizedLinear

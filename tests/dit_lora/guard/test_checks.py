@@ -307,9 +307,9 @@ def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
     assert not wrong(findings)
     assert disabled == []
     messages = {finding.check: finding.words for finding in findings}
-    assert messages["attention backend math"].startswith("right at 2 of 2 calls")
+    assert messages["attention backend math"].startswith("correct for 2 of 2 calls")
     assert messages["attention backend cudnn"].startswith("not used: No viable backend")
-    assert messages["attention"] == "every one of 2 attention calls has a backend that is right"
+    assert messages["attention"] == "all 2 attention calls have a correct backend"
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[str, bool]], error: float) -> None:
@@ -335,7 +335,7 @@ def test_a_wrong_backend_is_named_with_its_call_and_error_and_disabled(
     assert finding.check == "attention backend flash"
     assert not finding.fatal  # the run goes on without it
     assert disabled == ["flash"] == checks.find_wrong_backends(findings)
-    assert "wrong at 1 of 2 calls" in finding.words
+    assert "wrong for 1 of 2 calls" in finding.words
     assert "q 2x4x6x16" in finding.words
     assert "causal" in finding.words
     assert f"dq {error:.1e}" in finding.words

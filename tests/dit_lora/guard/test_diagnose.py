@@ -21,7 +21,7 @@ from diagnoses import (
     switch,
 )
 
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.state_checks import (
@@ -230,7 +230,7 @@ def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(model: Net, co
         verdict = diagnosed(failing_batch, model, fallbacks=[switch(Block())], control=control)
         assert (verdict.cause, verdict.sample_ids) == (cause, ("b.mp4",))
         assert (verdict.timesteps, verdict.op) == ((17,), "aten.exp.default")
-        is_in_message = "it fails whatever is switched off; other samples are healthy" in verdict.words
+        is_in_message = "it fails whichever component is switched off, and other samples are healthy" in verdict.words
         assert is_in_message is (cause == "data")
 
 
@@ -268,7 +268,7 @@ def test_what_nothing_cures_is_unknown_and_all_samples_are_named(model: Net) -> 
     verdict = diagnosed(batch(model), model, **facts)
     assert (verdict.cause, verdict.sample_ids, verdict.switch) == ("unknown", IDS, None)
     assert (verdict.module, verdict.timesteps) == ("block", TIMESTEPS)
-    assert "nothing that was switched off makes it healthy" in verdict.words
+    assert "switching components off does not make it healthy" in verdict.words
     assert verdict.evidence["losses"] == ["inf"] * 3
     assert {*verdict.evidence["bad_gradients"]} == {"down.weight", "up.weight"}
 

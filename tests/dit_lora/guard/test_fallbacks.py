@@ -184,7 +184,7 @@ def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are(
     assert all(switch.name in str(error.value) for switch in switches)
     with pytest.raises(DitLoraError, match="'attention'"):
         find_fallback(switches, "attention")
-    with pytest.raises(DitLoraError, match="known: none on this device"):
+    with pytest.raises(DitLoraError, match="components that can be switched off: none on this device"):
         find_fallback([], "compile")
 
 

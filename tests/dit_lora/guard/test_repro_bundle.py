@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_left_out_whole_and_said(
     assert mib(samples) > mib(weights)
     left_out = write_bundle(tmp_path, FACTS, samples, weights, limit_mib=room(samples, weights))
     assert [message.partition(".")[0] for message in left_out] == lacks
-    assert all("beyond guard.bundle_mib" in message for message in left_out)
+    assert all("more than guard.bundle_mib" in message for message in left_out)
     assert json.loads((tmp_path / "bundle.json").read_text())["left_out"] == left_out
     stems = {path.stem for path in tmp_path.glob("*.safetensors")}
     assert stems == {"samples", "trained"} - {*lacks}
@@ -150,7 +150,7 @@ def test_a_torn_bundle_is_one_line_of_error(tmp_path: Path, samples: Tensors, we
     TORN[how](tmp_path)
     with pytest.raises(DitLoraError) as error:
         read_bundle(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path} is not a whole bundle: ")
+    assert str(error.value).startswith(f"{tmp_path} is not a complete bundle: ")
     assert "\n" not in str(error.value)
 
 
@@ -167,7 +167,7 @@ def test_another_format_is_refused_by_its_number(
 
 
 def test_a_folder_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
-    with pytest.raises(DitLoraError, match=r"is not a whole bundle: no .*bundle\.json; give a folder"):
+    with pytest.raises(DitLoraError, match=r"is not a complete bundle: it has no .*bundle\.json; give a folder"):
         read_bundle(tmp_path / "none")
 
 

@@ -32,7 +32,7 @@ from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure
+from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 
 STEPS, RANKS, ACCUMULATE = 4, 2, 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.event import Event
+from dit_lora.guard.diagnosis import Event
 from dit_lora.training.journal import (
     MAX_IDLE_STEPS,
     Journal,

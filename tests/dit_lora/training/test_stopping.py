@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recovering import Guarded, equal, verdict
+from recovering import Guarded, equal, make_diagnosis
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis
@@ -23,7 +23,7 @@ def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cau
     sample = guarded.in_step(3)[0]
     samples = [sample] if cause in ("data", "unknown") else []
     with pytest.raises(NonFiniteError) as error:
-        guarded.fail_step(3, verdict(cause, *samples))
+        guarded.fail_step(3, make_diagnosis(cause, *samples))
     message = str(error.value)
     assert message.startswith("step 3: non finite loss; the weights are those of step 2\n")
     assert f": it is {cause}" in message
@@ -45,7 +45,7 @@ def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cau
 def test_a_stop_saves_nothing_where_nothing_is_good(tmp_path: Path, step: int, cause: str, words: str) -> None:
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     with pytest.raises(NonFiniteError) as error:
-        guarded.fail_step(step, verdict(cause))
+        guarded.fail_step(step, make_diagnosis(cause))
     assert "save" not in [call[0] for call in guarded.files.calls]
     assert words in str(error.value)
 
@@ -54,7 +54,7 @@ def test_a_stop_whose_checkpoint_cannot_be_written_still_names_the_cause(tmp_pat
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     guarded.files.refuse = DitLoraError("cannot save the checkpoint of step 2: disk full")
     with pytest.raises(NonFiniteError) as error:
-        guarded.fail_step(3, verdict("data", guarded.in_step(3)[0]))
+        guarded.fail_step(3, make_diagnosis("data", guarded.in_step(3)[0]))
     assert "it is data" in str(error.value)
     assert str(error.value).endswith("disk full")
 
@@ -69,7 +69,7 @@ def test_a_bad_frozen_weight_costs_no_trained_one(guarded: Guarded) -> None:
     guarded.train(3, 4)
     expected = guarded.copy()
     with pytest.raises(NonFiniteError) as error:
-        guarded.fail_step(5, frozen(verdict("weights")))
+        guarded.fail_step(5, frozen(make_diagnosis("weights")))
     assert ("save", 4) in guarded.files.calls
     assert equal(guarded.state(), expected)
     assert "the weights are those of step 4" in str(error.value)
@@ -88,7 +88,7 @@ def test_a_stop_for_bad_trained_weights_saves_the_newest_snapshot_that_no_checkp
     guarded.files.newest = newest
     guarded.model.weight.data[0, 0] = torch.nan
     with pytest.raises(NonFiniteError) as error:
-        guarded.fail_step(5, verdict("weights"))
+        guarded.fail_step(5, make_diagnosis("weights"))
     assert [call[1] for call in guarded.files.calls if call[0] == "save"] == saved
     assert equal(guarded.state(), expected) == bool(saved)
     expected_message = (
@@ -104,9 +104,9 @@ def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_wh
 ) -> None:
     guarded.recovery.snapshots.take(0)
     guarded.train(1, 5)
-    diagnoses = [replace(verdict("weights"), micro_step=micro) for micro in range(2)]
+    diagnoses = [replace(make_diagnosis("weights"), micro_step=micro) for micro in range(2)]
     assert guarded.fail_step(6, *diagnoses) == 0
     (message,) = guarded.files.said
     assert message.count(diagnoses[0].words) == 1
-    assert "rolled back to step 0: 5 healthy step(s) are taken again" in message
+    assert "rolled back to step 0: 5 healthy step(s) are repeated" in message
     assert len(guarded.files.events) == 2

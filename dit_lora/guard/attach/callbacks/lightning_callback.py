@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.finite_checks import CHECKS
@@ -35,13 +35,17 @@ class LightningGuard(Callback):
     they were. Before each checkpoint, the trained state is checked and restored if it is not finite.
 
     Args:
-        config: A `LoopConfig` or `LadderConfig`, as in `Guard.attach`.
+        config: A `LoopConfig` or `RecoveryConfig`, as in `Guard.attach`.
         folder: Where events go instead of the log folder.
         checks: As in `Guard.attach`.
     """
 
     def __init__(
-        self, config: LadderConfig | None = None, *, folder: str | Path | None = None, checks: Collection[str] = CHECKS
+        self,
+        config: RecoveryConfig | None = None,
+        *,
+        folder: str | Path | None = None,
+        checks: Collection[str] = CHECKS,
     ) -> None:
         super().__init__()
         self.config = config

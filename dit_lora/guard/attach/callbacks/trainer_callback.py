@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
 
@@ -22,12 +22,12 @@ class GuardCallback(TrainerCallback):
 
     Args:
         trainer: The `Trainer` that the callback is added to.
-        config: A `LoopConfig` or `LadderConfig`, as in `Guard.attach`.
+        config: A `LoopConfig` or `RecoveryConfig`, as in `Guard.attach`.
         checks: As in `Guard.attach`.
     """
 
     def __init__(
-        self, trainer: "Trainer", config: LadderConfig | None = None, *, checks: Collection[str] = CHECKS
+        self, trainer: "Trainer", config: RecoveryConfig | None = None, *, checks: Collection[str] = CHECKS
     ) -> None:
         self.trainer = trainer
         self.config = config

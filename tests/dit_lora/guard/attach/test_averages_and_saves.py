@@ -216,7 +216,7 @@ def test_bad_weights_are_put_back_before_they_are_saved(how: str, caplog: pytest
         loop.guard.before_save(state)
     assert loop.kinds() == [(2, "non_finite_weights", "rollback")]
     # Copies that were made before are as bad as the weights were.
-    assert "what the loop has copied from them since, in files too, may have the bad values" in (caplog.text)
+    assert "copies that the loop has made of them since, also in files, may have the bad values" in (caplog.text)
     assert same(everything([loop.model], []), start)
     loop.step()
     assert len(loop.guard.events) == 1

@@ -17,7 +17,7 @@ from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_ou
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.replay import replay_micro_batch
 

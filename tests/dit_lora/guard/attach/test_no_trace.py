@@ -18,7 +18,7 @@ from loop_helpers import bad_batch, batch, everything, fresh_accelerator, same
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dit_lora.config.ladder import LoopConfig
+from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.run_script import ScriptGuard, run_as_main

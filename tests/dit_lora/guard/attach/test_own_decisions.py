@@ -225,7 +225,7 @@ def test_the_sample_is_named_before_torch_raises(anomaly: bool, caplog: pytest.L
     assert (event["step"], event["verdict"]["cause"]) == (3, "data")
     assert event["sample_ids"] == ["dataset index 5"]
     head, sample = caplog.messages[-1].split("\n  - ")
-    assert head.endswith("torch raises an error for it")
+    assert head.endswith("torch raises an error for this step")
     assert sample.startswith("dataset index 5: argument 0 has 1 NaN")
 
 

@@ -27,7 +27,7 @@ from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.recovery import RunFailure
+from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 
 pytestmark = [

@@ -9,9 +9,9 @@ from runs import lines, same_adapter
 from topologies import Case, Engine, Fault, run_all
 from verified import SMOKES, quick
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.recovery_policy import Action, Policy
+from dit_lora.guard.recovery import Action, Policy
 from dit_lora.training.ema import AverageBounds
 from dit_lora.training.recovery.rank_consistency import _find_minority_ranks, _find_outlier_rank
 
@@ -26,11 +26,11 @@ def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() ->
 
 
 def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
-    policy = Policy(LadderConfig())
+    policy = Policy(RecoveryConfig())
     diagnosis = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
     assert policy.choose(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
     second_choice = policy.choose(4, [diagnosis], [])
-    assert (second_choice.kind, "leave that machine out" in second_choice.reason) == ("stop", True)
+    assert (second_choice.kind, "continue without that machine" in second_choice.reason) == ("stop", True)
 
 
 def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:

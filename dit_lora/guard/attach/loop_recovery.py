@@ -12,42 +12,43 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError, format_list, format_remaining_count
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import BundleWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.attach.diagnosis import CallDiagnoser, diagnose_missing_call, diagnose_state
+from dit_lora.guard.attach.diagnose_calls import CallDiagnoser, diagnose_missing_call, diagnose_state
 from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_micro_batch_row
 from dit_lora.guard.attach.save_weights import save_trained
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.event import Event, make_event
+from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.fallbacks import find_fallback
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
+    STATE_CAUSES,
+    Action,
+    Policy,
     RankDiagnosis,
     RecoveryHandler,
     format_diagnosis_lines,
 )
-from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 
 _LOG = logging.getLogger("dit_lora")
 BAD_WEIGHTS = "non_finite_weights"
 ALTERED_FROZEN = "altered_frozen"
 _FROZEN_HINT = (
-    "what was trained since the last save may have met the damage; if the loop itself writes there, give checks= "
-    "without frozen"
+    "steps since the last save may have used the damaged weights; if the loop itself changes them, leave frozen out "
+    "of checks="
 )
-_COPIES_HINT = "; what the loop has copied from them since, in files too, may have the bad values"
+_COPIES_HINT = "; copies that the loop has made of them since, also in files, may have the bad values"
 _OTHER_PROCESS_MESSAGE = (
-    "this process's own calls are finite when they are run again; where processes add up their gradients, another "
-    "one has the cause"
+    "this process's calls are finite when they are replayed; if processes sum their gradients, the cause is in "
+    "another process"
 )
 _SAMPLE_CAUSES = ("data", "labels", "inputs")
 _NON_LOSS_CAUSES = ("kernel", "attention_backend", "rank", *STATE_CAUSES)
@@ -94,7 +95,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
 
     host: Host
     state: LoopState
-    config: LadderConfig
+    config: RecoveryConfig
     folder: Path | None
     watched: WatchedModels
     namer: SampleNamer
@@ -179,8 +180,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         needs_snapshot = action.kind == "rollback" or (failure.has_bad_weights(diagnoses) and action.kind != "stop")
         if not needs_snapshot or self.state.find_newest_snapshot(self.host.gather_objects) is not None:
             return action
-        hint = "" if self.state.interval_steps else ", for guard.snapshot_every is 0"
-        reason = f"no snapshot that is finite is held{hint}"
+        hint = "" if self.state.interval_steps else ", because guard.snapshot_every is 0"
+        reason = f"there is no finite snapshot{hint}"
         return Action("stop" if self._can_stop or failure.required else "skip", reason=reason)
 
     def write_bundle(self, source: CapturedCall, event: Event) -> str | None:
@@ -206,7 +207,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         has_bad_state = failure.has_bad_weights(diagnoses)
         restored_step = self._restore_snapshot() if has_bad_state or action.kind == "rollback" else None
         if restored_step is None and action.kind == "rollback":
-            reason = "the snapshot that is held does not fit any more"
+            reason = "the newest snapshot no longer fits the model"
             action = Action("stop" if self._can_stop or failure.required else "skip", reason=reason)
         buffers = [*self._restored_buffers, *self.state.restore_bad_buffers()]
         self._restored_buffers = []
@@ -215,7 +216,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         # From here on no step is skipped.
         if has_bad_state and restored_step is None and action.kind != "stop":
             self.has_given_up = True
-            outcome = f"{action.reason}: nothing can be put back, and the loop goes on as it would without a guard"
+            outcome = f"{action.reason}: nothing can be restored, and the loop continues as it would without a guard"
             return replace(action, kind="report", description=outcome, facts=facts)
         undone_steps = ""
         if restored_step is not None:
@@ -227,7 +228,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             undone_steps += _COPIES_HINT if failure.between_steps else ""
         outcome = undone_steps if action.kind == "stop" else self._finish_action(failure, action, undone_steps)
         if buffers:
-            outcome += f"; not finite and put back: {', '.join(buffers[:5])}"
+            outcome += f"; restored, because they were not finite: {', '.join(buffers[:5])}"
         # A sample known to be bad needs no new message.
         self._num_logged += not self._is_known_failure
         # After the first ten, show those whose number is a power of two.
@@ -249,7 +250,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def make_stop_error(
         self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action, event: Event
     ) -> NonFiniteError:
-        state = "the weights are not to be used"
+        state = "do not use the weights"
         if action.restored_step is not None or not failure.has_bad_weights(diagnoses):
             step = failure.step - 1 if action.restored_step is None else action.restored_step
             state = action.description or "the weights are those of the step before"
@@ -292,7 +293,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if self._can_stop and count > self.config.max_skips:
             message = f"no gradient reached a trained weight in {count} steps in a row, though the loss asks for one"
             event = self._report(step, "zero_gradient", message, action="stop")
-            hint = "checks= without zero_gradient goes on"
+            hint = "to continue, leave zero_gradient out of checks="
             raise NonFiniteError(f"guard: step {step}: {message} ({hint})", event.to_record())
         # Report at powers of ten, not at every step.
         if count in (1, 10, 100, 1000):
@@ -339,7 +340,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         event = make_event(step, BAD_WEIGHTS, diagnosis, "rollback", 0.0)
         self.write_event(replace(event, facts={"guard": self.guard_id, "weights_of_step": restored_step}))
         head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {diagnosis.words}"
-        _LOG.warning("%s; those of step %d are saved", head, restored_step)
+        _LOG.warning("%s; the weights of step %d are saved instead", head, restored_step)
 
     def _report(self, step: int, kind: str, message: str, *, action: str = "report") -> Event:
         diagnosis = {"cause": "unknown", "words": message}
@@ -440,7 +441,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.state.scale_learning_rates(self.config.rollback_lr)
             return f"{undone_steps}; learning rates are multiplied by {self.config.rollback_lr:g}"
         if failure.raised_by_torch:
-            return "torch raises an error for it"
+            return "torch raises an error for this step"
         return undone_steps or "the step was not taken"
 
 

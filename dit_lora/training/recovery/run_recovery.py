@@ -1,46 +1,58 @@
-"""Handles a failed step: every rank diagnoses it, all agree on an action, and continue or stop."""
+"""Recovery of a run: `RunRecovery` diagnoses a failed step on every rank, acts on the cause, and continues or stops.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+`RecoveryHandler.resolve` (guard/recovery.py) calls its methods in order. The quarantine, events, bundles, checkpoints
+and logs of the run's folder are changed through `RecoveryFiles`.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from tqdm import tqdm
 
 from dit_lora.data.loading.order import Occurrence, Order
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
+from dit_lora.data.sources.scan import find_class_names_in_data
+from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.diagnosis_context import DiagnosisContext
-from dit_lora.guard.event import Event, make_event
-from dit_lora.guard.fallbacks import find_fallback
+from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext, Event, make_event
+from dit_lora.guard.fallbacks import Fallback, find_fallback
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
+    STATE_CAUSES,
+    Action,
+    Policy,
     RankDiagnosis,
     RecoveryHandler,
     format_diagnosis_lines,
 )
-from dit_lora.guard.recovery_policy import STATE_CAUSES, Action, Policy
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.repro_bundle import write_bundle
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
+from dit_lora.numerics.precision import DTYPES
 from dit_lora.numerics.ranks import broadcast_object, gather_object
-from dit_lora.training.checkpoints.files import checkpoint_path
+from dit_lora.terminal import make_printable
+from dit_lora.training.checkpoint_state import Checkpoints
+from dit_lora.training.checkpoints.files import checkpoint_path, list_checkpoints, remove_checkpoints_after
 from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
-from dit_lora.training.recovery.records import RecoveryFiles
-from dit_lora.training.recovery.state import GuardState
+from dit_lora.training.recovery.monitoring import StepWatcher, share_spike_history
 
 _MEASUREMENTS = ("replays", "control", "control_with_the_same_draws", "losses")
 """Evidence of a diagnosis that is written to the quarantine file."""
 _ACTION_TEXTS = {
-    "retry": "taken again",
-    "skip": "taken again without it, this once",
-    "quarantine": "quarantined, and taken again without it",
-    "fallback": "switched off for this run, and taken again",
+    "retry": "the step is repeated",
+    "skip": "the step is repeated without the sample, which returns in the next epoch",
+    "quarantine": "the sample is quarantined, and the step is repeated without it",
+    "fallback": "the component is switched off for this run, and the step is repeated",
     "rollback": "rolled back",
     "stop": "stopped",
 }
@@ -61,6 +73,28 @@ class RunFailure(StepFailure):
 
 
 @dataclass
+class GuardState:
+    """Changes that recovery has made to a run, saved in its checkpoints."""
+
+    lr_scale: float = 1.0
+    switched_off: list[str] = field(default_factory=list)
+    passed: int | None = None
+    """Step of the last comparison of kernels that found no difference, in this run or the one it resumes."""
+
+
+@dataclass(frozen=True)
+class GuardStart:
+    """State of the guard when the process starts, restored from a checkpoint or new."""
+
+    state: GuardState
+    policy: Policy
+    fallbacks: list[Fallback]
+    quarantine: Quarantine
+    start_peak: float
+    """The largest trained weight before the run's first step."""
+
+
+@dataclass
 class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     """Recovery of one run from failed steps, with its list of actions. Every rank has an equal one."""
 
@@ -72,7 +106,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     order: Order
     snapshots: Snapshots
     samples_per_step: int
-    files: RecoveryFiles
+    files: "RecoveryFiles"
 
     @property
     def lr_scale(self) -> float:
@@ -104,10 +138,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return self.diagnosis_context.collective_forward
 
     def diagnose_step(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
-        # A failed step with a verdict was diagnosed where it was detected: nothing is replayed.
+        # A failure that was diagnosed where it was detected: nothing is replayed.
         if failure.diagnosis is not None:
             return []
-        # Only other ranks can tell a bad sample from a bad rank.
+        # Only other ranks can tell a bad sample from a bad rank. With one rank, the diagnoses stay as they are.
         return replay_on_other_ranks(self._diagnose(failure), self.diagnosis_context, failure.kind)
 
     def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
@@ -116,7 +150,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return super().gather_diagnoses(failure, results)
 
     def choose_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> Action:
-        skipped = [v.sample_id for v in self.quarantine.records]
+        skipped = [record.sample_id for record in self.quarantine.records]
         return self.policy.choose(failure.step, diagnoses, skipped)
 
     def write_bundle(self, source: MicroBatch, event: Event) -> str | None:
@@ -140,7 +174,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if context.collective_forward:
             return self._diagnose_collectively(failure)
         # Each rank diagnoses its own micro-batches: those of a bad loss, or all of them after a bad gradient.
-        suspect_batches = [
+        failed_batches = [
             micro_batch
             for micro_batch in failure.micro_batches
             if not failure.failed_positions or (micro_batch.rank, micro_batch.micro_step) in failure.failed_positions
@@ -148,14 +182,14 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         control = failure.control
         # In the first step, use another micro-batch of the same step.
         if control is None:
-            control = next((batch for batch in failure.micro_batches if batch not in suspect_batches), None)
+            control = next((batch for batch in failure.micro_batches if batch not in failed_batches), None)
         return [
             RankDiagnosis(diagnose(batch, context, kind=failure.kind, control=control), batch)
-            for batch in suspect_batches
+            for batch in failed_batches
         ]
 
     def _diagnose_collectively(self, failure: RunFailure) -> list[RankDiagnosis[MicroBatch]]:
-        """Diagnose each suspect micro-batch on all ranks, one after another.
+        """Diagnose each failed micro-batch on all ranks, one after another.
 
         The diagnoses are equal on all ranks except for evidence that each rank gathers by itself.
         """
@@ -177,7 +211,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._make_out_of_memory_error(failure, micro_batch) from error
-            # The owner's verdict counts on every rank: the loop must not branch on local evidence.
+            # The owner's diagnosis counts on every rank: the loop must not branch on local evidence.
             diagnosis = broadcast_object(diagnosis, owner)
             diagnosed.append(RankDiagnosis(diagnosis, micro_batch))
             if diagnosis.cause in STATE_CAUSES:
@@ -188,8 +222,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         """The error for a rank without memory for a replay in which other ranks take part: they may wait forever."""
         rank = PartialState().process_index
         message = (
-            f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
-            "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
+            f"no cause found: a replay does not fit into memory next to the run on rank {rank}, and the other ranks "
+            "cannot replay without it; continue with train.resume=auto and train.checkpointing=full, a smaller "
             "train.batch_size, or more ranks"
         )
         ids = micro_batch.ids
@@ -208,9 +242,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             # A sample that is excluded for an epoch returns after it, so it does not count as lost.
             left_out = {r.sample_id for r in self.quarantine.records if r.to_epoch is None} | set(action.samples)
             if not set(self.order.ids) - left_out:
-                return Action("stop", reason="no sample is left: every one was at fault")
+                return Action("stop", reason="no sample is left: all are excluded")
         if action.kind == "rollback" and not self._keep_finite_snapshots():
-            return Action("stop", reason="no snapshot that is finite is left")
+            return Action("stop", reason="no finite snapshot is left")
         return action
 
     def _keep_finite_snapshots(self) -> list[int]:
@@ -226,7 +260,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         before = failure.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.save_if_due(failure.step, self.state_dict())
-            return replace(action, description="left out, for no sample is at fault", restored_step=failure.step)
+            return replace(
+                action, description="the step is left out, because no sample is the cause", restored_step=failure.step
+            )
         if action.kind in ("skip", "quarantine"):
             notes = self._exclude_samples(action, failure.step, diagnoses)
             return replace(action, description=text, notes=notes, restored_step=before)
@@ -240,7 +276,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
             num_repeated = before - target
-            repeated_text = f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
+            repeated_text = f": {num_repeated} healthy step(s) are repeated" if num_repeated else ""
             description = f"{text} to step {target}{repeated_text}"
             return replace(action, description=description, notes=notes, restored_step=target)
         return replace(action, description=text, restored_step=before)
@@ -258,7 +294,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if action.should_lower_lr:
             # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
             self.state.lr_scale *= self.policy.config.rollback_lr
-            notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
+            notes.append(f"learning rates are now {self.state.lr_scale:g} times the recipe's")
         self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
         return target, notes
 
@@ -269,8 +305,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.get_occurrence(position)
             first_uses.setdefault(self.order.ids[draw.sample_index], draw)
-        # By sample: the verdict that names it.
-        causes = {s: v for v in diagnoses for s in v.sample_ids}
+        # By sample: the diagnosis that names it.
+        causes = {sample: diagnosis for diagnosis in diagnoses for sample in diagnosis.sample_ids}
         records = []
         for sample in action.samples:
             use, diagnosis = first_uses[sample], causes[sample]
@@ -304,7 +340,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         notes = [*action.notes, *self.files.mark_bad_entries(samples)]
         # May restore a snapshot; what is saved below is that state.
         good = self._restore_last_good(failure, diagnoses)
-        state = "not to be used" if good is None else f"those of step {good}"
+        state = "do not use the weights" if good is None else f"the weights are those of step {good}"
         kind, advice = failure.kind.replace("_", " "), _advise_after_stop(diagnoses)
         try:
             if good is None:
@@ -316,7 +352,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
         except DitLoraError as error:
             notes.append(f"{error}")
-        summary = f"step {failure.step}: {kind}; the weights are {state}"
+        summary = f"step {failure.step}: {kind}; {state}"
         message = format_list(summary, self.format_diagnoses(diagnoses))
         return NonFiniteError("\n".join([message, f"stopped: {action.reason}", *notes]), event.to_record())
 
@@ -340,6 +376,128 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return steps[-1]
 
 
+class RecoveryFiles:
+    """Changes a run's files for recovery. Called on every rank; only the main process writes, except for bundles."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, journal: Journal | None, watcher: StepWatcher, guard_start: GuardStart
+    ) -> None:
+        self.setup = checkpoints.setup
+        self.checkpoints = checkpoints
+        self.journal = journal
+        self.watcher = watcher
+        self.guard_start = guard_start
+        # Bundles of earlier starts count too.
+        self._num_bundles = len(list((self.setup.session.dir / "bundles").glob("step_*")))
+
+    def write_event(self, event: Event) -> None:
+        if self.journal is not None:
+            self.journal.write_event(event)
+
+    def rewind(self, step: int, *, is_new_trajectory: bool) -> None:
+        """Drop the log lines of steps after `step`; with `is_new_trajectory`, also the checkpoints of these steps."""
+        if self.journal is not None:
+            self.checkpoints.writer.wait()  # a checkpoint under way may be one to remove
+            with self.checkpoints.writer.record_os_errors():
+                self.journal.rewind(step)
+                if is_new_trajectory:
+                    remove_checkpoints_after(self.setup.session.dir, step)
+            # The losses of later steps are dropped from the log, so other checkpoints may be the best now.
+            self.checkpoints.update_best(step)
+        # Collective, so not inside the condition: every rank's medians are rolled back with the run.
+        share_spike_history(self.watcher, self.journal)
+
+    def save_quarantine(self, quarantine: Quarantine) -> None:
+        """Write the quarantine, the list of excluded samples, to the run's folder."""
+        if self.setup.session.is_main:
+            with self.checkpoints.writer.record_os_errors():
+                quarantine.save()
+
+    def save_if_due(self, step: int, guard_state: Mapping[str, Any]) -> None:
+        """Save a checkpoint with the guard's state after a skipped step, if one is due."""
+        train = self.setup.recipe.train
+        # A skipped step has no result, so the code that saves after a step does not run for it.
+        if step % train.save_every == 0 or step == train.steps:
+            self.save(step, guard_state)
+
+    def save(self, step: int, guard_state: Mapping[str, Any]) -> None:
+        """Checkpoint the present weights with the guard's record; raises if they are not finite."""
+        self.checkpoints.save(step, guard_state, wait=True)
+
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[str]:
+        """Mark the bad cache entries of these samples. Returns messages, on the main process only."""
+        if not self.setup.session.is_main:
+            return []
+        mark_paths = self.setup.data.training_set.mark_bad_entries(samples)
+        return [f"marked {path} as bad: the next start encodes it again" for path in mark_paths]
+
+    def find_newest_saved_step(self) -> int:
+        """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""
+        step = 0
+        if self.setup.session.is_main:
+            self.checkpoints.writer.wait()  # one may be under way
+            step = max(list_checkpoints(self.setup.session.dir), default=0)
+        return broadcast_object(step)
+
+    def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
+        """Write a bundle, the inputs of `dit-lora replay`, on the rank that ran the micro-batch.
+
+        Each process writes until its bundles and those that the run's folder had at the start number `guard.bundles`.
+
+        Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
+        """
+        setup = self.setup
+        if self._num_bundles >= setup.recipe.guard.bundles:
+            return None
+        # Counted even if this rank writes nothing: ranks that call this together must keep equal counts.
+        self._num_bundles += 1
+        # Before any rank returns: all of them gather sharded weights.
+        weights = setup.engine.trainable_state_dict()
+        if setup.engine.collective_forward and not setup.session.is_main:
+            # All ranks have the same micro-batch and weights.
+            return None
+        name = f"step_{micro_batch.step:06d}_rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
+        # Bundles of the same step and micro-batch: the step failed before.
+        earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))
+        folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
+        try:
+            facts, limit = self._build_bundle_metadata(micro_batch, event), setup.recipe.guard.bundle_mib
+            write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
+        # A run is worth more than a bundle.
+        except OSError as error:
+            tqdm.write(make_printable(f"warning: cannot write {folder}: {error.strerror}"), file=sys.stderr)
+            return None
+        return f"bundles/{folder.name}"
+
+    def _build_bundle_metadata(self, micro_batch: MicroBatch, event: Event) -> dict[str, Any]:
+        """Metadata to rerun a micro-batch elsewhere, in addition to its tensors and the weights."""
+        setup, recipe = self.setup, self.setup.recipe
+        if "class_labels" in micro_batch.tensors:
+            # A replay has no data set to read the class names from.
+            classes = tuple(find_class_names_in_data(recipe.data, recipe.cache_dir))
+            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": classes})})
+        return {
+            "event": event.to_record(),
+            "recipe": recipe.model_dump(mode="json"),
+            "replay": {
+                "step": micro_batch.step,
+                "micro_step": micro_batch.micro_step,
+                "rank": micro_batch.rank,
+                "ids": micro_batch.ids,
+                "draws": micro_batch.draw_numbers,
+                "faults": dict(micro_batch.faults),
+            },
+            "switched_off": list(self.guard_start.state.switched_off),
+            "start_peak": self.guard_start.start_peak,
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype is setup.dtype),
+            "transformer_digest": setup.data.transformer_digest,
+            "packages": dict(probe_environment().versions),
+        }
+
+    def say(self, line: str) -> None:
+        self.setup.session.say(line)
+
+
 def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
     causes = {diagnosis.cause for diagnosis in diagnoses}
     if causes <= {"data", "transient"}:
@@ -347,7 +505,7 @@ def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
     if any("weight_decay" in diagnosis.evidence for diagnosis in diagnoses):
         return "start again, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
-        return "continue with train.resume=auto, without the device that is named"
+        return "continue with train.resume=auto, without the named device"
     if "learning_rate" in causes:
         return "start again, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
     if causes & {"weights", "optimizer"}:

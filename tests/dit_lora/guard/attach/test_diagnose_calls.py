@@ -11,7 +11,7 @@ from loop_helpers import bad_batch, batch, causes, everything, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dit_lora.config.ladder import LadderConfig
+from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.attach.guard import Guard
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -21,7 +21,7 @@ def train(
     model: nn.Module,
     loss_of: Loss,
     batches: list[torch.Tensor],
-    config: LadderConfig | None = None,
+    config: RecoveryConfig | None = None,
 ) -> Guard:
     """Train a plain loop whose weights must stay finite."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -73,7 +73,7 @@ def test_what_the_loops_own_loss_makes_is_no_samples_fault(loss_of: Loss, x: tor
     assert (event["step"], event["kind"], event["action"]) == (2, is_seen, "skip")
     assert event["sample_ids"] == []
     assert event["verdict"]["cause"] == "unknown"
-    message = "the model's output is finite, but the gradient that came back to it is not: a target, another model or "
+    message = "the model's output is finite, but the gradient of the output is not: the cause is a target, "
     assert event["verdict"]["words"].startswith(message)
 
 
@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_run_again_is_told_so() -> None:
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["action"]) == ("unknown", "skip")
     assert event["sample_ids"] == []
-    assert "the call cannot be run again by itself (IndexError: pop from" in event["verdict"]["words"]
+    assert "the call cannot be replayed by itself (IndexError: pop from" in event["verdict"]["words"]
 
 
 def test_memory_that_runs_out_in_an_experiment_ends_only_that() -> None:
@@ -241,7 +241,7 @@ def test_arguments_that_were_overwritten_since_prove_nothing() -> None:
     guard = train(InPlace(4, 2), lambda net, x: net(x).square().mean(), [batch(1), seven(2)])
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["sample_ids"]) == ("unknown", [])
-    assert event["verdict"]["words"].startswith("the call's inputs were overwritten in place since")
+    assert event["verdict"]["words"].startswith("not replayed: the call's inputs have been overwritten")
 
 
 def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
@@ -253,7 +253,7 @@ def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
     )
     *earlier_verdicts, last_verdict, fact = (event["verdict"] for event in guard.events)
     assert [verdict["sample_ids"] for verdict in earlier_verdicts[:10]] == [["row 1 of micro-batch 0"]] * 10
-    assert last_verdict["words"] == "not looked into: too many steps in a row have failed"
+    assert last_verdict["words"] == "not replayed: too many consecutive steps have failed"
     assert (fact["cause"], fact["sample_ids"]) == ("inputs", ["row 1 of micro-batch 0"])
     assert len(guard.events) == 13
 
@@ -273,7 +273,7 @@ def test_a_failed_step_costs_one_of_the_skips_that_a_stop_leaves(loss_of: Loss, 
     def loss(net: nn.Module, given: torch.Tensor) -> torch.Tensor:
         return loss_of(net, given) if given is x else net(given).square().mean()
 
-    guard = train(nn.Linear(4, 2), loss, [batch(1), x, batch(3)], config=LadderConfig(max_skips=2))
+    guard = train(nn.Linear(4, 2), loss, [batch(1), x, batch(3)], config=RecoveryConfig(max_skips=2))
     assert [event["action"] for event in guard.events] == ["skip"]
     assert guard.format_summary() == "1 of 3 optimizer steps were not taken"
 

@@ -1,4 +1,4 @@
-"""The recovery actions for failed steps and their budgets. Imports only torch, like the guard."""
+"""Settings for failed steps: the recovery actions and their limits. Imports only torch, like the guard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -8,34 +8,36 @@ from typing import Any, Literal, get_args
 from dit_lora.errors import DitLoraError
 
 RecoveryAction = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
+# The default order. `stop` comes last, because no action after it is reached.
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = get_args(RecoveryAction)
 MIN_SPIKE_WINDOW = 20
 """Steps that a median needs before values are compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderConfig:
+class RecoveryConfig:
     """Recovery actions for failed steps, and how often each may be used. Raises `DitLoraError` for invalid values.
 
     The `guard` section of a recipe has the same settings with the same defaults.
     """
 
     on_nonfinite: tuple[RecoveryAction, ...] = RECOVERY_ACTIONS
-    """Answers in order of preference; the first that fits the cause and has budget left is taken, and the run stops
-    where none does. `[stop]` never goes on."""
+    """Recovery actions in order of preference: the first that fits the cause of a failed step and is below its limit.
+    Without one, the run stops. `[stop]` stops at every failed step."""
     max_skips: int = 10
-    """Tripped steps that skip and quarantine may answer in one run; then it stops."""
+    """Maximum number of failed steps that a run may retry, skip or take without a quarantined sample."""
     max_rollbacks: int = 2
     rollback_lr: float = 0.5
-    """Learning rates are multiplied by this when a rollback did not help the first time, or when the verdict is that
-    they are too high."""
+    """Factor of all learning rates after a rollback, if an earlier rollback did not help or the diagnosis is that they
+    are too high."""
     snapshot_every: int = 50
-    """Steps between snapshots in host memory; the first is of the start. 0 takes none, in loops that are not ours:
-    what only a rollback can mend then stops them, with nothing to go back to."""
+    """Steps between snapshots in host memory; the first is taken at the start. 0 takes none, in a loop of your own:
+    bad weights can then not be restored."""
     bundles: int = 5
-    """Events of which a bundle for `dit-lora replay` is kept, per process."""
+    """Maximum number of bundles for `dit-lora replay` that each process writes. In a run, those that its folder has at
+    the start count too."""
     bundle_mib: float = 512
-    """Largest size of one bundle; what does not fit is left out, and said."""
+    """Maximum size of a bundle in MiB. A part that does not fit is left out and listed in bundle.json."""
 
     def __post_init__(self) -> None:
         # Accept a list too, as in a recipe.
@@ -45,6 +47,7 @@ class LadderConfig:
             raise DitLoraError(f"{type(self).__name__}: " + "; ".join(messages))
 
     def _find_problems(self) -> list[str]:
+        # All problems are reported together.
         messages = _find_invalid_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
         # Written with `not`, so that NaN is refused too.
         if not 0 < self.rollback_lr < 1:
@@ -57,7 +60,7 @@ class LadderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig(LadderConfig):
+class LoopConfig(RecoveryConfig):
     """Settings of a guard in your own training loop. Raises `DitLoraError` for invalid values.
 
     By default nothing stops the loop: `on_nonfinite` has no `stop`. With `stop`, the guard raises `NonFiniteError` if
@@ -86,7 +89,7 @@ class LoopConfig(LadderConfig):
         return cls(on_nonfinite=RECOVERY_ACTIONS, max_skips=max_skips, **settings)
 
     @classmethod
-    def from_ladder(cls, config: LadderConfig) -> "LoopConfig":
+    def from_recovery_config(cls, config: RecoveryConfig) -> "LoopConfig":
         """Convert recovery settings to those of a guard in a training loop.
 
         Settings that `config` does not have keep their defaults.
@@ -106,7 +109,7 @@ class LoopConfig(LadderConfig):
         return messages
 
 
-def _find_invalid_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
+def _find_invalid_counts(config: RecoveryConfig, names: Sequence[str]) -> list[str]:
     return [
         f"{name}={value!r}: it must be a whole number of 0 or more"
         for name in names
@@ -117,8 +120,8 @@ def _find_invalid_counts(config: LadderConfig, names: Sequence[str]) -> list[str
 
 def find_actions_problem(actions: Sequence[str]) -> str | None:
     """Message about an invalid list of recovery actions; None if it is valid."""
-    if any(rung not in RECOVERY_ACTIONS for rung in actions):
+    if any(action not in RECOVERY_ACTIONS for action in actions):
         return f"choose from {', '.join(RECOVERY_ACTIONS)}"
     if not actions or len(set(actions)) != len(actions):
-        return "give at least one action and none twice; [stop] stops at every fault"
+        return "give at least one action and none twice; [stop] stops at every failed step"
     return None

@@ -31,19 +31,19 @@ from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_stat
 from dit_lora.numerics.objectives import LossOutput
 
 BAD_LOSS_MESSAGE = (
-    "the model's output is finite, but the gradient that came back to it is not: a target, another model or the "
-    "loop's own loss arithmetic makes it so"
+    "the model's output is finite, but the gradient of the output is not: the cause is a target, another model or the "
+    "loop's loss computation"
 )
 _FINITE_GRADIENT_MESSAGE = (
-    "the model's output and the gradient that came back to it are finite: the loop's own loss arithmetic, or another "
-    "output of the model, makes the loss so"
+    "the model's output and the gradient of the output are finite: the cause is the loop's loss computation, or "
+    "another output of the model"
 )
 _DOUBLE_BACKWARD_MESSAGE = (
-    "the loop differentiates through this call's gradient (create_graph=True), "
-    "which a replay of the call cannot repeat"
+    "not replayed: the loop differentiates through this call's gradient (create_graph=True), which a replay of the "
+    "call cannot repeat"
 )
-_MANY_FAILURES_MESSAGE = "not looked into: too many steps in a row have failed"
-_OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a replay would prove nothing"
+_MANY_FAILURES_MESSAGE = "not replayed: too many consecutive steps have failed"
+_OVERWRITTEN_MESSAGE = "not replayed: the call's inputs have been overwritten in place"
 
 
 class _EmptyBatch(MicroBatch):
@@ -190,12 +190,9 @@ class CallDiagnoser:
         if call.has_gradient and not call.has_bad_gradient:
             return self._make_diagnosis(call, rank, "unknown", _FINITE_GRADIENT_MESSAGE, (), evidence)
         if not call.has_gradient:
-            message = "the backward failed in the loss, before it came to the model's output"
+            message = "the backward failed in the loss, before it reached the model's output"
         elif isfinite(peak):
-            message = (
-                f"the gradient that came back from the loss reaches {peak:.3g}, whose square overflows fp32 in the "
-                "optimizer"
-            )
+            message = f"the gradient from the loss reaches {peak:.3g}, whose square overflows fp32 in the optimizer"
         return self._make_diagnosis(call, rank, "unknown", message, (), evidence)
 
     def _diagnose_by_experiments(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis:
@@ -221,7 +218,7 @@ class CallDiagnoser:
             return diagnosis
         reason = failure[0].strip().splitlines()[0]
         reason = reason if len(reason) <= 120 else f"{reason[:117]}..."
-        message = f"not found: the call cannot be run again by itself ({reason})"
+        message = f"no cause found: the call cannot be replayed by itself ({reason})"
         return self._make_diagnosis(call, rank, "unknown", message, (), {})
 
     def _run_experiments(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis:
@@ -251,7 +248,7 @@ class CallDiagnoser:
                 return replace(diagnosis, sample_ids=())
             # The replay appends "; first nan in the forward: <op> at <module>" to its message; keep that.
             _, separator, first_bad_value = diagnosis.words.partition("; first ")
-            message = f"it is healthy with another sample in this one's place{separator}{first_bad_value}"
+            message = f"it is healthy if another sample replaces this one{separator}{first_bad_value}"
             return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
         if not diagnosis.sample_ids:
             return diagnosis

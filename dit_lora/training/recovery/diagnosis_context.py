@@ -9,7 +9,7 @@ from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.storage import UnreadableError
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import compute_decay_share

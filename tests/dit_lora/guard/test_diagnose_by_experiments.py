@@ -18,7 +18,7 @@ from diagnoses import (
     switch,
 )
 
-from dit_lora.guard.diagnosis_context import DiagnosisContext
+from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.frozen_weights import FrozenRecord
 from dit_lora.guard.replay import MicroBatch
 
@@ -78,7 +78,7 @@ def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(m
     )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
-    assert "one that is healthy elsewhere fails here too" in verdict.words
+    assert "any sample fails at this position in the run" in verdict.words
 
 
 def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Net) -> None:
@@ -96,7 +96,7 @@ def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Ne
 def test_samples_that_fail_in_company_alone_are_not_to_blame(model: Net) -> None:
     verdict = diagnosed(batch(model, loss=lambda losses: losses / (len(losses) == 1)), model)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
-    assert "each of its samples is healthy alone" in verdict.words
+    assert "each of its samples is healthy by itself" in verdict.words
 
 
 @pytest.mark.parametrize(("draw_is_bad", "said"), [(True, "fails"), (False, "healthy")])
@@ -117,7 +117,7 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
     control = batch(model, ids=("c.mp4",), loss=fails)
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("unknown", ())
-    assert "those too that were healthy a step ago" in verdict.words
+    assert "every sample fails now, also those that were healthy" in verdict.words
 
 
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
