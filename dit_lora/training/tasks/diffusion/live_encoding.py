@@ -14,18 +14,16 @@ from torch.utils.data import DataLoader, Dataset
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import MAX_ABS, Spec
 from dit_lora.data.cache.fill import Job
-from dit_lora.data.loading.batch import Batch, collate
+from dit_lora.data.loading.batch import Batch, Reading, build_loader, collate
 from dit_lora.data.loading.encoded import ClipDataset, EncodedClips, Pick, Picker
-from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.media.video import ClipError
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.training.session.session import Session
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
-from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample, Encoding, Plan, PlannedSample
 from dit_lora.training.tasks.diffusion.long_captions import suppress_length_warnings
-from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 # Cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens.
 _MAX_CACHED_CAPTIONS = 256

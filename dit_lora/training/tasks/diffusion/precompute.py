@@ -1,4 +1,14 @@
-"""Encodes every clip and caption once, before the transformer is loaded.
+"""Encodes every clip and caption once, before the transformer is loaded. A clip from the disk to the loss:
+
+    samples.py                 `find_samples`: its file and caption (data/sources/scan.py, a `Clip` of clips.py), and
+                               its bucket, chosen by the file's header (data/buckets/buckets.py)
+    cache_plan.py              `make_plan`: its cache key, and the job that decodes it (data/media/video.py) and
+                               encodes it with the family's VAE (families/wan/text_to_video.py)
+    precompute.py              runs the jobs of all entries that the cache lacks (data/cache/cache.py)
+    training/fit.py            `load_batches`: its position in the run, seed, tensors and micro-batch (order.py,
+                               encoded.py and batch.py of data/loading)
+    training/loop.py           `_train_step` calls `forward` of replayable_batch.py, which seeds and weights
+    families/flow_matching.py  `losses`: noise level, noise, the family's `predict`, squared error
 
 The text encoder is loaded, used and freed; then the VAE. All processes share the work. Cached entries are kept, so an
 interrupted run continues where it stopped. Memory holds one clip at a time.
