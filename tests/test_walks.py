@@ -23,16 +23,16 @@ def list_files(text: str) -> list[str]:
 
 
 def find_missing(text: str) -> list[str]:
-    """Files and functions that a docstring names and that do not exist, the functions in one of its files."""
+    """Files and functions that a docstring names and that do not exist; functions are looked up in its files."""
     missing, sources = [], [CLIP_TO_LOSS.read_text(), CHECKPOINT_CONTENT.read_text()]
     for name in list_files(text):
-        found = [path for path in PACKAGE.rglob("*.py") if path.as_posix().endswith(f"/{name}")]
-        sources += [path.read_text() for path in found]
-        if not found:
+        paths = [path for path in PACKAGE.rglob("*.py") if path.as_posix().endswith(f"/{name}")]
+        sources += [path.read_text() for path in paths]
+        if not paths:
             missing.append(name)
-    defined = {name for source in sources for name in re.findall(r"(?:def|class) (\w+)", source)}
-    names = [name for quoted in re.findall(r"`([\w.]+)`", text) for name in quoted.split(".")]
-    return missing + [name for name in names if name not in defined]
+    definitions = {name for source in sources for name in re.findall(r"(?:def|class) (\w+)", source)}
+    names = [name for identifier in re.findall(r"`([\w.]+)`", text) for name in identifier.split(".")]
+    return missing + [name for name in names if name not in definitions]
 
 
 def test_a_missing_file_or_function_is_noticed() -> None:
