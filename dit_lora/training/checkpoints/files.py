@@ -30,6 +30,7 @@ from dit_lora.parsing import parse_json
 if TYPE_CHECKING:
     from dit_lora.training.session.session import Session
 
+# The other files have their names in `adapters.lora_file`, which also reads a checkpoint as a LoRA to start from.
 MANIFEST = "manifest.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 # A checkpoint's folder, with at least six digits as `checkpoint_path` writes them.
