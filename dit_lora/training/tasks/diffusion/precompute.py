@@ -72,22 +72,18 @@ def precompute(
     sampling_encoders = None if sampling_checkpoint is None else sampling_checkpoint.encoders
     # The other processes find the digests cached.
     with accelerator.local_main_process_first():
-        dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(
             recipe,
             checkpoint.encoders,
-            dtype,
-            samples_per_step=group,
+            session.precision.dtype,
+            samples_per_step=session.samples_per_step,
             quiet=quiet,
             sampling_encoders=sampling_encoders,
         )
-    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
-    # Tiling may not suit these sizes: refuse it before hours of encoding.
-    vae_config = read_component_config(checkpoint.path, "vae")
-    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
+    _require_suitable_tiling(recipe, checkpoint, plan)
     report = plan.samples.report
-    preserved = _note_missing_triggers(recipe, plan)
-    for line in (*plan.samples.notes, *preserved, *(report.format_lines() if report else ())):
+    report_lines = report.format_lines() if report else ()
+    for line in (*plan.samples.notes, *_note_missing_triggers(recipe, plan), *report_lines):
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
@@ -102,12 +98,6 @@ def precompute(
     if recipe.data.precompute:
         clips = _fill_caches(session, checkpoint.encoders, plan, rejects, videos, sampling_encoders)
     else:
-        if not plan.shares_text_encoder:
-            raise DitLoraError(
-                "validation.model has another text encoder than model.path, which data.precompute: false would keep "
-                "in memory beside it; set data.precompute to true"
-            )
-        report_cut_captions(session, checkpoint.encoders, [planned.sample.clip for planned in plan.planned_samples])
         planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
         clips = build_live_clips(session, checkpoint.encoders, plan, planned_samples)
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
@@ -134,6 +124,13 @@ def _require_validation_files(validation: ValidationConfig) -> None:
         no_file = [file for file in files if not Path(file).is_file()]
         if no_file:
             raise DitLoraError(format_list(f"validation.{name}: no such file", no_file))
+
+
+def _require_suitable_tiling(recipe: Recipe, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raise `DitLoraError` if the VAE's tiling does not suit the samples' sizes, before hours of encoding."""
+    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
+    vae_config = read_component_config(checkpoint.path, "vae")
+    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
 
 
 def _get_sample_id(planned: PlannedSample) -> str:
