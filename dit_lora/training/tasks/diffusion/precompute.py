@@ -80,7 +80,10 @@ def precompute(
             quiet=quiet,
             sampling_encoders=sampling_encoders,
         )
-    _require_suitable_tiling(recipe, checkpoint, plan)
+    # Tiling may not suit these sizes: refuse it before hours of encoding.
+    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
+    vae_config = read_component_config(checkpoint.path, "vae")
+    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
     report_lines = report.format_lines() if report else ()
     for line in (*plan.samples.notes, *_note_missing_triggers(recipe, plan), *report_lines):
@@ -124,13 +127,6 @@ def _require_validation_files(validation: ValidationConfig) -> None:
         no_file = [file for file in files if not Path(file).is_file()]
         if no_file:
             raise DitLoraError(format_list(f"validation.{name}: no such file", no_file))
-
-
-def _require_suitable_tiling(recipe: Recipe, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Raise `DitLoraError` if the VAE's tiling does not suit the samples' sizes, before hours of encoding."""
-    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
-    vae_config = read_component_config(checkpoint.path, "vae")
-    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
 
 
 def _get_sample_id(planned: PlannedSample) -> str:
