@@ -20,9 +20,8 @@ from PIL import Image
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import TensorCache, encode_entry
+from dit_lora.data.loading.batch import PositionSampler, Reading
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading
-from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.training.session.session import running

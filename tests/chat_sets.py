@@ -7,9 +7,8 @@ from typing import Any
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
+from dit_lora.data.loading.batch import PositionSampler, Reading
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading
-from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.samples import ChatSamples, build_training_set, find_conversations

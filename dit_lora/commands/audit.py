@@ -20,7 +20,8 @@ from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.audit.sound import summarise_sound
 from dit_lora.data.audit.summary import compute_totals, merge_audits
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.sources.scan import Scan, scan_sources
+from dit_lora.data.sources.clips import Scan
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Encoders

@@ -30,10 +30,9 @@ from dit_lora.planning.step import emulate_autocast, measure_step_peak
 from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
 from dit_lora.training.execution.activations import PeakBytes, measure_activations
 from dit_lora.training.execution.fake_step import CPU, AllocationTracker, FakeStep, Losses, count_tensor_bytes
-from dit_lora.training.preserve import compute_training_losses
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
-from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
-from dit_lora.training.tasks.diffusion.samples import find_samples
+from dit_lora.training.replayable_batch import compute_training_losses
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample, find_samples
 from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")

@@ -1,4 +1,16 @@
-"""Saves a run's state to checkpoints in a background thread, and restores it at the start."""
+"""Saves a run's state to checkpoints in a background thread, and restores it at the start.
+
+To change what a checkpoint saves, start at `collect_state` and `restore_state`, then at the field of `SavedState` and
+its file in checkpoints/files.py. Each part comes from one to three more files of dit_lora/training:
+
+    weights, optimizer   distributed/engine.py for all engines but ZeRO's (distributed/zero.py); names: optim/state.py
+    averages             ema.py: `named_averages`
+    guard                recovery/recovery.py: `RunRecovery.state_dict`; recovery/build.py: `load_guard_start` reads it
+    identity             prepare.py: `build_trajectory_config`, which a resume must match; the task adds its settings
+    place                checkpoints/files.py: `describe_launch_topology`, which a resume may change
+
+checkpoints/writer.py copies all fields of `SavedState` to host memory and needs no change for a new one.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +21,13 @@ from typing import Any
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_json
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
-from dit_lora.training.checkpoints.compatibility import describe_launch_topology, describe_topology_change, has_dropout
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
     SavedState,
     checkpoint_path,
+    describe_launch_topology,
+    describe_topology_change,
+    has_dropout,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
@@ -27,6 +41,33 @@ from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 
 BEST_FILE = "best.json"
+
+
+def collect_state(engine: Engine, ema: TrainedEMA | None = None) -> SavedState:
+    """Gather everything that training changes, unsharded. Only the main process is sure to get values. Collective."""
+    # Empty without an EMA: gathering nothing is no collective.
+    averages = ema.named_averages() if ema else {}
+    # Every rank gathers, though only one keeps the values: a rank that skipped this would hang the others.
+    return SavedState(
+        engine.trainable_state_dict(),
+        engine.optimizer_state_dict(),
+        gather_tensors(averages, keep_values=engine.accelerator.is_main_process),
+    )
+
+
+def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | None = None) -> None:
+    """Load weights, optimizer state and averages into `engine`, bit for bit; each rank loads its part."""
+    stored, averages = loaded.state, ema.named_averages() if ema else {}
+    # Compared before anything is filled: a model half restored would be neither the old nor the new.
+    for live, saved in ((engine.trainable_state_dict(), stored.weights), (averages, stored.averages)):
+        if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
+            raise DitLoraError(
+                f"the trainable parameters of {loaded.path} do not match this model; restore the recipe that wrote it"
+            )
+    # Copies: tensors that a CPU optimizer keeps must not live in a memory-mapped file.
+    engine.load_state(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
+    for name, tensor in averages.items():
+        copy_full_values(tensor, stored.averages[name])
 
 
 def resume(
@@ -80,15 +121,8 @@ class Checkpoints:
         for an earlier checkpoint.
         """
         self.wait_for_writes()
-        session, train, engine = self.setup.session, self.setup.recipe.train, self.setup.engine
-        # Empty without an EMA: gathering nothing is no collective.
-        averages = self.ema.named_averages() if self.ema else {}
-        # Every rank gathers, though only one keeps the values: a rank that skipped this would hang the others.
-        state = SavedState(
-            engine.trainable_state_dict(),
-            engine.optimizer_state_dict(),
-            gather_tensors(averages, keep_values=session.is_main),
-        )
+        session, train = self.setup.session, self.setup.recipe.train
+        state = collect_state(self.setup.engine, self.ema)
         if session.is_main:
             launch_topology = describe_launch_topology(session)
 
@@ -154,21 +188,6 @@ class Checkpoints:
             error = self.writer.wait()
             if error is not None and not error.is_shown:
                 self.setup.session.say(f"warning: {error}")
-
-
-def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | None = None) -> None:
-    """Load weights, optimizer state and averages into `engine`, bit for bit; each rank loads its part."""
-    stored, averages = loaded.state, ema.named_averages() if ema else {}
-    # Compared before anything is filled: a model half restored would be neither the old nor the new.
-    for live, saved in ((engine.trainable_state_dict(), stored.weights), (averages, stored.averages)):
-        if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
-            raise DitLoraError(
-                f"the trainable parameters of {loaded.path} do not match this model; restore the recipe that wrote it"
-            )
-    # Copies: tensors that a CPU optimizer keeps must not live in a memory-mapped file.
-    engine.load_state(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
-    for name, tensor in averages.items():
-        copy_full_values(tensor, stored.averages[name])
 
 
 def find_best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.execution.activations import CheckpointingAdvice, advise_checkpointing, measure_activations
-from dit_lora.training.preserve import compute_training_losses
+from dit_lora.training.replayable_batch import compute_training_losses
 from dit_lora.training.task import AnySetup
 
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from dit_lora.data.loading.batch import Batch
-from dit_lora.data.loading.reading import Reading
-from dit_lora.data.loading.sampler import PositionSampler
+from dit_lora.data.loading.batch import Batch, PositionSampler, Reading
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_observation_event

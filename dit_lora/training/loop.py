@@ -32,8 +32,7 @@ from typing import NoReturn
 import torch
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.data.loading.batch import Batch
-from dit_lora.data.loading.reading import Reader
+from dit_lora.data.loading.batch import Batch, Reader
 from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction

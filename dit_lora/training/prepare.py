@@ -13,8 +13,7 @@ from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.base_fingerprint import record_base_fingerprint, write_base_fingerprint
 from dit_lora.training.checkpoint_state import Checkpoints, resume
-from dit_lora.training.checkpoints.compatibility import SAMPLES_PER_STEP_KEY, describe_launch_topology
-from dit_lora.training.checkpoints.files import require_same_recipe
+from dit_lora.training.checkpoints.files import SAMPLES_PER_STEP_KEY, describe_launch_topology, require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import enable_context_parallel

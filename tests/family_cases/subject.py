@@ -16,7 +16,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Sampling, TextEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.references import EditTextEncoder
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 from family_cases import CASES
 from family_cases.case import Case
 

@@ -8,7 +8,7 @@ from typing import Any
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.sources.caption_text import find_caption_fault, quote_start
 from dit_lora.data.sources.clips import Clip
-from dit_lora.data.sources.folders import format_class_name
+from dit_lora.data.sources.scan import format_class_name
 
 # Special tokens of T5, BERT, CLIP, Llama and Gemma, which captioning models leave behind.
 SPECIAL_TOKEN_PATTERN = re.compile(

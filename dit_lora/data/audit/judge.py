@@ -110,7 +110,8 @@ def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requir
 def collect_frame_findings(frames: "torch.Tensor") -> list[Finding]:
     """Collect all findings about a decoded sample's pictures, uint8 (F, 3, H, W), with the same measures as for files.
 
-    An image is one frame. The file and the times are unknown here.
+    Pictures that are all black or of one colour are rejected; the other findings are warnings. An image is one frame.
+    The file and the times are unknown here.
     """
     from torch.nn.functional import adaptive_avg_pool2d
 

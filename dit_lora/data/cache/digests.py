@@ -1,4 +1,8 @@
-"""SHA-256 of files and folders, remembered by path, size and time of change."""
+"""SHA-256 of files and folders, remembered by path, size and time of change.
+
+Files that this version decodes to different pixels than earlier versions have a mark after their digest. Digests of
+all other files are unchanged, so that the caches of earlier versions stay valid.
+"""
 
 import hashlib
 import json
@@ -6,11 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import av
 from pydantic import Field
 
 from dit_lora.config.records import read_typed_json
-from dit_lora.data.media.decode_mark import get_decoding_variant
+from dit_lora.data.media.colour_profile import has_non_srgb_colours
+from dit_lora.data.media.display import Orientation
+from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
+from dit_lora.data.media.opened import open_media, open_picture
+from dit_lora.data.media.pictures import DECODE_ERRORS
+from dit_lora.data.media.video_header import decode_first_frame, find_video_stream
 from dit_lora.files import list_files, write_atomically
 
 # Suffixes of the files in a checkpoint component that affect its output, unlike a README.
@@ -79,3 +89,20 @@ class Digests:
         if self._has_changes:
             write_atomically(self._memo, json.dumps(self._entries))
             self._has_changes = False
+
+
+def get_decoding_variant(media: Media) -> str:
+    """How a file's pixels are changed after decoding: `srgb` if an ICC profile is applied, `display` if mirrored.
+
+    The former is for pictures, the latter for videos. "" for all others.
+    """
+    try:
+        if is_image(media):
+            with open_picture(media) as image:
+                return "srgb" if has_non_srgb_colours(image) else ""
+        with open_media(media) as container:
+            frame = decode_first_frame(container, find_video_stream(container))
+            return "display" if Orientation.from_frame(frame).is_mirrored or frame.rotation % 90 else ""
+    except (av.error.FFmpegError, *DECODE_ERRORS):
+        # Decoding reports what is wrong with the file.
+        return ""

@@ -66,7 +66,8 @@ def fill_cache(
 ) -> BuildResult:
     """Create the entry of every job, together with other processes; returns when each is in the cache or has failed.
 
-    Every process must pass the same jobs in the same order. Jobs with equal keys are done once.
+    A job's encoder gives the tensors, `encode_entry` checks their values, and up to 16 entries are written as one
+    shard. Every process must pass the same jobs in the same order. Jobs with equal keys are done once.
 
     Args:
         cache: The cache to fill.

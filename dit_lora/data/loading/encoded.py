@@ -11,11 +11,18 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec, TensorCache
-from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch, make_sample_seed
+from dit_lora.data.loading.batch import (
+    LOSS_WEIGHT,
+    PRESERVE_PREFIX,
+    PRESERVE_WEIGHT,
+    Batch,
+    OrderedDataset,
+    Reading,
+    build_loader,
+    make_sample_seed,
+)
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading, build_loader
-from dit_lora.data.loading.sampler import OrderedDataset
 from dit_lora.numerics.streams import derive_seed, make_generator
 
 

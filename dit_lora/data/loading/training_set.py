@@ -10,10 +10,9 @@ from torch import nn
 
 from dit_lora.data.buckets.report import BucketReport
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.batch import Batch, Reading
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading
 
 
 class AnyEntry(Protocol):

@@ -116,8 +116,9 @@ def iter_nearest_frames(
 ) -> Iterator[NearestFrame]:
     """Yield the frames nearest to the requested times, in order; there are fewer if the video ends early.
 
-    With `should_seek`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
-    the beginning (`should_seek=False`) gives them all.
+    These are the frames that decoding from the beginning gives; seeking only saves time. With `should_seek`, this may
+    raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from the beginning
+    (`should_seek=False`) gives them all.
     """
     with open_media(media) as container:
         stream = find_video_stream(container)

@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.config.optim import OptimConfig
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.guard.finite_gate import has_nonfinite_weights, take_step_unless_bad
+from dit_lora.numerics.dtensors import copy_full_values, gather_tensors, shard_like
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
 from dit_lora.training.optim.state import (
     drop_optimizer_state,
     load_optimizer_state,
     load_scalar_state,
+    named_parameters,
     optimizer_state,
 )
 
@@ -143,15 +145,25 @@ class Engine:
 
     def trainable_state_dict(self) -> dict[str, torch.Tensor]:
         """The trained weights by name, unsharded. Ranks other than the first may get meta tensors."""
-        return get_trainable_parameters(self.unwrapped_model)
+        return self._gather(get_trainable_parameters(self.unwrapped_model))
 
     def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        """The optimizer state, unsharded; ranks other than the first may get meta tensors."""
-        return optimizer_state(self.optimizer)
+        """The optimizer state by name, unsharded. Ranks other than the first may get meta tensors."""
+        return self._gather(optimizer_state(self.optimizer))
+
+    def _gather(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        # Tensors that are not sharded are returned as they are, on every rank.
+        return gather_tensors(tensors, keep_values=self.accelerator.is_main_process)
 
     def load_state(self, weights: Tensors, moments: Tensors) -> None:
         """Load full (unsharded) tensors, equal on all ranks, into this rank's weights and optimizer state."""
-        with torch.no_grad():
-            for name, tensor in get_trainable_parameters(self.unwrapped_model).items():
-                tensor.copy_(weights[name])
-        load_optimizer_state(self.optimizer, moments)
+        for name, weight in get_trainable_parameters(self.unwrapped_model).items():
+            copy_full_values(weight, weights[name])
+        parameters = named_parameters(self.optimizer.param_groups)
+        local_moments = dict(moments)
+        for name, moment in moments.items():
+            # A moment, `<group>/<parameter>/<moment>`, is sharded like its parameter; step counts are 0-dim.
+            parameter = parameters.get(name.rpartition("/")[0])
+            if moment.ndim and isinstance(parameter, DTensor):
+                local_moments[name] = shard_like(moment, parameter)
+        load_optimizer_state(self.optimizer, local_moments)

@@ -19,11 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.numerics.dtensors import GATHERING_HOOKS, copy_full_values, disable_gathering, gather_tensors, shard_like
-from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.dtensors import GATHERING_HOOKS, disable_gathering
 from dit_lora.numerics.transformer_blocks import repeated_blocks
-from dit_lora.training.distributed.engine import Engine, Tensors
-from dit_lora.training.optim.state import load_optimizer_state, named_parameters, optimizer_state
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.session.launch import Sharding
 
 _HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks")
@@ -66,22 +64,6 @@ class ShardedEngine(Engine):
 
     def enable_local_forward(self) -> AbstractContextManager[None]:
         return disable_gathering(self.model)
-
-    def trainable_state_dict(self) -> dict[str, torch.Tensor]:
-        return gather_tensors(get_trainable_parameters(self.model), keep_values=self.accelerator.is_main_process)
-
-    def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        return gather_tensors(optimizer_state(self.optimizer), keep_values=self.accelerator.is_main_process)
-
-    def load_state(self, weights: Tensors, moments: Tensors) -> None:
-        for name, tensor in get_trainable_parameters(self.model).items():
-            copy_full_values(tensor, weights[name])
-        parameters, sharded = named_parameters(self.optimizer.param_groups), dict(moments)
-        for name, tensor in moments.items():
-            # A moment, `<group>/<parameter>/<moment>`, is sharded like its parameter; step counts are 0-dim.
-            if tensor.ndim:
-                sharded[name] = shard_like(tensor, parameters[name.rpartition("/")[0]])
-        load_optimizer_state(self.optimizer, sharded)
 
 
 def shard_model(

@@ -32,7 +32,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.numerics.streams import RandomInputs, RandomStreams
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
 OF_PROMPTS = (

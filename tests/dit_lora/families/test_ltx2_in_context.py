@@ -21,7 +21,7 @@ from dit_lora.export.export import ExportFormat, ExportRequest, export
 from dit_lora.families.base import Sampling
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.numerics.streams import RandomStreams
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 
 SHAPE = VideoShape(9, 64, 128)
 TOKENS, HALVED = 2 * 2 * 4, 2 * 1 * 2

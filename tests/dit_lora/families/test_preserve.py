@@ -5,7 +5,7 @@ from family_cases.subject import Subject, adapted, encoded_batch
 
 from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT
 from dit_lora.numerics.streams import RandomStreams
-from dit_lora.training.preserve import compute_training_losses
+from dit_lora.training.replayable_batch import compute_training_losses
 
 
 def test_it_is_nothing_at_the_start_and_then_moves_the_adapter_alone(subject: Subject) -> None:

@@ -16,7 +16,7 @@ from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch
 from dit_lora.data.loading.encoded import Entry
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
-from dit_lora.training.preserve import compute_training_losses, mean_squared_difference
+from dit_lora.training.replayable_batch import compute_training_losses, mean_squared_difference
 
 ROWS, WIDTH = 3, 5
 

@@ -19,11 +19,9 @@ from dit_lora.data.chat.fitting import fit_to_length
 from dit_lora.data.chat.frames import read_frames_at, sample_frame_times, sample_random_box
 from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.tensors import to_tensors
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, make_sample_seed
+from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, OrderedDataset, Reading, build_loader, make_sample_seed
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading, build_loader
-from dit_lora.data.loading.sampler import OrderedDataset
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.families.chat_base import ChatCheckpoint

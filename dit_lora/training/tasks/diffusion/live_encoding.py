@@ -14,18 +14,17 @@ from torch.utils.data import DataLoader, Dataset
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import MAX_ABS, Spec
 from dit_lora.data.cache.fill import Job
-from dit_lora.data.loading.batch import Batch, collate
+from dit_lora.data.loading.batch import Batch, Reading, build_loader, collate
 from dit_lora.data.loading.encoded import ClipDataset, EncodedClips, Pick, Picker
-from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.media.video import ClipError
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.training.session.session import Session
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
-from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
-from dit_lora.training.tasks.diffusion.long_captions import suppress_length_warnings
-from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample, Encoding, Plan, PlannedSample
+from dit_lora.training.tasks.diffusion.long_captions import report_cut_captions, suppress_length_warnings
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 # Cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens.
 _MAX_CACHED_CAPTIONS = 256
@@ -37,7 +36,16 @@ ReadResult = tuple[Tensors, str | None]
 def build_live_clips(
     session: Session, encoders: Encoders, plan: Plan, planned_samples: Sequence[PlannedSample]
 ) -> "LiveClips":
-    """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
+    """Build the training set with its encoders loaded. Entries have the same keys as in a cache.
+
+    Raises `DitLoraError` if samples are generated with another text encoder, which would stay in memory too.
+    """
+    if not plan.shares_text_encoder:
+        raise DitLoraError(
+            "validation.model has another text encoder than model.path, which data.precompute: false would keep "
+            "in memory beside it; set data.precompute to true"
+        )
+    report_cut_captions(session, encoders, [planned.sample.clip for planned in plan.planned_samples])
     samples = {planned.video.key: (planned.sample, False) for planned in planned_samples}
     samples |= {planned.mirror.key: (planned.sample, True) for planned in planned_samples if planned.mirror}
     dtype_and_device = session.precision.dtype, session.accelerator.device

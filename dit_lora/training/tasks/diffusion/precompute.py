@@ -1,4 +1,14 @@
-"""Encodes every clip and caption once, before the transformer is loaded.
+"""Encodes every clip and caption once, before the transformer is loaded. A clip from the disk to the loss:
+
+    samples.py                 `find_samples`: its file and caption (data/sources/scan.py, a `Clip` of clips.py), and
+                               its bucket, chosen by the file's header (data/buckets/buckets.py)
+    cache_plan.py              `make_plan`: its cache key, and the job that decodes it (data/media/video.py) and
+                               encodes it with the family's VAE (families/wan/text_to_video.py)
+    precompute.py              runs the jobs of all entries that the cache lacks (data/cache/cache.py)
+    training/fit.py            `load_batches`: its position in the run, seed, tensors and micro-batch (order.py,
+                               encoded.py and batch.py of data/loading)
+    training/loop.py           `_train_step` calls `forward` of replayable_batch.py, which seeds and weights
+    families/flow_matching.py  `losses`: noise level, noise, the family's `predict`, squared error
 
 The text encoder is loaded, used and freed; then the VAE. All processes share the work. Cached entries are kept, so an
 interrupted run continues where it stopped. Memory holds one clip at a time.
@@ -62,22 +72,21 @@ def precompute(
     sampling_encoders = None if sampling_checkpoint is None else sampling_checkpoint.encoders
     # The other processes find the digests cached.
     with accelerator.local_main_process_first():
-        dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(
             recipe,
             checkpoint.encoders,
-            dtype,
-            samples_per_step=group,
+            session.precision.dtype,
+            samples_per_step=session.samples_per_step,
             quiet=quiet,
             sampling_encoders=sampling_encoders,
         )
-    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
     # Tiling may not suit these sizes: refuse it before hours of encoding.
+    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
     vae_config = read_component_config(checkpoint.path, "vae")
     VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
-    preserved = _note_missing_triggers(recipe, plan)
-    for line in (*plan.samples.notes, *preserved, *(report.format_lines() if report else ())):
+    report_lines = report.format_lines() if report else ()
+    for line in (*plan.samples.notes, *_note_missing_triggers(recipe, plan), *report_lines):
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
@@ -92,12 +101,6 @@ def precompute(
     if recipe.data.precompute:
         clips = _fill_caches(session, checkpoint.encoders, plan, rejects, videos, sampling_encoders)
     else:
-        if not plan.shares_text_encoder:
-            raise DitLoraError(
-                "validation.model has another text encoder than model.path, which data.precompute: false would keep "
-                "in memory beside it; set data.precompute to true"
-            )
-        report_cut_captions(session, checkpoint.encoders, [planned.sample.clip for planned in plan.planned_samples])
         planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
         clips = build_live_clips(session, checkpoint.encoders, plan, planned_samples)
     # Caption dropout uses the empty caption with every sample: no sample is at fault.

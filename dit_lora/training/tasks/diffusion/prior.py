@@ -10,7 +10,7 @@ from typing import Any
 from dit_lora.config.data import SourceConfig, VideoShape
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
-from dit_lora.data.sources.folders import list_media
+from dit_lora.data.sources.scan import list_media
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling

@@ -21,7 +21,8 @@ from dit_lora.data.audit.finding import VERDICTS, Finding
 from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.cache.cache import TensorCache, encode_entry
-from dit_lora.data.sources.scan import Clip, scan_sources
+from dit_lora.data.sources.clips import Clip
+from dit_lora.data.sources.scan import scan_sources
 
 # No permission stops root, who can read every file.
 MADE = [kind for kind in KINDS if kind.root_can or os.geteuid()]

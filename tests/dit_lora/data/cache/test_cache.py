@@ -264,7 +264,7 @@ def test_a_pickled_index_needs_no_header(cache: TensorCache, monkeypatch: pytest
     assert numbers(cache, keys) == list(range(9))
     pickled_cache = pickle.dumps(cache)
     assert len(pickled_cache) < 4000
-    monkeypatch.setattr("dit_lora.data.cache.index.read_header", None)
+    monkeypatch.setattr("dit_lora.data.cache.cache.read_header", None)
     assert numbers(pickle.loads(pickled_cache), keys) == list(range(9))
     assert numbers(copy.deepcopy(cache), keys) == list(range(9))
 

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from dit_lora.data.loading.batch import Batch, collate, make_sample_seed
+from dit_lora.data.loading.batch import (
+    Batch,
+    OrderedDataset,
+    PositionSampler,
+    Reading,
+    build_loader,
+    collate,
+    make_sample_seed,
+)
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import Reading, build_loader
-from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
 NOBODY = Quarantine(Path("nowhere"))

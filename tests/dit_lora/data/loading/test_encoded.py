@@ -15,11 +15,17 @@ import torch
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import TensorCache, encode_entry
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, collate, make_sample_seed
+from dit_lora.data.loading.batch import (
+    LOSS_WEIGHT,
+    Batch,
+    PositionSampler,
+    Reading,
+    build_loader,
+    collate,
+    make_sample_seed,
+)
 from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
-from dit_lora.data.loading.reading import Reading, build_loader
-from dit_lora.data.loading.sampler import PositionSampler
 
 
 @pytest.fixture

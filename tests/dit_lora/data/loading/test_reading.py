@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dit_lora.data.loading.reading import Reader
+from dit_lora.data.loading.batch import Reader
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.sources import hf_datasets
-from dit_lora.data.sources.scan import Scan, scan_sources
+from dit_lora.data.sources.clips import Scan
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
 datasets = pytest.importorskip("datasets", reason="the extra dit-lora[datasets]")

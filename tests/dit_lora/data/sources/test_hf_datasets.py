@@ -19,7 +19,8 @@ from dit_lora.data.media import media
 from dit_lora.data.media.media import MediaFile, read_bytes
 from dit_lora.data.media.video import read_frames
 from dit_lora.data.sources import hf_datasets
-from dit_lora.data.sources.scan import Clip, Scan, read_clips
+from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.scan import read_clips
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 

@@ -12,7 +12,8 @@ import pytest
 from dit_lora.config.data import DataConfig
 from dit_lora.data.media import media
 from dit_lora.data.media.media import TarMember, read_bytes
-from dit_lora.data.sources.scan import Clip, Scan, scan_sources
+from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
 

@@ -15,7 +15,8 @@ from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.media.video import read_frames
 from dit_lora.data.sources import webdataset
-from dit_lora.data.sources.scan import Clip, Scan, read_clips, scan_sources
+from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.scan import read_clips, scan_sources
 from dit_lora.data.synthetic.clips import write_shapes
 
 Members = Iterable[tuple[str | tarfile.TarInfo, bytes]]

@@ -12,14 +12,16 @@ from torch import nn
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import Precision
-from dit_lora.training.checkpoints.compatibility import (
+from dit_lora.training.checkpoints.files import (
     SAMPLES_PER_STEP_KEY,
+    SavedState,
     advise_on_samples_per_step,
     describe_launch_topology,
     describe_topology_change,
     has_dropout,
+    load_checkpoint,
+    save_checkpoint,
 )
-from dit_lora.training.checkpoints.files import SavedState, load_checkpoint, save_checkpoint
 from dit_lora.training.session.session import Session
 
 PLACE = {

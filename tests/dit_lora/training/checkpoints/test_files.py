@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.training.checkpoint_state import restore_state
+from dit_lora.training.checkpoint_state import collect_state, restore_state
 from dit_lora.training.checkpoints import files
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
@@ -57,8 +57,7 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
-    engine = Engine(Accelerator(cpu=True), model, optimizer)
-    return SavedState(engine.trainable_state_dict(), engine.optimizer_state_dict())
+    return collect_state(Engine(Accelerator(cpu=True), model, optimizer))
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint:

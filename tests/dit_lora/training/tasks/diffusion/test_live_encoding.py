@@ -12,9 +12,9 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.clips import Clip
-from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
+from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample, Encoding
 from dit_lora.training.tasks.diffusion.live_encoding import Decoder, LiveTexts, LiveVideos
-from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 SHAPE = VideoShape(1, 4, 6)
 

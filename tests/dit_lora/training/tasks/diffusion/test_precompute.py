@@ -237,7 +237,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
 
     videos, texts = keys_now()
     if component == "code of decoding":
-        monkeypatch.setattr("dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "another")
+        monkeypatch.setattr("dit_lora.training.tasks.diffusion.cache_plan.DECODE_VERSION", "another")
     else:
         file = next(f for f in sorted((model / component).iterdir()) if f.suffix == ".json")
         file.write_text(file.read_text() + " ")
