@@ -16,18 +16,21 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, VideoEncoder
-from dit_lora.families.flow_scheduler import read_flow_scheduler
+from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, Tensors
+from dit_lora.families.flow_matching import read_flow_scheduler
+from dit_lora.families.latents import (
+    PACK_SIZE,
+    encode_video,
+    normalize_latents,
+    sample_posterior,
+)
 from dit_lora.families.opening import (
     fill_defaults,
     get_call_default,
     get_checkpoint_folder,
     read_checkpoint_fields,
 )
-from dit_lora.families.packed_latents import PACK_SIZE
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import image_frames_errors, side_errors
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +57,12 @@ class QwenLatentsInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsEncoders(Encoders):
+    vae_class = AutoencoderKLQwenImage
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
-        # `dtype` is ignored: the cache keeps the posterior in fp32.
-        vae = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
-        return make_pixel_encoder(vae, encode_video)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        # The video VAE gives the posterior of one frame, (C, 1, H, W).
+        return encode_video(vae, pixels)
 
 
 def sample_normalized_latents(

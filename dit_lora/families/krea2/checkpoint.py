@@ -21,21 +21,17 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.captions import cut_text, make_caption_encoder, make_prompt_kwargs, measure_template_limit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu
-from dit_lora.families.loss_mask import compute_packed_loss_weights
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
+from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
 from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
-from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
 from dit_lora.families.qwen_latents import (
     QwenLatentsEncoders,
     QwenLatentsInfo,
     read_qwen_latents_fields,
     sample_normalized_latents,
 )
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.chat_template import measure_template_limit
-from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`

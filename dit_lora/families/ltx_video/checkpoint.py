@@ -9,7 +9,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
+from dit_lora.families.flow_matching import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx_video import image_to_video
 from dit_lora.families.ltx_video.text_to_video import (
     LTXVideoDenoiser,

@@ -18,16 +18,11 @@ from torch.nn import functional
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
+from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
+from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
+from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
-from dit_lora.families.sampling import Sampling
-from dit_lora.families.text.captions import make_caption_encoder
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 

@@ -8,7 +8,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import build_flow_matching
+from dit_lora.families.flow_matching import build_flow_matching
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_component_config,

@@ -37,8 +37,8 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs, text_bias
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.opening import (
@@ -52,10 +52,6 @@ from dit_lora.families.opening import (
 )
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.text.mask import text_bias
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.stored_precision import read_stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -95,6 +91,7 @@ class SanaInfo(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class SanaEncoders(Encoders):
     info: SanaInfo
+    vae_class = AutoencoderDC
     transform = "sana-1: pixels / 127.5 - 1, latent"
 
     def load_text_limit(self) -> TextLimit:
@@ -132,17 +129,9 @@ class SanaEncoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load Sana's autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
-        vae = memory.load(AutoencoderDC, self.info.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {"latent_mean": vae.encode(pixels.to(device).float() / 127.5 - 1).latent[0]}
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        # DC-AE has no posterior. Latents are (C, H, W).
+        return {"latent_mean": vae.encode(pixels.to(vae.device).float() / 127.5 - 1).latent[0]}
 
     @property
     def _text_tokens(self) -> int:

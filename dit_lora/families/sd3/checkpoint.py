@@ -26,11 +26,15 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.latents import (
+    encode_picture,
+    sample_posterior,
+    shift_and_scale_latents,
+)
 from dit_lora.families.opening import (
     fill_defaults,
     get_call_default,
@@ -40,11 +44,7 @@ from dit_lora.families.opening import (
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
 TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
@@ -99,6 +99,7 @@ class SD3Info(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class SD3Encoders(Encoders):
     info: SD3Info
+    vae_class = AutoencoderKL
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -135,11 +136,8 @@ class SD3Encoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_picture(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,15 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import measure_template_limit, unpad_captions
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import read_flow_scheduler
+from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
+from dit_lora.families.latents import (
+    encode_picture,
+    sample_posterior,
+    shift_and_scale_latents,
+)
 from dit_lora.families.opening import (
     fill_defaults,
     get_call_default,
@@ -43,11 +47,7 @@ from dit_lora.families.opening import (
     read_index,
     require_complete_weights,
 )
-from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
-from dit_lora.families.text.chat_template import measure_template_limit
-from dit_lora.families.text.mask import unpad_captions
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
 PATCH_SIZE = 2  # default of the transformer's `patch_size`, which the pipeline does not change
@@ -111,6 +111,7 @@ class ZImageInfo(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class ZImageEncoders(Encoders):
     info: ZImageInfo
+    vae_class = AutoencoderKL
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -161,11 +162,8 @@ class ZImageEncoders(Encoders):
 
         return encode
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_picture(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,9 @@ from dit_lora.data.media.references import read_mask, read_reference
 from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
-from dit_lora.families.loss_mask import LOSS_MASK, downscale_mask
+from dit_lora.families.latents import LOSS_MASK, VaeMemory, downscale_mask
 from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, ReferenceSpec
 from dit_lora.families.sound import SoundEncoder
-from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 
