@@ -41,13 +41,7 @@ from dit_lora.families.noise_prediction import (
     has_variance_channels,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import read_checkpoint, read_component_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +169,11 @@ def load_transformer(info: DiTInfo, dtype: torch.dtype) -> Any:
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=("vae",))
+    path = fields["path"]
     # The number of classes in the files, before `model.from_scratch` changes it.
     stored_config = read_component_config(path, "transformer")
     table = ClassTable(stored_config["num_embeds_ada_norm"], read_class_names(index))
-    require_complete_weights(model, path, "vae")
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]

@@ -10,7 +10,6 @@ packed channels (4 C).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -52,14 +51,7 @@ from dit_lora.families.latents import (
     sample_posterior,
     shift_and_scale_latents,
 )
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -342,10 +334,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder", "text_encoder_2")
-    fields = read_flux_fields(model, path, FluxTransformer2DModel)
+    index, fields = read_flux_checkpoint(
+        model, family, weights=("vae", "text_encoder", "text_encoder_2"), transformer_class=FluxTransformer2DModel
+    )
     objective = build_flow_matching(fields["scheduler"])
     if index["_class_name"] == FluxKontextPipeline.__name__:
         kontext_info = KontextInfo(**fields)
@@ -364,13 +355,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     )
 
 
-def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
-    """Fields of `CheckpointInfo` that checkpoints of FLUX.1 and FLUX.2 share."""
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    config = fill_defaults(transformer_class, fields["transformer_config"])
-    return {
-        **fields,
-        "transformer_config": config,
-        "scheduler": scheduler,
-        "guidance": TRAINING_GUIDANCE if config["guidance_embeds"] else None,
-    }
+def read_flux_checkpoint(
+    model: ModelConfig, family: DiffusionFamily, *, weights: Sequence[str], transformer_class: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Index and info fields of a FLUX.1 or FLUX.2 checkpoint, as `read_checkpoint` returns them."""
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=transformer_class)
+    guidance = TRAINING_GUIDANCE if fields["transformer_config"]["guidance_embeds"] else None
+    return index, {**fields, "scheduler": read_flow_scheduler(model, fields["path"]), "guidance": guidance}

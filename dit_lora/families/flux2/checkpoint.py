@@ -45,7 +45,7 @@ from dit_lora.families.flux.checkpoint import (
     FluxSampler,
     get_common_arguments,
     pack_latents,
-    read_flux_fields,
+    read_flux_checkpoint,
 )
 from dit_lora.families.latents import (
     PACK_SIZE,
@@ -55,7 +55,7 @@ from dit_lora.families.latents import (
     compute_packed_loss_weights,
     describe_packed_noise,
 )
-from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.opening import get_call_default
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -330,10 +330,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_flux_fields(model, path, Flux2Transformer2DModel)
+    index, fields = read_flux_checkpoint(
+        model, family, weights=("vae", "text_encoder"), transformer_class=Flux2Transformer2DModel
+    )
     if index["_class_name"] == Flux2KleinPipeline.__name__:
         fields |= {"pipeline_class": Flux2KleinPipeline, "is_distilled": bool(index.get("is_distilled", False))}
     info, objective = Flux2Info(**fields), build_flow_matching(fields["scheduler"])

@@ -16,7 +16,6 @@ from diffusers import (
 )
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_vae_posterior
 from dit_lora.families.tiny.chat_text import (
     MODEL_SIZES,
     TEXT_WIDTH,
@@ -24,6 +23,7 @@ from dit_lora.families.tiny.chat_text import (
     build_qwen3,
     special_token_ids,
 )
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, narrow_vae_posterior
 
 # Published models have 36 (Qwen3 4B and 8B) and 40 layers (Mistral Small 3); the pipelines read up to layers 27 and
 # 30.

@@ -25,11 +25,10 @@ from dit_lora.families.captions import cut_text, make_caption_encoder, make_prom
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
 from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
-from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
 from dit_lora.families.qwen_latents import (
     QwenLatentsEncoders,
     QwenLatentsInfo,
-    read_qwen_latents_fields,
+    read_qwen_latents_checkpoint,
     sample_normalized_latents,
 )
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
@@ -167,10 +166,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_qwen_latents_fields(model, Krea2Transformer2DModel)
+    index, fields = read_qwen_latents_checkpoint(model, family, Krea2Transformer2DModel)
     layers = _select_text_encoder_layers(index)
     # Both counts come from different files: the transformer's config and model_index.json.
     num_layers = fields["transformer_config"]["num_text_layers"]

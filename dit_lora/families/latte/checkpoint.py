@@ -38,12 +38,7 @@ from dit_lora.families.noise_prediction import (
     has_variance_channels,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import side_errors
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
@@ -182,10 +177,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline, broken weights or a model without a variance.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_checkpoint_fields(model, path)
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
@@ -201,6 +193,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     return Checkpoint(
         info=info,
         encoders=LatteEncoders(info=info),
-        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, path)),
+        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, info.path)),
         sampler=LatteSampler(info=info),
     )

@@ -6,7 +6,6 @@ Prompts, packing, the shift by resolution and denoising call the stock pipeline'
 Shapes: B batch, T text tokens, D text width, H and W latent size, S image tokens (H W / 4), P packed channels.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -22,6 +21,7 @@ from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, Tensor
 from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
 from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
+from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
@@ -144,12 +144,6 @@ class QwenImageSampler(Sampler):
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
         return super().generate(call_pipeline, prompt_kwargs, sampling)
-
-
-def build_empty_pipeline(pipeline_class: Any) -> Any:
-    """Qwen-Image's pipeline without components, to read its prompt templates."""
-    parameters = inspect.signature(pipeline_class.__init__).parameters
-    return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
 def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:

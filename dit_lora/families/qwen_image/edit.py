@@ -26,9 +26,9 @@ from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, Tex
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.flow_matching import require_min_steps
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, append_references, compute_token_grid
+from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_image.checkpoint import (
     QwenImageSampler,
-    build_empty_pipeline,
     get_caption_spec,
     get_template_cache_key,
     pack_latents,

@@ -41,15 +41,7 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs, text_bias
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.opening import (
-    get_call_default,
-    get_checkpoint_folder,
-    load_or_init,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import get_call_default, load_or_init, read_checkpoint, read_component_config
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.guard.stored_precision import read_stored_dtype
@@ -242,11 +234,8 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
     """Info fields that checkpoints of Sana and SANA-Video share, and the objective."""
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    objective = build_flow_objective(model, read_component_config(path, "scheduler"))
-    require_complete_weights(model, path, "vae", "text_encoder")
-    return read_checkpoint_fields(model, path), objective
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
+    return fields, build_flow_objective(model, read_component_config(fields["path"], "scheduler"))
 
 
 def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:

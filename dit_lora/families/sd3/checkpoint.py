@@ -35,15 +35,7 @@ from dit_lora.families.latents import (
     sample_posterior,
     shift_and_scale_latents,
 )
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import get_call_default, read_checkpoint, read_component_config
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 
 # text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
@@ -194,12 +186,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    # Only encoders have weights.
-    require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
+    # Only the encoders among the text components have weights.
+    weights = ("vae", *TEXT_COMPONENTS[::2])
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=SD3Transformer2DModel)
+    path = fields["path"]
+    scheduler = read_flow_scheduler(model, path)
     # One `info` in all roles, so that none of them sees other facts.
     info = SD3Info(
         **fields,

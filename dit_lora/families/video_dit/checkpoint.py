@@ -38,13 +38,7 @@ from dit_lora.families.noise_prediction import (
     has_variance_channels,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    load_or_init,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import load_or_init, read_checkpoint, require_complete_weights
 from dit_lora.families.refusals import multiple_errors
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
@@ -226,10 +220,8 @@ def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTa
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a video DiT. Raises `DitLoraError` for another pipeline or broken weight files."""
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
-    config = fields["transformer_config"]
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=None)
+    path, config = fields["path"], fields["transformer_config"]
     # The model has either a label table or a text projection.
     is_text = config.get("num_classes") is None
     require_complete_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))

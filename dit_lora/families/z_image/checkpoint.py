@@ -39,14 +39,7 @@ from dit_lora.families.latents import (
     sample_posterior,
     shift_and_scale_latents,
 )
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -246,22 +239,25 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
+    _, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=("vae", "text_encoder"),
+        transformer_class=ZImageTransformer2DModel,
+    )
+    scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
             f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have "
             "one shift"
         )
-    config = fill_defaults(ZImageTransformer2DModel, fields["transformer_config"])
+    config = fields["transformer_config"]
     if (PATCH_SIZE, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
         raise DitLoraError(
             f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its transformer has "
             f"all_patch_size={list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
         )
-    info = ZImageInfo(**{**fields, "transformer_config": config}, scheduler_shift=float(scheduler["shift"]))
+    info = ZImageInfo(**fields, scheduler_shift=float(scheduler["shift"]))
     # A caption's positions begin at 1; the image takes the position after its last token.
     required, max_positions = info.text_tokens + 2, config["axes_lens"][0]
     if max_positions < required:
