@@ -434,18 +434,20 @@ class Sampler(ABC):
             self.info.pipeline_class, self.info.path, dtype=dtypes, use_safetensors=True, **init_kwargs
         )
 
-    @abstractmethod
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Arguments of the stock pipeline for a prompt.
+        """Arguments of the stock pipeline for a prompt; by default tensors have the names of its arguments.
 
         Args:
             prompt: The text, or its tensors from the text encoder.
             empty_prompt: The tensors of "", used as the negative prompt. None without guidance.
         """
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        return {**prompt, **{f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}}
 
-    @abstractmethod
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         """Arguments of the stock pipeline for the sample's shape, and those that every call needs."""
+        return {"height": shape.height, "width": shape.width}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Further pipeline arguments for these sampling settings. They override those of `shape_kwargs`."""

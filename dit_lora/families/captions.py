@@ -53,15 +53,6 @@ def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) ->
     return encode
 
 
-def make_prompt_kwargs(prompt: str | Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
-    """Pipeline arguments for a prompt; the arguments are those of `Sampler.prompt_kwargs`."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    # Cached tensors have the names of the pipeline's arguments.
-    negative = {f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}
-    return {**prompt, **negative}
-
-
 def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:
     """Load a checkpoint's tokenizer from this folder, with the caption's token limit.
 

@@ -28,7 +28,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_padded_encoder, make_prompt_kwargs
+from dit_lora.families.captions import load_text_limit, make_padded_encoder
 from dit_lora.families.latents import (
     compute_loss_weights,
     encode_video,
@@ -236,9 +236,6 @@ class CogVideoXSampler(Sampler):
     """CogVideoX's pipeline arguments, for text-to-video and image-to-video."""
 
     info: CogVideoXInfo
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

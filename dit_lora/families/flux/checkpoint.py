@@ -285,9 +285,6 @@ class FluxSampler(Sampler):
         # Guidance is an input of the network, so there is no prediction for "".
         return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 @dataclass(frozen=True, kw_only=True)
 class KontextSampler(FluxSampler):

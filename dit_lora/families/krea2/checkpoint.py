@@ -16,12 +16,11 @@ from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 from torch import nn
 from transformers import AutoTokenizer
 
-from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import cut_text, make_caption_encoder, make_prompt_kwargs, measure_template_limit
+from dit_lora.families.captions import cut_text, make_caption_encoder, measure_template_limit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
 from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
@@ -145,12 +144,6 @@ class Krea2Sampler(Sampler):
     output_field = "images"
     guidance_batch_size = 1  # guidance is a second call
     guidance_threshold = 0.0  # its guidance scale is the paper's minus one
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
 
 
 def _pack_latents(latents: torch.Tensor) -> torch.Tensor:

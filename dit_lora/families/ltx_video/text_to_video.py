@@ -30,7 +30,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs
+from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
 from dit_lora.families.latents import (
     compute_packed_loss_weights,
@@ -223,9 +223,6 @@ class LTXVideoSampler(Sampler):
     """LTX-Video's pipeline arguments, for text-to-video and image-to-video."""
 
     info: LTXVideoInfo
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

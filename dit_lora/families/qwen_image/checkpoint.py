@@ -15,7 +15,6 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
@@ -127,9 +126,6 @@ class QwenImageSampler(Sampler):
             # The pipeline uses guidance only if it gets a negative prompt.
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one image with Qwen-Image; the guidance scale is the pipeline's `true_cfg_scale`.

@@ -38,7 +38,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs, text_bias
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, text_bias
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.opening import get_call_default, load_or_init, read_checkpoint, read_component_config
@@ -176,13 +176,13 @@ class SanaSampler(Sampler):
         return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        arguments = make_prompt_kwargs(prompt, empty_prompt)
+        arguments = super().prompt_kwargs(prompt, empty_prompt)
         # The pipeline rejects its default, "", together with embeddings.
         return {**arguments, "negative_prompt": None} if empty_prompt else arguments
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         # Without binning, which would replace the shape by the nearest of the pipeline's list.
-        return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
+        return {**super().shape_kwargs(shape), "use_resolution_binning": False}
 
 
 def predict_velocity(

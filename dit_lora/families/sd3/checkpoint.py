@@ -27,7 +27,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, make_prompt_kwargs
+from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.latents import (
@@ -173,12 +173,6 @@ class SD3Sampler(Sampler):
         # None leaves all three encoders and tokenizers out.
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
         return self._load_pipeline(dtype, transformer, text, **components)
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:

@@ -29,7 +29,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_padded_encoder, make_prompt_kwargs
+from dit_lora.families.captions import load_text_limit, make_padded_encoder
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.latents import (
     encode_video,
@@ -222,9 +222,6 @@ class WanSampler(Sampler):
     def fp32_components(self) -> tuple[str, ...]:
         """Components of Wan's pipeline that stay in fp32: the VAE, as in Diffusers' examples."""
         return ("vae",)
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

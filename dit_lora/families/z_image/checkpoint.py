@@ -209,9 +209,6 @@ class ZImageSampler(Sampler):
             arguments["negative_prompt_embeds"] = unpad_captions(**_unpad_arguments(empty_prompt)) * len(captions)
         return arguments
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
     return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
