@@ -6,18 +6,12 @@ The modules are found by the names of the families. A family that is like anothe
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from types import ModuleType
 
 from dit_lora.families import DIFFUSION_FAMILIES
 from family_cases.case import Case, Smoke
 
-
-def _import_modules() -> list[ModuleType]:
-    names = [f"family_cases.{family}" for family in DIFFUSION_FAMILIES]
-    return [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
-
-
-_MODULES = _import_modules()
+_NAMES = [f"family_cases.{family}" for family in DIFFUSION_FAMILIES]
+_MODULES = [importlib.import_module(name) for name in _NAMES if importlib.util.find_spec(name)]
 CASES: tuple[Case, ...] = tuple(case for module in _MODULES for case in module.CASES)
 SMOKES: Mapping[str, Smoke] = {name: smoke for module in _MODULES for name, smoke in module.SMOKES.items()}
 """By the name of the smoke recipe."""

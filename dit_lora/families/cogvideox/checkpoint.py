@@ -36,7 +36,12 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         transformer_class=CogVideoXTransformer3DModel,
     )
     kind, vae = _INFO_CLASSES[index["_class_name"]], fields["vae_config"]
-    _require_known_options(model)
+    # Diffusers would ignore an unknown option with a warning.
+    options = fill_defaults(CogVideoXTransformer3DModel, {})
+    unknown = sorted(set(model.from_scratch or {}) - set(options))
+    if unknown:
+        heading = f"model.from_scratch takes {', '.join(sorted(options))}; it does not know"
+        raise DitLoraError(format_list(heading, unknown))
     _require_channels(model, fields["transformer_config"], vae, kind)
     # Published checkpoints name the DDIM or the DPM scheduler; their alphas are computed from the same options.
     scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(fields["path"], "scheduler"))
@@ -61,15 +66,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         denoiser=CogVideoXDenoiser(info=info, objective=objective, conditioning=ImageChannels(vae_config=vae)),
         sampler=CogVideoXSampler(info=info),
     )
-
-
-def _require_known_options(model: ModelConfig) -> None:
-    """Raise `DitLoraError` for an unknown option in `model.from_scratch`; Diffusers would ignore it with a warning."""
-    defaults = fill_defaults(CogVideoXTransformer3DModel, {})
-    unknown = sorted(set(model.from_scratch or {}) - set(defaults))
-    if unknown:
-        heading = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
-        raise DitLoraError(format_list(heading, unknown))
 
 
 def _require_channels(
