@@ -212,8 +212,9 @@ class Encoders(ABC):
     transform: ClassVar[str]
     """Version of the pixel encoding. It is part of a sample's cache key, so it must change when the encoding does."""
     vae_class: ClassVar[Any]
+    """Diffusers' class of the VAE."""
     has_fp32_vae: ClassVar[bool] = True
-    """True if the VAE encodes in fp32 regardless of the requested dtype, which would round the cached posterior."""
+    """True if the VAE encodes in fp32 regardless of the requested dtype: bf16 would round what is cached."""
     text_postprocessors: ClassVar[Mapping[str, Any]] = {}
     """Diffusers classes that process captions after the text encoder, by the name of their folder."""
 
