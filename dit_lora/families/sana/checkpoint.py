@@ -83,7 +83,7 @@ class SanaInfo(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class SanaEncoders(Encoders):
     info: SanaInfo
-    vae_class = AutoencoderDC
+    vae_class: ClassVar[Any] = AutoencoderDC
     transform = "sana-1: pixels / 127.5 - 1, latent"
 
     def load_text_limit(self) -> TextLimit:
