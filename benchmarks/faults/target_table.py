@@ -204,7 +204,6 @@ def _transformers_chat_targets(
     )
 
 
-# In the order of `dit_lora.families.FAMILIES`.
 _TARGETS = (
     replace(_COGVIDEOX, variant="cogvideox-2b", has_buffers=True),
     _COGVIDEOX,

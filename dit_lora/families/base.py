@@ -24,12 +24,11 @@ from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_conditioning_images
 from dit_lora.families.references import ReferenceSpec, read_references, reference_errors, scale_image
 from dit_lora.families.refusals import refuse_options
-from dit_lora.families.sampling import Sampling
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
 
@@ -212,6 +211,10 @@ class Encoders(ABC):
     info: CheckpointInfo
     transform: ClassVar[str]
     """Version of the pixel encoding. It is part of a sample's cache key, so it must change when the encoding does."""
+    vae_class: ClassVar[Any]
+    """Diffusers' class of the VAE."""
+    has_fp32_vae: ClassVar[bool] = True
+    """True if the VAE encodes in fp32 regardless of the requested dtype: bf16 would round what is cached."""
     text_postprocessors: ClassVar[Mapping[str, Any]] = {}
     """Diffusers classes that process captions after the text encoder, by the name of their folder."""
 
@@ -252,19 +255,36 @@ class Encoders(ABC):
         """
 
     @abstractmethod
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        """Encode a clip, uint8 (frames, 3, height, width), or an image of one frame, without gradients.
+
+        The tensors include `latent_mean`, and `latent_logvar` if the VAE gives a posterior. `encode_picture` and
+        `encode_video` of `families.latents` suit most VAEs.
+        """
+
+    def load_vae(self, dtype: torch.dtype, device: torch.device, memory: VaeMemory) -> Any:
+        """Load the VAE for `load_video_encoder`, in fp32 with `has_fp32_vae`."""
+        return memory.load(self.vae_class, self.info.path, torch.float32 if self.has_fp32_vae else dtype, device)
+
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE as an encoder of samples.
+        """Load the VAE as an encoder of samples, by default with the tensors of `encode_pixels`.
+
+        Families that also encode a first image, references or sound override this.
 
         Args:
-            dtype: Requested dtype of the VAE. Families whose VAE needs fp32 ignore it.
+            dtype: Requested dtype of the VAE, ignored with `has_fp32_vae`.
             device: Device to encode on.
             memory: Tiling and slicing of the VAE.
-
-        Returns:
-            An encoder whose tensors include `latent_mean`, and `latent_logvar` if the VAE gives a posterior.
         """
+        vae = self.load_vae(dtype, device, memory)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return self.encode_pixels(vae, pixels)
+
+        return encode
 
 
 class Objective(Protocol):
@@ -350,6 +370,24 @@ class Denoiser(ABC):
         raise DitLoraError(f"{self.info.path.name}: no rule says which tokens its ranks could share")
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of one generated video or image."""
+
+    shape: VideoShape
+    inference_steps: int
+    guidance_scale: float
+    seed: int
+    image: Path | None = None
+    """The first frame, for image-to-video families."""
+    last_image: Path | None = None
+    """The last frame, for families that also accept one."""
+    references: tuple[Path, ...] = ()
+    """The references, for families that accept them."""
+    fps: float | None = None
+    """Frames per second, for families that condition on it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
     """Base class of the role that generates samples: it holds the stock pipeline and computes its arguments."""
@@ -397,18 +435,20 @@ class Sampler(ABC):
             self.info.pipeline_class, self.info.path, dtype=dtypes, use_safetensors=True, **init_kwargs
         )
 
-    @abstractmethod
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Arguments of the stock pipeline for a prompt.
+        """Arguments of the stock pipeline for a prompt; by default tensors have the names of its arguments.
 
         Args:
             prompt: The text, or its tensors from the text encoder.
             empty_prompt: The tensors of "", used as the negative prompt. None without guidance.
         """
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        return {**prompt, **{f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}}
 
-    @abstractmethod
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         """Arguments of the stock pipeline for the sample's shape, and those that every call needs."""
+        return {"height": shape.height, "width": shape.width}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Further pipeline arguments for these sampling settings. They override those of `shape_kwargs`."""

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler
+from diffusers import DDIMScheduler
 from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import CheckpointInfo, Denoiser, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.base import Denoiser, TensorMap, Tensors
+from dit_lora.families.latents import compute_loss_weights, sample_posterior
 from dit_lora.families.opening import read_component_config
-from dit_lora.families.posterior import sample_posterior
-from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
@@ -85,29 +83,21 @@ class NoiseDenoiser(Denoiser):
 
 
 FRAMES_TRANSFORM = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
-"""`Encoders.transform` of the tensors that `load_frame_encoder` computes."""
+"""`Encoders.transform` of the tensors that `encode_frames` computes."""
 
 
-def load_frame_encoder(info: CheckpointInfo, device: torch.device, memory: VaeMemory) -> VideoEncoder:
-    """Load the image VAE of a noise-prediction model in fp32.
+def encode_frames(vae: Any, pixels: torch.Tensor) -> Tensors:
+    """Posteriors of a clip's frames, uint8 (frames, 3, height, width): mean and logvar, each (C, F, H, W).
 
-    Samples keep the posterior's mean and logvar, (C, F, H, W).
-
-    Each epoch then samples new latents from the posterior.
+    Each epoch then samples new latents from them.
     """
-    vae = memory.load(AutoencoderKL, info.path, torch.float32, device)
-
-    @torch.no_grad()
-    def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the
-        # clip's length.
-        frames = [vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist for frame in pixels]
-        return {
-            "latent_mean": torch.stack([frame.mean[0] for frame in frames], dim=1),
-            "latent_logvar": torch.stack([frame.logvar[0] for frame in frames], dim=1),
-        }
-
-    return encode
+    # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the clip's
+    # length.
+    frames = [vae.encode(frame[None].to(vae.device).float() / 127.5 - 1).latent_dist for frame in pixels]
+    return {
+        "latent_mean": torch.stack([frame.mean[0] for frame in frames], dim=1),
+        "latent_logvar": torch.stack([frame.logvar[0] for frame in frames], dim=1),
+    }
 
 
 def compute_spatial_factor(vae_config: Mapping[str, Any]) -> int:

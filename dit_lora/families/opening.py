@@ -30,32 +30,62 @@ def get_chat_checkpoint_folder(model: ModelConfig) -> Path:
     return resolve_model_folder(model, ("model*.safetensors", *_CONFIG_PATTERNS))
 
 
-def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
-    """Read a folder's model_index.json. Raises `DitLoraError` if the pipeline is not one of `pipelines`."""
+def read_checkpoint(
+    model: ModelConfig,
+    pipelines: Sequence[str],
+    *,
+    weights: Sequence[str] | None,
+    transformer_class: Any = None,
+    vae_class: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the index and configs of a Diffusers folder, downloaded from the Hub if `model.path` is not a local folder.
+
+    Args:
+        model: The `model` section of a recipe.
+        pipelines: The pipeline classes that the family trains, `DiffusionFamily.pipeline_names`.
+        weights: Components whose weight files must be complete, as the transformer's must be. None if the caller has
+            to read the configs first; it then calls `require_complete_weights`.
+        transformer_class: Class whose defaults fill the transformer's config: older files lack newer options.
+        vae_class: Class whose defaults fill the VAE's config.
+
+    Returns:
+        model_index.json, and the fields of `CheckpointInfo` that are read the same way for all families.
+
+    Raises:
+        DitLoraError: The pipeline is not one of `pipelines`, or a file is missing or damaged.
+    """
+    path = get_checkpoint_folder(model)
     index = read_component_config(path)
     pipeline_class = index.get("_class_name")
     if pipeline_class not in pipelines:
         raise DitLoraError(
             f"{model.path} is a {pipeline_class} checkpoint; family {model.family} trains {' and '.join(pipelines)}"
         )
-    return index
-
-
-def read_checkpoint_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
-    """The fields of an opened checkpoint that most families read the same way: all except the objective."""
+    if weights is not None:
+        require_complete_weights(model, path, *weights)
     # `model.from_scratch` overrides the stored config of the transformer that is trained.
-    scratch, part = model.from_scratch, select_component(model, path)
-    return {
+    part = select_component(model, path)
+    transformer_config = {**read_component_config(path, part), **(model.from_scratch or {})}
+    vae_config = read_component_config(path, "vae")
+    return index, {
         "path": path,
         "part": part,
-        "transformer_config": {**read_component_config(path, part), **(scratch or {})},
-        "vae_config": read_component_config(path, "vae"),
-        "from_scratch": scratch,
+        "transformer_config": fill_defaults(transformer_class, transformer_config),
+        "vae_config": fill_defaults(vae_class, vae_config),
+        "from_scratch": model.from_scratch,
     }
 
 
+def build_empty_pipeline(pipeline_class: Any) -> Any:
+    """A pipeline without components, for reading its prompt template and calling its helpers."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    return pipeline_class(**{name: None for name in parameters if name != "self"})
+
+
 def fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill a config with its class's defaults: files written before an option existed lack it."""
+    """Fill a config with its class's defaults: files written before an option existed lack it. None fills nothing."""
+    if model_class is None:
+        return dict(config)
     parameters = inspect.signature(model_class.__init__).parameters
     # Parameters without a default, such as `self`, have no value to fill in.
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}

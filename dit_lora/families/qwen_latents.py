@@ -16,18 +16,17 @@ from diffusers import AutoencoderKLQwenImage
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, VideoEncoder
-from dit_lora.families.flow_scheduler import read_flow_scheduler
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
+from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, Tensors
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.flow_matching import read_flow_scheduler
+from dit_lora.families.latents import (
+    PACK_SIZE,
+    encode_video,
+    normalize_latents,
+    sample_posterior,
 )
-from dit_lora.families.packed_latents import PACK_SIZE
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
+from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, side_errors
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,12 @@ class QwenLatentsInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsEncoders(Encoders):
+    vae_class = AutoencoderKLQwenImage
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, 1, H, W), in fp32 regardless of `dtype`."""
-        # `dtype` is ignored: the cache keeps the posterior in fp32.
-        vae = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
-        return make_pixel_encoder(vae, encode_video)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        # The video VAE gives the posterior of one frame, (C, 1, H, W).
+        return encode_video(vae, pixels)
 
 
 def sample_normalized_latents(
@@ -74,26 +70,27 @@ def sample_normalized_latents(
     return normalize_latents(latents, vae_config)
 
 
-def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
-    """Read the info fields that checkpoints with Qwen-Image's VAE share.
+def read_qwen_latents_checkpoint(
+    model: ModelConfig, family: DiffusionFamily, transformer_class: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Index and info fields of a checkpoint with Qwen-Image's VAE, as `read_checkpoint` returns them.
 
-    Raises `DitLoraError` for another scheduler, or if the transformer's channels do not fit the VAE's.
+    Raises `DitLoraError` also for another scheduler, or if the transformer's channels do not fit the VAE's.
     """
-    path = get_checkpoint_folder(model)
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    transformer = fill_defaults(transformer_class, fields["transformer_config"])
-    vae = fill_defaults(AutoencoderKLQwenImage, fields["vae_config"])
+    index, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=("vae", "text_encoder"),
+        transformer_class=transformer_class,
+        vae_class=AutoencoderKLQwenImage,
+    )
+    scheduler = read_flow_scheduler(model, fields["path"])
     # A token holds all channels of a square of latents.
-    channels = PACK_SIZE**2 * vae["z_dim"]
-    if transformer["in_channels"] != channels:
+    in_channels, z_dim = fields["transformer_config"]["in_channels"], fields["vae_config"]["z_dim"]
+    channels = PACK_SIZE**2 * z_dim
+    if in_channels != channels:
         raise DitLoraError(
             f"{model.path}: the parts of this checkpoint do not fit: its transformer's in_channels must be "
-            f"{channels}, of {PACK_SIZE}x{PACK_SIZE} latents of its VAE's {vae['z_dim']} channels; got "
-            f"{transformer['in_channels']}"
+            f"{channels}, of {PACK_SIZE}x{PACK_SIZE} latents of its VAE's {z_dim} channels; got {in_channels}"
         )
-    return {
-        **fields,
-        "transformer_config": transformer,
-        "vae_config": vae,
-        "scheduler": scheduler,
-    }
+    return index, {**fields, "scheduler": scheduler}

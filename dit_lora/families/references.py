@@ -70,14 +70,14 @@ class ReferenceEncoder(Protocol):
 class PictureEncoder:
     """VAE encoder of images whose references are images."""
 
-    encode: EncodePixels
+    encode_pixels: Callable[[torch.Tensor], Tensors]
     encode_reference: Callable[[Image.Image], torch.Tensor]
     """Encodes a reference of at most `resolution` squared pixels to latents (C, H, W)."""
     resolution: int | None
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        return self.encode(pixels, image)
+        return self.encode_pixels(pixels)
 
     @torch.no_grad()
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:

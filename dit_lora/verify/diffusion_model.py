@@ -27,7 +27,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import get_diffusion_families
 from dit_lora.families.base import Checkpoint
-from dit_lora.families.loss_mask import LOSS_MASK
+from dit_lora.families.latents import LOSS_MASK
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.streams import RandomInputs, RandomStreams, make_generator
 from dit_lora.verify.reference_model import SEED, InputSpec, ReferenceModel

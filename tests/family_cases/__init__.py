@@ -1,34 +1,21 @@
-"""What the contract test must know of each family's tiny checkpoints; one module a family."""
+"""What tests must know of each diffusion family, one module for each: its tiny checkpoints and smoke recipes.
 
-from family_cases import (
-    cogvideox,
-    dit,
-    flux,
-    flux2,
-    krea2,
-    ltx2,
-    ltx_video,
-    qwen_image,
-    sana,
-    sd3,
-    video_dit,
-    wan,
-    z_image,
-)
-from family_cases.case import Case
+The modules are found by the names of the families. A family that is like another may be in that one's module.
+"""
 
-CASES: tuple[Case, ...] = (
-    *cogvideox.CASES,
-    *dit.CASES,
-    *flux.CASES,
-    *flux2.CASES,
-    *krea2.CASES,
-    *qwen_image.CASES,
-    *ltx_video.CASES,
-    *ltx2.CASES,
-    *sana.CASES,
-    *sd3.CASES,
-    *video_dit.CASES,
-    *wan.CASES,
-    *z_image.CASES,
-)
+import importlib
+import importlib.util
+from collections.abc import Mapping
+
+from dit_lora.families import DIFFUSION_FAMILIES
+from family_cases.case import Case, Smoke
+
+_NAMES = [f"family_cases.{family}" for family in DIFFUSION_FAMILIES]
+_MODULES = [importlib.import_module(name) for name in _NAMES if importlib.util.find_spec(name)]
+CASES: tuple[Case, ...] = tuple(case for module in _MODULES for case in module.CASES)
+SMOKES: Mapping[str, Smoke] = {name: smoke for module in _MODULES for name, smoke in module.SMOKES.items()}
+"""By the name of the smoke recipe."""
+OTHERS: Mapping[str, Smoke] = {
+    name: smoke for module in _MODULES for name, smoke in getattr(module, "OTHERS", {}).items()
+}
+"""What has no smoke recipe of its own: other bases and data of those."""

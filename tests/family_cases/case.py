@@ -1,13 +1,23 @@
-"""One tiny checkpoint under the contract test."""
+"""What tests must know of a family: `Case` describes a tiny checkpoint, `Smoke` a smoke recipe.
 
+A module `family_cases/<family>.py` has `CASES`, `SMOKES` by the name of the smoke recipe, and `OTHERS` where a recipe
+is also tried with another checkpoint or other data. No other test has to name a family.
+"""
+
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from dit_lora.config.data import VideoShape
+from dit_lora.data.media.video import write_sample
+from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
+from dit_lora.data.synthetic.pairs import write_edit_pairs
 
 Call = dict[str, Any]
 """The arguments with which a pipeline called its transformer, by name."""
@@ -85,6 +95,10 @@ class Case:
     """True where another case has all that this one asks, so that it is not asked every time."""
     template_tokens: int = 0
     """Tokens of a chat template around each caption, which leave it less room."""
+    takes_several_prompts: bool = True
+    """True if the pipeline takes the embeddings of several prompts, padded to one length."""
+    has_other_modules: bool = False
+    """True if the network has other modules than that of the family's first case."""
 
     @property
     def name(self) -> str:
@@ -100,3 +114,112 @@ class Case:
     @property
     def shapes(self) -> list[VideoShape]:
         return [shape for shape in (self.native, self.off_native) if shape is not None]
+
+
+MASKED = ("data.mask_column=mask", "data.mask_floor=0.2")
+"""Overrides for data whose samples have loss masks."""
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What a smoke recipe needs to run here and to be quick."""
+
+    variant: str
+    """The tiny checkpoint."""
+    write_data: Callable[[Path], None] | None = None
+    """Its data; None for the clips of moving shapes."""
+    overrides: tuple[str, ...] = ()
+    prompt: str = "a red disc"
+    """Or a class's name."""
+    pictures: tuple[str, ...] = ()
+    """The pictures that its samples start from, as `validation` names them."""
+    references: int = 0
+    """Frames of the references that its samples are made from; 0 for none."""
+    references_each: int = 1
+    """How many of them a sample has."""
+    prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
+    """Makes it cheap."""
+    recipe: str | None = None
+    """The smoke recipe, where the name is not its own."""
+
+    def write_pictures(self, folder: Path) -> dict[str, Path]:
+        """Write what samples start from; files by their fields of `validation`."""
+        images = {field: folder / f"{field}.png" for field in self.pictures}
+        for image in images.values():
+            Image.new("RGB", (120, 80), "navy").save(image)
+        return images
+
+    def write_references(self, folder: Path) -> tuple[Path, ...]:
+        """Write what samples are made from, of several sizes; nothing where there is no such thing."""
+        olive = torch.tensor([128, 128, 0]).byte()
+        return tuple(
+            write_sample(
+                folder / f"reference_{number}",
+                olive.expand(self.references, 80, 120 - 16 * number, 3),
+                8,
+            )
+            for number in range(self.references_each if self.references else 0)
+        )
+
+    def sampled(self, images: dict[str, Path], references: tuple[Path, ...]) -> list[str]:
+        """Return the overrides for one sample, in two steps."""
+        value = f"[[{', '.join(map(str, references))}]]" if references else "[]"
+        return [
+            f"validation.prompts=[{self.prompt}]",
+            *(f"validation.{field}=[{image}]" for field, image in images.items()),
+            f"validation.references={value}",
+            "validation.inference_steps=2",
+        ]
+
+    def change(self, recipe: str, variant: str | None = None, *overrides: str, **changes: Any) -> "Smoke":
+        """The needs of the same `recipe` with another tiny checkpoint, further overrides and other fields."""
+        values = {"recipe": recipe, "variant": variant or self.variant, "overrides": (*self.overrides, *overrides)}
+        return replace(self, **{**values, **changes})
+
+
+def class_folders(folder: Path) -> None:
+    write_class_folders(folder, images=12, height=32, width=32)
+
+
+def class_clips(folder: Path) -> None:
+    write_class_folders(folder, images=6, height=32, width=48, frames=8)
+
+
+def captioned_images(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
+
+
+def clips_with_sound(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=17, height=64, width=96, fps=8, sound=True)
+
+
+def edit_pairs(folder: Path) -> None:
+    write_edit_pairs(folder, pairs=4, height=64, width=64)
+
+
+def edit_clips(folder: Path) -> None:
+    write_edit_pairs(folder, pairs=4, height=64, width=64, frames=9)
+
+
+def edit_pairs_of_two(folder: Path) -> None:
+    """Give each pair its mask as a second reference, in which the places are seen that differ."""
+    edit_pairs(folder)
+    _change_rows(folder, lambda row: row["references"].append(row["mask"]))
+
+
+def edit_clips_with_sound(folder: Path) -> None:
+    """Give clips with sound a silent clip each as their reference: the one behind them."""
+    write_shapes(folder / "before", clips=4, frames=17, height=64, width=96, fps=8)
+    (folder / "before" / "metadata.jsonl").unlink()
+    before = sorted((folder / "before").glob("*.mp4"))
+    clips_with_sound(folder)
+    shifted_rows = iter([*before[1:], before[0]])
+    _change_rows(folder, lambda row: row.update(references=[f"before/{next(shifted_rows).name}"]))
+
+
+def _change_rows(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    listing = folder / "metadata.jsonl"
+    rows = [json.loads(line) for line in listing.read_text("utf-8").splitlines()]
+    for row in rows:
+        change(row)
+    listing.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import Call, Case, Smoke
 
 LATENTS = 4  # channels
 
@@ -57,8 +57,9 @@ def case(variant: str, **other: Any) -> Case:
     return Case(**{**common, **other})
 
 
-# What an image-to-video pipeline does with the image.
+# What an image-to-video pipeline does with the image. It takes one image for one prompt.
 FROM_IMAGE: dict[str, Any] = {
+    "takes_several_prompts": False,
     "pictures": ("image",),
     "noisy": noisy_half,
     "as_sampled": as_sampled,
@@ -75,8 +76,23 @@ BEYOND = (
 ANY = case("").refused
 CASES = (
     case("cogvideox-2b"),
-    case("cogvideox-5b"),
+    case("cogvideox-5b", has_other_modules=True),
     case("cogvideox-5b-i2v", off_native=None, refused=(*ANY, *LEARNED), **FROM_IMAGE),
     case("cogvideox-1.5", decode=decode_after_padding, refused=(*ANY, *BEYOND)),
-    case("cogvideox-1.5-i2v", decode=decode_after_padding, refused=(*ANY, *BEYOND), **FROM_IMAGE),
+    case(
+        "cogvideox-1.5-i2v",
+        decode=decode_after_padding,
+        refused=(*ANY, *BEYOND),
+        has_other_modules=True,
+        **FROM_IMAGE,
+    ),
 )
+SMOKES = {
+    "cogvideox": Smoke("cogvideox-5b"),
+    "cogvideox_1.5": Smoke("cogvideox-1.5"),
+    "cogvideox_i2v": Smoke(
+        "cogvideox-5b-i2v",
+        overrides=("data.image_dropout=0.5", "train.batch_size=1"),
+        pictures=("images",),
+    ),
+}

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Case
+from family_cases.case import Case, Smoke, class_folders
 
 
 class _NoSteps:
@@ -36,6 +36,7 @@ CASES = (
         captions=("goldfish", "tabby cat", "285"),
         decode=decode,
         vae_decode=vae_decode,
+        takes_several_prompts=False,
         refused=(
             (VideoShape(1, 64, 32), "data.height must be 32; got 64"),
             (VideoShape(1, 32, 48), "data.width must be 32; got 48"),
@@ -43,3 +44,7 @@ CASES = (
         ),
     ),
 )
+SMOKES = {
+    "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
+    "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
+}

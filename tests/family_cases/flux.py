@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import MASKED, Call, Case, Smoke, captioned_images, edit_pairs
 
 NATIVE = VideoShape(1, 64, 96)
 
@@ -63,3 +63,8 @@ CASES = (
         reference_resolution=48,
     ),
 )
+SMOKES = {
+    "flux": Smoke("flux-dev", captioned_images),
+    "flux_kontext": Smoke("flux-kontext", edit_pairs, references=1),
+}
+OTHERS = {"flux_kontext_masked": SMOKES["flux_kontext"].change("flux_kontext", None, *MASKED)}

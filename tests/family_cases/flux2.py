@@ -6,7 +6,7 @@ import torch
 
 from dit_lora.config.data import VideoShape
 from family_cases import flux
-from family_cases.case import Case
+from family_cases.case import MASKED, Case, Smoke, captioned_images, edit_pairs, edit_pairs_of_two
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -46,3 +46,10 @@ CASES = (
     ),
     case("flux2-dev", template_tokens=173),
 )
+SMOKES = {
+    "flux2": Smoke("flux2-klein", captioned_images),
+    "flux2_edit": Smoke("flux2-klein", edit_pairs, references=1),
+}
+OTHERS = {
+    "flux2_dev_edit": SMOKES["flux2_edit"].change("flux2_edit", "flux2-dev", *MASKED, write_data=edit_pairs_of_two)
+}

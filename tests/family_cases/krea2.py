@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Case
+from family_cases.case import Case, Smoke, captioned_images
 from family_cases.flux import NATIVE, timesteps
 
 # As long as a caption can be: then the pipeline's text has no pads that the family would leave out, and a call of one
@@ -44,3 +44,4 @@ CASES = (
         ),
     ),
 )
+SMOKES = {"krea2": Smoke("krea2-raw", captioned_images)}

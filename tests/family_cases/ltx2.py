@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import Call, Case, Smoke, clips_with_sound, edit_clips, edit_clips_with_sound
 
 NATIVE = VideoShape(17, 64, 96)
 
@@ -112,3 +112,18 @@ CASES = (
         refused=(*SIDES, *HALVES),
     ),
 )
+SMOKES = {
+    "ltx2": Smoke("ltx-2.3"),
+    "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
+    "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
+    "ltx2_i2v_sound": Smoke("ltx-2", clips_with_sound, overrides=("data.image_dropout=0.5",), pictures=("images",)),
+    "ltx2_ic_lora": Smoke("ltx-2.3", edit_clips, references=9),
+}
+OTHERS = {
+    "ltx2_first": SMOKES["ltx2"].change("ltx2", "ltx-2"),
+    "ltx2_first_sound": SMOKES["ltx2_sound"].change("ltx2_sound", "ltx-2"),
+    "ltx2_i2v_sound": SMOKES["ltx2_i2v"].change("ltx2_i2v", "ltx-2.3", "data.sound=true", write_data=clips_with_sound),
+    "ltx2_ic_lora_sound": SMOKES["ltx2_ic_lora"].change(
+        "ltx2_ic_lora", "ltx-2", "data.sound=true", write_data=edit_clips_with_sound
+    ),
+}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import Call, Case, Smoke
 
 NATIVE = VideoShape(17, 64, 96)
 
@@ -93,3 +93,8 @@ CASES = (
     ),
     case("ltx-video-0.9.1", call_dtype=torch.bfloat16),
 )
+SMOKES = {
+    "ltx_video": Smoke("ltx-video-0.9.1"),
+    "ltx_video_i2v": Smoke("ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)),
+}
+OTHERS = {"ltx_video_0.9": SMOKES["ltx_video"].change("ltx_video", "ltx-video")}

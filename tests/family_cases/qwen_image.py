@@ -9,7 +9,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 
 from dit_lora.config.data import VideoShape
 from family_cases import flux
-from family_cases.case import Call, Case
+from family_cases.case import MASKED, Call, Case, Smoke, captioned_images, edit_pairs, edit_pairs_of_two
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -77,3 +77,17 @@ CASES = (
         **EDIT,
     ),
 )
+SMOKES = {
+    "qwen_image": Smoke("qwen-image", captioned_images),
+    "qwen_image_edit": Smoke("qwen-image-edit", edit_pairs, references=1, prepare=small_references),
+}
+OTHERS = {
+    "qwen_image_edit_masked": SMOKES["qwen_image_edit"].change("qwen_image_edit", None, *MASKED),
+    "qwen_image_edit_plus": SMOKES["qwen_image_edit"].change(
+        "qwen_image_edit",
+        "qwen-image-edit-plus",
+        *MASKED,
+        write_data=edit_pairs_of_two,
+        references_each=2,
+    ),
+}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.config.data import VideoShape
 from dit_lora.families import get_family
-from family_cases.case import Case
+from family_cases.case import Case, Smoke, captioned_images
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -69,6 +69,7 @@ CASES = (
         ),
     ),
 )
+SMOKES = {"sana": Smoke("sana-fp16", captioned_images), "sana_video": Smoke("sana-video")}
 
 
 def saturating(tiny: Path, out: Path) -> Path:

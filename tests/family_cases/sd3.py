@@ -6,7 +6,7 @@ import torch
 
 from dit_lora.config.data import VideoShape
 from family_cases import flux
-from family_cases.case import timestep
+from family_cases.case import Smoke, captioned_images, timestep
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -21,6 +21,7 @@ CASES = tuple(
         family="sd3",
         decode=decode,
         timesteps=timestep,
+        has_other_modules=variant == "sd3.5-large",
         template_tokens=77,  # CLIP's, which stand before T5's
         refused=(
             (VideoShape(1, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
@@ -32,3 +33,5 @@ CASES = tuple(
     )
     for variant in ("sd3.5-medium", "sd3.5-large")
 )
+SMOKES = {"sd3": Smoke("sd3.5-medium", captioned_images)}
+OTHERS = {"sd3_large": SMOKES["sd3"].change("sd3", "sd3.5-large")}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Case
+from family_cases.case import Case, Smoke, class_clips
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -37,16 +37,19 @@ CASES = (
         decode=decode,
         vae_decode=vae_decode,
         refused=REFUSED,
+        takes_several_prompts=False,
     ),
     Case(
         family="video_dit",
         variant="video-dit-text",
+        has_other_modules=True,
         native=VideoShape(4, 32, 48),
         off_native=VideoShape(1, 48, 32),
         captions=("clip 0", "Boxing Punching Bag", "a third one"),
         decode=decode,
         vae_decode=vae_decode,
         refused=REFUSED,
+        takes_several_prompts=False,
     ),
     Case(
         family="latte",
@@ -55,6 +58,7 @@ CASES = (
         off_native=VideoShape(1, 48, 32),
         captions=("clip 0", "Boxing Punching Bag", "a third one, longer than the others"),
         decode=decode_latte,
+        takes_several_prompts=False,
         vae_decode=vae_decode,
         refused=(
             *REFUSED,
@@ -62,3 +66,8 @@ CASES = (
         ),
     ),
 )
+SMOKES = {
+    "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
+    "video_dit_lora": Smoke("video-dit-text", class_clips),
+    "latte": Smoke("latte"),
+}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import Call, Case, Smoke
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ IMAGE: dict[str, Any] = {
 LOW = {"model": {"part": "transformer_2"}}
 CASES = (
     case("wan-2.1-t2v"),
-    case("wan-2.1-i2v", **IMAGE),
+    case("wan-2.1-i2v", has_other_modules=True, **IMAGE),
     case("wan-2.1-flf2v", **{**IMAGE, "pictures": ("image", "last_image")}),
     case("wan-2.2-t2v-a14b"),
     case("wan-2.2-t2v-a14b", **LOW),
@@ -79,6 +79,7 @@ CASES = (
         "wan-2.2-ti2v-5b",
         timesteps=of_the_sample,
         call_dtype=torch.bfloat16,
+        has_other_modules=True,
         refused=(*OF_5B, *FRAMES),
     ),
     case(
@@ -89,3 +90,12 @@ CASES = (
         refused=(*OF_5B, *FRAMES, *ONE),
     ),
 )
+SMOKES = {
+    "wan": Smoke("wan-2.1-t2v"),
+    "wan_i2v": Smoke("wan-2.1-i2v", pictures=("images",)),
+    "wan_flf2v": Smoke("wan-2.1-flf2v", pictures=("images", "last_images")),
+    "wan_2.2": Smoke("wan-2.2-t2v-a14b"),
+    "wan_2.2_i2v": Smoke("wan-2.2-i2v-a14b", pictures=("images",)),
+    "wan_5b": Smoke("wan-2.2-ti2v-5b"),
+    "wan_5b_i2v": Smoke("wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)),
+}

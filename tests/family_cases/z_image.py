@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Call, Case
+from family_cases.case import Call, Case, Smoke, captioned_images
 from family_cases.flux import vae_decode
 
 
@@ -58,3 +58,5 @@ def case(variant: str) -> Case:
 
 
 CASES = (case("z-image"), case("z-image-turbo"))
+SMOKES = {"z_image": Smoke("z-image", captioned_images)}
+OTHERS = {"z_image_turbo": SMOKES["z_image"].change("z_image", "z-image-turbo")}

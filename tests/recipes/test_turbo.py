@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from family_cases.case import captioned_images
 from launching import ROOT
 from runs import adapter
 from safetensors.torch import save_file
-from smoke_recipes import captioned_images
 
 from benchmarks.faults.arms import parameter
 from benchmarks.faults.fault import Expected, between_steps

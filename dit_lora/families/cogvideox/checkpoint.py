@@ -1,7 +1,6 @@
 """Opens CogVideoX checkpoints, 1.0 and 1.5, text-to-video and image-to-video; their configs say which."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
@@ -17,13 +16,7 @@ from dit_lora.families.cogvideox.text_to_video import (
     CogVideoXSampler,
 )
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_checkpoint_folder,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config
 from dit_lora.numerics.objectives import VPrediction
 
 # Facts by the pipeline class in model_index.json.
@@ -35,21 +28,30 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or objective, or channels that do not fit.
     """
-    path = get_checkpoint_folder(model)
-    kind = _INFO_CLASSES[read_index(model, path, family.pipeline_names)["_class_name"]]
-    transformer = _read_transformer_config(path, model)
-    vae = read_component_config(path, "vae")
-    require_complete_weights(model, path, "vae", "text_encoder")
-    _require_channels(model, transformer, vae, kind)
+    # Version 1.0's files lack options that were added later.
+    index, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=("vae", "text_encoder"),
+        transformer_class=CogVideoXTransformer3DModel,
+    )
+    kind, vae = _INFO_CLASSES[index["_class_name"]], fields["vae_config"]
+    # Diffusers would ignore an unknown option with a warning.
+    options = fill_defaults(CogVideoXTransformer3DModel, {})
+    unknown = sorted(set(model.from_scratch or {}) - set(options))
+    if unknown:
+        heading = f"model.from_scratch takes {', '.join(sorted(options))}; it does not know"
+        raise DitLoraError(format_list(heading, unknown))
+    _require_channels(model, fields["transformer_config"], vae, kind)
     # Published checkpoints name the DDIM or the DPM scheduler; their alphas are computed from the same options.
-    scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(path, "scheduler"))
+    scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(fields["path"], "scheduler"))
     if scheduler.config.prediction_type != "v_prediction":
         raise DitLoraError(
             f"{model.path}: CogVideoX predicts velocity, but its scheduler says "
             f"prediction_type={scheduler.config.prediction_type}"
         )
     objective = VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod)
-    info = kind(path=path, transformer_config=transformer, vae_config=vae, from_scratch=model.from_scratch)
+    info = kind(**fields)
     # Both tasks share the denoiser and the sampler.
     if not isinstance(info, CogVideoXImageInfo):
         return Checkpoint(
@@ -64,22 +66,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         denoiser=CogVideoXDenoiser(info=info, objective=objective, conditioning=ImageChannels(vae_config=vae)),
         sampler=CogVideoXSampler(info=info),
     )
-
-
-def _read_transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
-    """CogVideoX's transformer config: class defaults, updated by the file and by `model.from_scratch`.
-
-    Version 1.0's files lack options that were added later.
-    """
-    defaults = fill_defaults(CogVideoXTransformer3DModel, {})
-    config = read_component_config(path, "transformer")
-    changes = model.from_scratch or {}
-    # Diffusers would ignore an unknown option with a warning.
-    unknown = sorted(set(changes) - set(defaults))
-    if unknown:
-        heading = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
-        raise DitLoraError(format_list(heading, unknown))
-    return {**defaults, **config, **changes}
 
 
 def _require_channels(

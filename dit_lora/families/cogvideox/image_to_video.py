@@ -13,16 +13,15 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import AutoencoderKLCogVideoX, CogVideoXImageToVideoPipeline
+from diffusers import CogVideoXImageToVideoPipeline
 from diffusers.video_processor import VideoProcessor
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import TensorMap, Tensors, VideoEncoder
 from dit_lora.families.cogvideox.text_to_video import CogVideoXEncoders, CogVideoXInfo
 from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory, sample_posterior
 from dit_lora.families.pictures import require_images, to_pil_image
-from dit_lora.families.posterior import encode_video, sample_posterior
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import DrawFunctions, draw_integers, draw_uniform, make_generator, normal
 
 # Training noise is added to pixels, but latents are cached: encode this many noisy copies of each image.
@@ -72,7 +71,7 @@ class CogVideoXImageEncoders(CogVideoXEncoders):
 
         The image's first encoding is clean, the others have noise on the pixels.
         """
-        vae = memory.load(AutoencoderKLCogVideoX, self.info.path, dtype, device)
+        vae = self.load_vae(dtype, device, memory)
         processor = VideoProcessor(vae_scale_factor=self.info.spatial_factor)
 
         @torch.no_grad()
@@ -82,7 +81,7 @@ class CogVideoXImageEncoders(CogVideoXEncoders):
             images = [clean, *(generate_noisy_images(picture, clean) if self.info.has_image_noise else ())]
             # One at a time: in a batch, the last bits of a result would depend on the other images.
             posteriors = [vae.encode(pixels_BCHW.to(device, dtype)[:, :, None]).latent_dist for pixels_BCHW in images]
-            return encode_video(vae, pixels) | {
+            return self.encode_pixels(vae, pixels) | {
                 "image_latent_mean": torch.cat([posterior.mean for posterior in posteriors]),
                 "image_latent_logvar": torch.cat([posterior.logvar for posterior in posteriors]),
             }

@@ -27,14 +27,14 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
-from dit_lora.families.loss_mask import compute_loss_weights
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
+from dit_lora.families.captions import load_text_limit, make_padded_encoder
+from dit_lora.families.latents import (
+    compute_loss_weights,
+    encode_video,
+    sample_posterior,
+)
 from dit_lora.families.refusals import frame_count_errors, side_errors
-from dit_lora.families.text.captions import make_padded_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
@@ -103,6 +103,8 @@ class CogVideoXEncoders(Encoders):
     """Text encoder and VAE of a CogVideoX checkpoint for text-to-video."""
 
     info: CogVideoXInfo
+    vae_class = AutoencoderKLCogVideoX
+    has_fp32_vae = False
     transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
 
     def load_text_limit(self) -> TextLimit:
@@ -119,11 +121,8 @@ class CogVideoXEncoders(Encoders):
         """Load T5 as CogVideoX's pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
         return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W); each epoch draws new latents."""
-        return make_pixel_encoder(memory.load(AutoencoderKLCogVideoX, self.info.path, dtype, device), encode_video)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_video(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,9 +236,6 @@ class CogVideoXSampler(Sampler):
     """CogVideoX's pipeline arguments, for text-to-video and image-to-video."""
 
     info: CogVideoXInfo
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from diffusers import AutoencoderKL, DiTTransformer2DModel
 from diffusers import DiTPipeline as StockPipeline
-from diffusers import DiTTransformer2DModel
 from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.families.base import Checkpoint, Sampler, Tensors, VideoEncoder
+from dit_lora.families.base import Checkpoint, Sampler, Tensors
 from dit_lora.families.dit.classes import (
     LABEL_TABLE_NAME,
     STOCK_NULL_ROW,
@@ -37,18 +37,11 @@ from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
     NoiseDenoiser,
     compute_spatial_factor,
+    encode_frames,
     has_variance_channels,
-    load_frame_encoder,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.families.opening import read_checkpoint, read_component_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +103,12 @@ class DiTInfo(ClassInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class DiTEncoders(ClassEncoders):
+    vae_class = AutoencoderKL
     transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar of their frame, (C, H, W)."""
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         # (C, 1, H, W) -> (C, H, W): images have no frame axis.
-        encode_frames = load_frame_encoder(self.info, device, memory)
-
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {name: latent[:, 0] for name, latent in encode_frames(pixels).items()}
-
-        return encode
+        return {name: latent[:, 0] for name, latent in encode_frames(vae, pixels).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +169,11 @@ def load_transformer(info: DiTInfo, dtype: torch.dtype) -> Any:
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=("vae",))
+    path = fields["path"]
     # The number of classes in the files, before `model.from_scratch` changes it.
     stored_config = read_component_config(path, "transformer")
     table = ClassTable(stored_config["num_embeds_ada_norm"], read_class_names(index))
-    require_complete_weights(model, path, "vae")
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
+from diffusers import DiTPipeline, DiTTransformer2DModel
 
+from dit_lora.families.tiny.vae import build_sd_vae
 from dit_lora.files import read_json
 from dit_lora.models.video_dit_base import build_iddpm_scheduler
 
@@ -26,31 +26,9 @@ def build_tiny_checkpoint(_variant: str, folder: Path, num_classes: int = 1000) 
         patch_size=2,
         num_embeds_ada_norm=num_classes,
     )
-    pipeline: Any = DiTPipeline(transformer=transformer, vae=build_tiny_vae(), scheduler=build_iddpm_scheduler())
+    pipeline: Any = DiTPipeline(transformer=transformer, vae=build_sd_vae(), scheduler=build_iddpm_scheduler())
     pipeline.save_pretrained(folder, safe_serialization=True)
     # save_pretrained does not save the names that were passed to the pipeline.
     index = read_json(folder / "model_index.json")
     index["id2label"] = {str(row): _CLASS_NAMES.get(row, f"class {row}") for row in range(num_classes)}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def build_tiny_vae() -> AutoencoderKL:
-    """Build a tiny VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
-    vae: Any = AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        sample_size=32,
-        scaling_factor=0.18215,
-    )
-    vae.eval()
-    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
-    # wide as its latents, which would leave nothing to learn.
-    with torch.no_grad():
-        vae.quant_conv.weight[:4] *= 8.0
-        vae.quant_conv.weight[4:] *= 0.1
-        vae.quant_conv.bias[4:] = -6.0
-    return vae

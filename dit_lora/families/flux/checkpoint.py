@@ -9,7 +9,7 @@ packed channels (4 C).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -35,26 +35,23 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
-from dit_lora.families.packed_latents import (
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.latents import (
     PACK_SIZE,
+    PLAIN_VAE,
+    VaeMemory,
     append_references,
+    compute_packed_loss_weights,
     compute_token_grid,
     describe_packed_noise,
+    encode_picture,
+    sample_posterior,
+    shift_and_scale_latents,
 )
-from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
+from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -63,9 +60,6 @@ from dit_lora.families.references import (
     min_side_error,
 )
 from dit_lora.families.refusals import image_frames_errors, side_errors
-from dit_lora.families.text.captions import make_caption_encoder
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
@@ -163,6 +157,7 @@ class KontextInfo(FluxInfo):
 @dataclass(frozen=True, kw_only=True)
 class FluxEncoders(Encoders):
     info: FluxInfo
+    vae_class = AutoencoderKL
     transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -194,11 +189,8 @@ class FluxEncoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_picture(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +201,9 @@ class KontextEncoders(FluxEncoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the image's posterior and the reference's normalised mode, (C, H, W)."""
-        vae = memory.load(AutoencoderKL, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         pipeline: Any = SimpleNamespace(vae=vae)
         processor = VaeImageProcessor(vae_scale_factor=self.info.size_multiple)
-
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_picture(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             shape = self.info.compute_reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
@@ -223,7 +212,7 @@ class KontextEncoders(FluxEncoders):
             # Normalised mode of the posterior, (1, C, H, W), so no noise is drawn.
             return FluxKontextPipeline._encode_vae_image(pipeline, values, generator=None)[0]
 
-        return PictureEncoder(encode, encode_reference, self.info.reference_resolution)
+        return PictureEncoder(partial(self.encode_pixels, vae), encode_reference, self.info.reference_resolution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,9 +285,6 @@ class FluxSampler(Sampler):
         # Guidance is an input of the network, so there is no prediction for "".
         return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 @dataclass(frozen=True, kw_only=True)
 class KontextSampler(FluxSampler):
@@ -345,10 +331,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder", "text_encoder_2")
-    fields = read_flux_fields(model, path, FluxTransformer2DModel)
+    index, fields = read_flux_checkpoint(
+        model, family, weights=("vae", "text_encoder", "text_encoder_2"), transformer_class=FluxTransformer2DModel
+    )
     objective = build_flow_matching(fields["scheduler"])
     if index["_class_name"] == FluxKontextPipeline.__name__:
         kontext_info = KontextInfo(**fields)
@@ -367,13 +352,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     )
 
 
-def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
-    """Fields of `CheckpointInfo` that checkpoints of FLUX.1 and FLUX.2 share."""
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    config = fill_defaults(transformer_class, fields["transformer_config"])
-    return {
-        **fields,
-        "transformer_config": config,
-        "scheduler": scheduler,
-        "guidance": TRAINING_GUIDANCE if config["guidance_embeds"] else None,
-    }
+def read_flux_checkpoint(
+    model: ModelConfig, family: DiffusionFamily, *, weights: Sequence[str], transformer_class: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Index and info fields of a FLUX.1 or FLUX.2 checkpoint, as `read_checkpoint` returns them."""
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=transformer_class)
+    guidance = TRAINING_GUIDANCE if fields["transformer_config"]["guidance_embeds"] else None
+    return index, {**fields, "scheduler": read_flow_scheduler(model, fields["path"]), "guidance": guidance}

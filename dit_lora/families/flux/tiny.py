@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
     FluxPipeline,
@@ -20,9 +18,7 @@ from dit_lora.families.tiny.text import (
     build_t5_encoder,
     build_t5_tokenizer,
 )
-
-# Published: 16.
-LATENT_CHANNELS = 4
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, build_image_vae
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
@@ -52,35 +48,3 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if dev else 1.0, use_dynamic_shifting=dev),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
-
-
-def build_image_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0) -> AutoencoderKL:
-    """A small image autoencoder, by default with FLUX.1's scaling and shift; `width` scales its latents to match."""
-    vae: Any = AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=LATENT_CHANNELS,
-        layers_per_block=1,
-        norm_num_groups=4,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
-        # Without these convolutions, the encoder's last one gives mean and log variance directly.
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
-    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS, width)
-    return vae.eval()
-
-
-def narrow_vae_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
-    """Make a random encoder's posterior as narrow as a trained one's.
-
-    Otherwise the posterior would be as wide as the latents, which leaves nothing to learn.
-    """
-    head = encoder.conv_out
-    with torch.no_grad():
-        # The first half of the output channels is the mean, the second the log variance.
-        head.weight[:channels] *= width
-        head.weight[channels:] *= 0.1
-        head.bias[channels:] = -6.0

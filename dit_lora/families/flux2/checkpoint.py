@@ -10,6 +10,7 @@ packed channels (4 C).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -35,20 +36,26 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
+from dit_lora.families.captions import make_caption_encoder, measure_template_limit
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
 from dit_lora.families.flux.checkpoint import (
     FluxInfo,
     FluxSampler,
     get_common_arguments,
     pack_latents,
-    read_flux_fields,
+    read_flux_checkpoint,
 )
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.opening import get_call_default, get_checkpoint_folder, read_index, require_complete_weights
-from dit_lora.families.packed_latents import PACK_SIZE, append_references, describe_packed_noise
+from dit_lora.families.latents import (
+    PACK_SIZE,
+    PLAIN_VAE,
+    VaeMemory,
+    append_references,
+    compute_packed_loss_weights,
+    describe_packed_noise,
+)
+from dit_lora.families.opening import get_call_default
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -56,9 +63,6 @@ from dit_lora.families.references import (
     get_reference_latents,
     min_side_error,
 )
-from dit_lora.families.text.captions import make_caption_encoder
-from dit_lora.families.text.chat_template import measure_template_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
@@ -143,6 +147,7 @@ class Flux2Info(FluxInfo):
 @dataclass(frozen=True, kw_only=True)
 class Flux2Encoders(Encoders):
     info: Flux2Info
+    vae_class = AutoencoderKLFlux2
     transform = "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -194,35 +199,34 @@ class Flux2Encoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return {"latent_mean": _encode_latents(vae, pixels.float() / 127.5 - 1)}
+
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE. Images and references are kept as the normalised mode of the posterior, (C, H, W).
-
-        It encodes in fp32 regardless of `dtype`, because bf16 would round the VAE's statistics.
-        """
-        vae = memory.load(AutoencoderKLFlux2, self.info.path, torch.float32, device)
-        pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
+        """Load the VAE. Images and references are kept as the normalised mode of the posterior, (C, H, W)."""
+        vae = self.load_vae(dtype, device, memory)
         processor = Flux2ImageProcessor(vae_scale_factor=self.info.size_multiple)
-
-        def encode_latents(values: Any) -> torch.Tensor:
-            squares = Flux2Pipeline._encode_vae_image(pipeline, values.to(device), generator=None)
-            return Flux2Pipeline._unpatchify_latents(squares)[0]
-
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {"latent_mean": encode_latents(pixels.float() / 127.5 - 1)}
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # The same three steps as in the pipeline: scale down, round the sides down, crop.
             picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, self.info.max_reference_pixels)
             height, width = (side // self.info.size_multiple * self.info.size_multiple for side in picture.size[::-1])
-            return encode_latents(processor.preprocess(picture, height, width, resize_mode="crop"))
+            return _encode_latents(vae, processor.preprocess(picture, height, width, resize_mode="crop"))
 
-        return PictureEncoder(encode, encode_reference, self.info.reference_resolution)
+        return PictureEncoder(partial(self.encode_pixels, vae), encode_reference, self.info.reference_resolution)
 
     @property
     def _text_encoder_layers(self) -> tuple[int, ...]:
         return tuple(get_call_default(self.info.pipeline_class, "text_encoder_out_layers"))
+
+
+def _encode_latents(vae: Any, values: Any) -> torch.Tensor:
+    """Latents (C, H, W) of an image (1, 3, height, width) from -1 to 1, normalised with the pipeline's methods."""
+    pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
+    squares = Flux2Pipeline._encode_vae_image(pipeline, values.to(vae.device), generator=None)
+    return Flux2Pipeline._unpatchify_latents(squares)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,10 +330,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_flux_fields(model, path, Flux2Transformer2DModel)
+    index, fields = read_flux_checkpoint(
+        model, family, weights=("vae", "text_encoder"), transformer_class=Flux2Transformer2DModel
+    )
     if index["_class_name"] == Flux2KleinPipeline.__name__:
         fields |= {"pipeline_class": Flux2KleinPipeline, "is_distilled": bool(index.get("is_distilled", False))}
     info, objective = Flux2Info(**fields), build_flow_matching(fields["scheduler"])

@@ -16,7 +16,6 @@ from diffusers import (
 )
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_vae_posterior
 from dit_lora.families.tiny.chat_text import (
     MODEL_SIZES,
     TEXT_WIDTH,
@@ -24,6 +23,7 @@ from dit_lora.families.tiny.chat_text import (
     build_qwen3,
     special_token_ids,
 )
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, narrow_vae_posterior
 
 # Published models have 36 (Qwen3 4B and 8B) and 40 layers (Mistral Small 3); the pipelines read up to layers 27 and
 # 30.
@@ -43,7 +43,11 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a tiny FLUX.2 pipeline with weights from torch's default generator."""
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
-    tokenizer, encoder = _build_qwen() if klein else _build_mistral()
+    if klein:
+        tokenizer, config = build_qwen3(_QWEN_LAYERS)
+        encoder: Any = Qwen3ForCausalLM(config)
+    else:
+        tokenizer, encoder = _build_mistral()
     pipeline: Any = kind(
         tokenizer=tokenizer,
         text_encoder=encoder.eval(),
@@ -63,11 +67,6 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
-
-
-def _build_qwen() -> tuple[Any, Any]:
-    tokenizer, config = build_qwen3(_QWEN_LAYERS)
-    return tokenizer, Qwen3ForCausalLM(config)
 
 
 def _build_mistral() -> tuple[Any, Any]:

@@ -16,26 +16,20 @@ from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 from torch import nn
 from transformers import AutoTokenizer
 
-from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.captions import cut_text, make_caption_encoder, measure_template_limit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
-from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
+from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
 from dit_lora.families.qwen_latents import (
     QwenLatentsEncoders,
     QwenLatentsInfo,
-    read_qwen_latents_fields,
+    read_qwen_latents_checkpoint,
     sample_normalized_latents,
 )
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.chat_template import measure_template_limit
-from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
@@ -151,12 +145,6 @@ class Krea2Sampler(Sampler):
     guidance_batch_size = 1  # guidance is a second call
     guidance_threshold = 0.0  # its guidance scale is the paper's minus one
 
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
     """Pack Krea 2 latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
@@ -171,10 +159,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_qwen_latents_fields(model, Krea2Transformer2DModel)
+    index, fields = read_qwen_latents_checkpoint(model, family, Krea2Transformer2DModel)
     layers = _select_text_encoder_layers(index)
     # Both counts come from different files: the transformer's config and model_index.json.
     num_layers = fields["transformer_config"]["num_text_layers"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from diffusers import LattePipeline, LatteTransformer3DModel
+from diffusers import AutoencoderKL, LattePipeline, LatteTransformer3DModel
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -27,27 +27,19 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import cut_text, load_text_limit, text_bias
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
     FRAMES_TRANSFORM,
     NoiseDenoiser,
     compute_spatial_factor,
+    encode_frames,
     has_variance_channels,
-    load_frame_encoder,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import side_errors
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.text.mask import cut_text, text_bias
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
@@ -79,6 +71,7 @@ class LatteInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class LatteEncoders(Encoders):
+    vae_class = AutoencoderKL
     transform = FRAMES_TRANSFORM
 
     def load_text_limit(self) -> TextLimit:
@@ -119,10 +112,8 @@ class LatteEncoders(Encoders):
 
         return encode
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        return load_frame_encoder(self.info, device, memory)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_frames(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +177,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline, broken weights or a model without a variance.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_checkpoint_fields(model, path)
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
@@ -205,6 +193,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     return Checkpoint(
         info=info,
         encoders=LatteEncoders(info=info),
-        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, path)),
+        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, info.path)),
         sampler=LatteSampler(info=info),
     )

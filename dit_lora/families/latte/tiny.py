@@ -5,8 +5,8 @@ from typing import Any
 
 from diffusers import LattePipeline, LatteTransformer3DModel
 
-from dit_lora.families.dit.tiny import build_tiny_vae
 from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
+from dit_lora.families.tiny.vae import build_sd_vae
 from dit_lora.models.video_dit_base import build_iddpm_scheduler
 
 
@@ -16,7 +16,7 @@ def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
     pipeline: Any = LattePipeline(
         tokenizer=tokenizer,
         text_encoder=build_t5_encoder(len(tokenizer)),
-        vae=build_tiny_vae(),
+        vae=build_sd_vae(),
         transformer=LatteTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,

@@ -17,20 +17,13 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
+from dit_lora.families.flow_matching import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx2 import in_context
 from dit_lora.families.ltx2.denoiser import LTX2Denoiser
 from dit_lora.families.ltx2.encoders import LTX2Encoders
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.sampler import LTX2Sampler
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config, require_complete_weights
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 
 # Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
@@ -44,12 +37,15 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
     # Older files lack options. The checks below need all of them.
-    fields["transformer_config"] = fill_defaults(LTX2VideoTransformer3DModel, fields["transformer_config"])
-    fields["vae_config"] = fill_defaults(AutoencoderKLLTX2Video, fields["vae_config"])
+    index, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=None,
+        transformer_class=LTX2VideoTransformer3DModel,
+        vae_class=AutoencoderKLLTX2Video,
+    )
+    path = fields["path"]
     _refuse_newer_versions(model, index, fields["transformer_config"])
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
     fields |= {name: fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}

@@ -20,12 +20,11 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TensorMap
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import compute_mu
-from dit_lora.families.loss_mask import compute_packed_loss_weights
+from dit_lora.families.captions import cut_text
+from dit_lora.families.flow_matching import FlowDenoiser, compute_mu
+from dit_lora.families.latents import compute_packed_loss_weights
 from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
 from dit_lora.families.ltx2.info import LTX2Info
-from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, move_to_device, normal
 

@@ -16,13 +16,12 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from dit_lora.data.media.sound import SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Encoders, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.captions import load_text_limit
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory, encode_video
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, build_audio_encoder
 from dit_lora.families.ltx2.text import make_text_encoder
-from dit_lora.families.posterior import encode_video, make_pixel_encoder
 from dit_lora.families.sound import VideoSoundEncoder
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,7 @@ class LTX2Encoders(Encoders):
 
     info: LTX2Info
     text_postprocessors: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
+    vae_class = AutoencoderKLLTX2Video
     transform = "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
 
     @property
@@ -82,15 +82,13 @@ class LTX2Encoders(Encoders):
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's normalised mean, (C, F, H, W), as in the vendor's trainer.
+        return self.add_sound_encoder(super().load_video_encoder(dtype, device, memory), device)
 
-        It encodes in fp32 regardless of `dtype`.
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        """The posterior's mean (C, F, H, W), normalised with the statistics in the VAE's weights.
+
+        The vendor's trainer uses the same.
         """
-        vae = memory.load(AutoencoderKLLTX2Video, self.info.path, torch.float32, device)
-        return self.add_sound_encoder(make_pixel_encoder(vae, self.encode_clip), device)
-
-    def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
         mean = encode_video(vae, pixels)["latent_mean"]
         factor = vae.config.scaling_factor
         latents = self.info.pipeline_class._normalize_latents(mean[None], vae.latents_mean, vae.latents_std, factor)

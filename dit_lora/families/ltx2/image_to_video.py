@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLLTX2Video, LTX2ImageToVideoPipeline
+from diffusers import LTX2ImageToVideoPipeline
 from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
@@ -21,14 +21,14 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstTokens
+from dit_lora.families.conditioning import FirstTokens
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.ltx2.denoiser import LTX2Denoiser
 from dit_lora.families.ltx2.encoders import LTX2Encoders
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.sampler import LTX2Sampler
 from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.refusals import min_frames_errors
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
 # The pipeline's default strength of the compression.
@@ -72,7 +72,7 @@ class LTX2ImageEncoders(LTX2Encoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the clip's latents and its image's (C, 1, H, W), both normalised."""
-        vae = memory.load(AutoencoderKLLTX2Video, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         processor = VideoProcessor(vae_scale_factor=vae.spatial_compression_ratio)
 
         @torch.no_grad()
@@ -81,7 +81,7 @@ class LTX2ImageEncoders(LTX2Encoders):
             picture = np.array(to_pil_image(pixels[0] if image is None else image))
             compressed = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
             values = processor.preprocess(compressed).to(device)
-            return {**self.encode_clip(vae, pixels), "image_latents": self._encode_image_latents(vae, values)}
+            return {**self.encode_pixels(vae, pixels), "image_latents": self._encode_image_latents(vae, values)}
 
         return self.add_sound_encoder(encode, device)
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import AutoencoderKLLTX2Video, LTX2InContextPipeline
+from diffusers import LTX2InContextPipeline
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from diffusers.video_processor import VideoProcessor
@@ -23,6 +23,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Checkpoint, Sampling, TensorMap, Tensors, VideoEncoder
 from dit_lora.families.conditioning import Conditioning
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.ltx2.denoiser import LTX2Denoiser
 from dit_lora.families.ltx2.encoders import LTX2Encoders
 from dit_lora.families.ltx2.info import LTX2Info
@@ -35,7 +36,6 @@ from dit_lora.families.references import (
     name_reference_latents,
     read_reference_clips,
 )
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import move_to_device
 
@@ -121,7 +121,7 @@ class LTX2InContextEncoders(LTX2Encoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the normalised latents of the clip and of its reference."""
-        vae = memory.load(AutoencoderKLLTX2Video, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         if not self.info.has_sound:
             return _ClipEncoder(self, vae)
         return _ClipSoundEncoder(self, vae, build_audio_encoder(self.info.path, device))
@@ -205,7 +205,7 @@ class _ClipEncoder:
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        return self.encoders.encode_clip(self.vae, pixels)
+        return self.encoders.encode_pixels(self.vae, pixels)
 
     @torch.no_grad()
     def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:

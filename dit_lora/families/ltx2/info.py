@@ -11,7 +11,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import CheckpointInfo
-from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.flow_matching import require_min_steps
 from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
 from dit_lora.families.opening import get_call_default
 from dit_lora.families.refusals import frame_count_errors, side_errors

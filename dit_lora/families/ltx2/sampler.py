@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.sound import Sound
 from dit_lora.families.base import Sampler, Sampling, Tensors
-from dit_lora.families.flow_scheduler import require_min_steps
+from dit_lora.families.flow_matching import require_min_steps
 from dit_lora.families.ltx2.guidance import guidance_kwargs
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.text import bypass_connectors, join_prompt_tensors

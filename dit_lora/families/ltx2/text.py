@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dit_lora.families.base import Tensors, TextEncoder
-from dit_lora.families.text.captions import make_caption_encoder
+from dit_lora.families.captions import make_caption_encoder
 
 # The connectors return these three, in this order.
 TEXT_TENSORS = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")

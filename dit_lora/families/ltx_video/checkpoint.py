@@ -9,7 +9,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import build_flow_matching, read_flow_scheduler
+from dit_lora.families.flow_matching import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx_video import image_to_video
 from dit_lora.families.ltx_video.text_to_video import (
     LTXVideoDenoiser,
@@ -17,13 +17,7 @@ from dit_lora.families.ltx_video.text_to_video import (
     LTXVideoInfo,
     LTXVideoSampler,
 )
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import refuse_ic_lora
 
 
@@ -33,21 +27,22 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
     """
     refuse_ic_lora(model)
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     # Files of 0.9 lack options that later versions introduced.
-    transformer = fill_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
-    vae = fill_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
+    index, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=("vae", "text_encoder"),
+        transformer_class=LTXVideoTransformer3DModel,
+        vae_class=AutoencoderKLLTXVideo,
+    )
+    scheduler = read_flow_scheduler(model, fields["path"])
     # Both pipelines compute positions for patches of 1, so other configs would train on wrong positions.
-    _require_matching_components(model, transformer, vae)
+    _require_matching_components(model, fields["transformer_config"], fields["vae_config"])
     # The recipe's task wins, because both tasks use the same weights.
     stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
     task = model.task or stored_task
     objective = build_flow_matching(scheduler)
-    facts = fields | {"transformer_config": transformer, "vae_config": vae}
-    facts |= {"scheduler": scheduler, "has_task_override": task != stored_task}
+    facts = fields | {"scheduler": scheduler, "has_task_override": task != stored_task}
     if task == "i2v":
         return image_to_video.compose_checkpoint(objective, **facts)
     info = LTXVideoInfo(**facts)

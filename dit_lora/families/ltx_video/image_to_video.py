@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline
+from diffusers import LTXImageToVideoPipeline
 from diffusers.video_processor import VideoProcessor
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.first_frame import FirstTokens
+from dit_lora.families.conditioning import FirstTokens
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory, sample_posterior
 from dit_lora.families.ltx_video.text_to_video import (
     LTXVideoDenoiser,
     LTXVideoEncoders,
@@ -28,9 +29,7 @@ from dit_lora.families.ltx_video.text_to_video import (
     pack_latents,
 )
 from dit_lora.families.pictures import require_images, to_pil_image
-from dit_lora.families.posterior import sample_posterior
 from dit_lora.families.refusals import min_frames_errors
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import DrawFunctions, normal
 
@@ -73,7 +72,7 @@ class LTXVideoImageEncoders(LTXVideoEncoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the clip's tensors and the posterior of its image, (C, 1, H, W)."""
-        vae = memory.load(AutoencoderKLLTXVideo, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         processor = VideoProcessor(vae_scale_factor=self.info.spatial_factor)
 
         @torch.no_grad()
@@ -82,7 +81,7 @@ class LTXVideoImageEncoders(LTXVideoEncoders):
             # (1, 3, height, width) -> (1, 3, 1, height, width)
             posterior = vae.encode(processor.preprocess(picture).to(device)[:, :, None]).latent_dist
             return {
-                **self.encode_clip(vae, pixels),
+                **self.encode_pixels(vae, pixels),
                 "image_latent_mean": posterior.mean[0],
                 "image_latent_logvar": posterior.logvar[0],
             }

@@ -29,17 +29,16 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_packed_loss_weights
+from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
+from dit_lora.families.latents import (
+    compute_packed_loss_weights,
+    encode_video,
+    sample_posterior,
+)
 from dit_lora.families.opening import get_call_default
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
@@ -117,6 +116,7 @@ class LTXVideoEncoders(Encoders):
     """Text encoder and VAE of an LTX-Video checkpoint for text-to-video."""
 
     info: LTXVideoInfo
+    vae_class = AutoencoderKLLTXVideo
     transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -144,18 +144,7 @@ class LTXVideoEncoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), and the VAE's statistics.
-
-        It encodes in fp32 regardless of `dtype`.
-        """
-        return make_pixel_encoder(
-            memory.load(AutoencoderKLLTXVideo, self.info.path, torch.float32, device), self.encode_clip
-        )
-
-    def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's posterior and the VAE's means and deviations (2, C), which are in its weights but in no config."""
         # (2, C). Stored with every sample, so that training needs no VAE.
         statistics = torch.stack([vae.latents_mean, vae.latents_std])
@@ -234,9 +223,6 @@ class LTXVideoSampler(Sampler):
     """LTX-Video's pipeline arguments, for text-to-video and image-to-video."""
 
     info: LTXVideoInfo
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

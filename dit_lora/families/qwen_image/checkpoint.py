@@ -6,7 +6,6 @@ Prompts, packing, the shift by resolution and denoising call the stock pipeline'
 Shapes: B batch, T text tokens, D text width, H and W latent size, S image tokens (H W / 4), P packed channels.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,18 +15,13 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
-from dit_lora.families.loss_mask import compute_packed_loss_weights
-from dit_lora.families.packed_latents import PACK_SIZE, compute_token_grid, describe_packed_noise
+from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
+from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
+from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
+from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
+from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
-from dit_lora.families.sampling import Sampling
-from dit_lora.families.text.captions import make_caption_encoder
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 
@@ -133,9 +127,6 @@ class QwenImageSampler(Sampler):
             return {"prompt": prompt, "negative_prompt": ""}
         return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one image with Qwen-Image; the guidance scale is the pipeline's `true_cfg_scale`.
 
@@ -149,12 +140,6 @@ class QwenImageSampler(Sampler):
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
         return super().generate(call_pipeline, prompt_kwargs, sampling)
-
-
-def build_empty_pipeline(pipeline_class: Any) -> Any:
-    """Qwen-Image's pipeline without components, to read its prompt templates."""
-    parameters = inspect.signature(pipeline_class.__init__).parameters
-    return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
 def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:

@@ -7,11 +7,12 @@ pipeline_qwenimage_edit_plus.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
@@ -21,14 +22,13 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.video import ClipError
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.conditioning import Conditioning
-from dit_lora.families.flow_scheduler import require_min_steps
-from dit_lora.families.packed_latents import append_references, compute_token_grid
-from dit_lora.families.posterior import encode_video
+from dit_lora.families.flow_matching import require_min_steps
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory, append_references, compute_token_grid
+from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_image.checkpoint import (
     QwenImageSampler,
-    build_empty_pipeline,
     get_caption_spec,
     get_template_cache_key,
     pack_latents,
@@ -43,8 +43,6 @@ from dit_lora.families.qwen_image.picture_text import (
 )
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo
 from dit_lora.families.references import PictureEncoder, ReferenceSpec, get_reference_latents
-from dit_lora.families.sampling import Sampling
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # pipeline_qwenimage_edit.py has the same value in `__call__`.
 _IMAGE_AREA = edit_plus.VAE_IMAGE_SIZE
@@ -190,12 +188,9 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the image's posterior and references' normalised mode, (C, 1, H, W)."""
-        vae: Any = memory.load(AutoencoderKLQwenImage, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         pipeline: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
         processor = VaeImageProcessor(vae_scale_factor=self.info.size_multiple)
-
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return encode_video(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # (1, 3, height, width) -> (1, 3, 1, height, width)
@@ -203,7 +198,7 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
             values = values.unsqueeze(2).to(device)
             return self.info.pipeline_class._encode_vae_image(pipeline, values, generator=None)[0]
 
-        return PictureEncoder(encode, encode_reference, None)
+        return PictureEncoder(partial(self.encode_pixels, vae), encode_reference, None)
 
 
 @dataclass(frozen=True, kw_only=True)

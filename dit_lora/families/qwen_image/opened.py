@@ -8,13 +8,8 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import build_flow_matching
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.flow_matching import build_flow_matching
+from dit_lora.families.opening import get_checkpoint_folder, read_component_config
 from dit_lora.families.qwen_image.checkpoint import (
     QwenImageDenoiser,
     QwenImageEncoders,
@@ -28,7 +23,7 @@ from dit_lora.families.qwen_image.edit import (
     QwenImageEditSampler,
     ReferenceConditioning,
 )
-from dit_lora.families.qwen_latents import read_qwen_latents_fields
+from dit_lora.families.qwen_latents import read_qwen_latents_checkpoint
 
 # Related pipelines whose checkpoints are not supported, and what they are.
 _UNSUPPORTED_PIPELINES = {
@@ -42,17 +37,14 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    name = read_component_config(path).get("_class_name")
+    name = read_component_config(get_checkpoint_folder(model)).get("_class_name")
     if name in _UNSUPPORTED_PIPELINES:
         raise DitLoraError(
             f"{model.path} is a {name} checkpoint: {_UNSUPPORTED_PIPELINES[name]}; family "
             f"{family.name} trains Qwen/Qwen-Image, "
             "Qwen/Qwen-Image-2512, Qwen/Qwen-Image-Edit, Qwen/Qwen-Image-Edit-2509 and Qwen/Qwen-Image-Edit-2511"
         )
-    index = read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields = read_qwen_latents_fields(model, QwenImageTransformer2DModel)
+    index, fields = read_qwen_latents_checkpoint(model, family, QwenImageTransformer2DModel)
     config = fields["transformer_config"]
     # With a guidance embedding the transformer cannot run (forward passes its embedder one argument too many). The
     # other two belong to Qwen-Image-Layered.

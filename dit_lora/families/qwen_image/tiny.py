@@ -18,7 +18,7 @@ from diffusers import (
 from transformers import Qwen2VLProcessor
 
 from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, build_tiny_chat
-from dit_lora.families.qwen_image.checkpoint import build_empty_pipeline
+from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.tiny.vae import build_qwen_image_vae
 from dit_lora.files import read_json
 

@@ -37,25 +37,13 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, text_bias
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.opening import (
-    get_call_default,
-    get_checkpoint_folder,
-    load_or_init,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import get_call_default, load_or_init, read_checkpoint, read_component_config
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.text.mask import text_bias
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.stored_precision import read_stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -95,6 +83,7 @@ class SanaInfo(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class SanaEncoders(Encoders):
     info: SanaInfo
+    vae_class: ClassVar[Any] = AutoencoderDC
     transform = "sana-1: pixels / 127.5 - 1, latent"
 
     def load_text_limit(self) -> TextLimit:
@@ -132,17 +121,9 @@ class SanaEncoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load Sana's autoencoder, which has no posterior. Samples keep the latent, (C, H, W), always in fp32."""
-        vae = memory.load(AutoencoderDC, self.info.path, torch.float32, device)
-
-        @torch.no_grad()
-        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {"latent_mean": vae.encode(pixels.to(device).float() / 127.5 - 1).latent[0]}
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        # DC-AE has no posterior. Latents are (C, H, W).
+        return {"latent_mean": vae.encode(pixels.to(vae.device).float() / 127.5 - 1).latent[0]}
 
     @property
     def _text_tokens(self) -> int:
@@ -195,13 +176,13 @@ class SanaSampler(Sampler):
         return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        arguments = make_prompt_kwargs(prompt, empty_prompt)
+        arguments = super().prompt_kwargs(prompt, empty_prompt)
         # The pipeline rejects its default, "", together with embeddings.
         return {**arguments, "negative_prompt": None} if empty_prompt else arguments
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         # Without binning, which would replace the shape by the nearest of the pipeline's list.
-        return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
+        return {**super().shape_kwargs(shape), "use_resolution_binning": False}
 
 
 def predict_velocity(
@@ -253,11 +234,8 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
     """Info fields that checkpoints of Sana and SANA-Video share, and the objective."""
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    objective = build_flow_objective(model, read_component_config(path, "scheduler"))
-    require_complete_weights(model, path, "vae", "text_encoder")
-    return read_checkpoint_fields(model, path), objective
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
+    return fields, build_flow_objective(model, read_component_config(fields["path"], "scheduler"))
 
 
 def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:

@@ -1,15 +1,12 @@
 """Tiny random Sana pipelines."""
 
-import string
 from pathlib import Path
 from typing import Any
 
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
-# Published: 2304 and 32.
-TEXT_WIDTH = 32
-LATENT_CHANNELS = 4
+from dit_lora.families.tiny.text import TEXT_WIDTH, build_gemma_encoder, build_gemma_tokenizer
+from dit_lora.families.tiny.vae import LATENT_CHANNELS
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
@@ -40,32 +37,6 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         scheduler=build_flow_scheduler(flow_shift=3.0),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
-
-
-def build_gemma_tokenizer() -> GemmaTokenizer:
-    """Build a tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
-    characters = [c for c in string.printable if not c.isspace()]
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    # The newline is a token because the pipeline's instruction has several lines.
-    pieces = [*special, "\n", "▁", *characters]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    return GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
-
-
-def build_gemma_encoder(vocab_size: int) -> Gemma2Model:
-    config = Gemma2Config(
-        vocab_size=vocab_size,
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-    )
-    return Gemma2Model(config).eval()
 
 
 def _build_autoencoder() -> AutoencoderDC:

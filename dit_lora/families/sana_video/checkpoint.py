@@ -17,10 +17,14 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, TensorMap, VideoEncoder
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
+from dit_lora.families.latents import (
+    encode_video,
+    normalize_latents,
+    sample_posterior,
+)
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.families.sana.checkpoint import (
@@ -31,7 +35,6 @@ from dit_lora.families.sana.checkpoint import (
     predict_velocity,
     read_sana_fields,
 )
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler has 8,
 # for sampling (inference_flow_shift there: 7 at 98c4a1db), which means higher noise than in training.
@@ -66,16 +69,11 @@ class SanaVideoEncoders(SanaEncoders):
     Captions are encoded unchanged: a motion score is part of the caption, ` motion score: 30.` at its end.
     """
 
+    vae_class = AutoencoderKLWan
     transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load SANA-Video's VAE.
-
-        Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`.
-        """
-        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.info.path, torch.float32, device), encode_video)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_video(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)

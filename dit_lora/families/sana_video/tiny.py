@@ -5,14 +5,9 @@ from typing import Any
 
 from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
 
-from dit_lora.families.sana.tiny import (
-    LATENT_CHANNELS,
-    TEXT_WIDTH,
-    build_flow_scheduler,
-    build_gemma_encoder,
-    build_gemma_tokenizer,
-)
-from dit_lora.families.tiny.vae import scale_posterior
+from dit_lora.families.sana.tiny import build_flow_scheduler
+from dit_lora.families.tiny.text import TEXT_WIDTH, build_gemma_encoder, build_gemma_tokenizer
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, scale_posterior
 
 
 def build_tiny_checkpoint(_variant: str, folder: Path) -> None:

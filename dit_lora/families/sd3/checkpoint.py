@@ -26,25 +26,17 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import build_flow_matching, compute_mu, read_flow_scheduler
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
+from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
+from dit_lora.families.latents import (
+    encode_picture,
+    sample_posterior,
+    shift_and_scale_latents,
 )
-from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
+from dit_lora.families.opening import get_call_default, read_checkpoint, read_component_config
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
-from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
 TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
@@ -99,6 +91,7 @@ class SD3Info(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class SD3Encoders(Encoders):
     info: SD3Info
+    vae_class = AutoencoderKL
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -135,11 +128,8 @@ class SD3Encoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_picture(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,24 +174,17 @@ class SD3Sampler(Sampler):
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of an SD3 checkpoint.
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    # Only encoders have weights.
-    require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
+    # Only the encoders among the text components have weights.
+    weights = ("vae", *TEXT_COMPONENTS[::2])
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=SD3Transformer2DModel)
+    path = fields["path"]
+    scheduler = read_flow_scheduler(model, path)
     # One `info` in all roles, so that none of them sees other facts.
     info = SD3Info(
         **fields,

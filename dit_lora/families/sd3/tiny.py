@@ -5,7 +5,6 @@ from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, build_image_vae
 from dit_lora.families.tiny.text import (
     TEXT_WIDTH,
     build_clip_tokenizer,
@@ -13,6 +12,7 @@ from dit_lora.families.tiny.text import (
     build_t5_encoder,
     build_t5_tokenizer,
 )
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, build_image_vae
 
 # Concatenated, they are narrower than T5 and get padded, as in the published models.
 _CLIP_WIDTHS = (8, 16)

@@ -11,6 +11,9 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -18,7 +21,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-# Width of T5's embeddings, and of CLIP's pooled output.
+# Width of T5's and Gemma's embeddings, and of CLIP's pooled output.
 TEXT_WIDTH = 32
 POOLED_WIDTH = 16
 
@@ -83,3 +86,29 @@ def build_umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
     """Build a tiny UMT5 encoder: T5 with separate relative positions in every layer. Padding is masked."""
     config = UMT5Config(vocab_size=vocab_size, d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
     return UMT5EncoderModel(config).eval()
+
+
+def build_gemma_tokenizer() -> GemmaTokenizer:
+    """Build a tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
+    characters = [c for c in string.printable if not c.isspace()]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    # The newline is a token because the pipeline's instruction has several lines.
+    pieces = [*special, "\n", "▁", *characters]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    return GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
+
+
+def build_gemma_encoder(vocab_size: int) -> Gemma2Model:
+    config = Gemma2Config(
+        vocab_size=vocab_size,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+    )
+    return Gemma2Model(config).eval()

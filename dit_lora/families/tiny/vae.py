@@ -3,7 +3,64 @@
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage
+
+# Of the image VAEs. Published: 4 to 32.
+LATENT_CHANNELS = 4
+
+
+def build_image_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0) -> AutoencoderKL:
+    """A small image autoencoder, by default with FLUX.1's scaling and shift; `width` scales its latents to match."""
+    vae: Any = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=4,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        # Without these convolutions, the encoder's last one gives mean and log variance directly.
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS, width)
+    return vae.eval()
+
+
+def narrow_vae_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
+    """Make a random encoder's posterior as narrow as a trained one's.
+
+    Otherwise the posterior would be as wide as the latents, which leaves nothing to learn.
+    """
+    head = encoder.conv_out
+    with torch.no_grad():
+        # The first half of the output channels is the mean, the second the log variance.
+        head.weight[:channels] *= width
+        head.weight[channels:] *= 0.1
+        head.bias[channels:] = -6.0
+
+
+def build_sd_vae() -> AutoencoderKL:
+    """Build a tiny VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
+    vae: Any = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=0.18215,
+    )
+    vae.eval()
+    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
+    # wide as its latents, which would leave nothing to learn.
+    with torch.no_grad():
+        vae.quant_conv.weight[:4] *= 8.0
+        vae.quant_conv.weight[4:] *= 0.1
+        vae.quant_conv.bias[4:] = -6.0
+    return vae
 
 
 def build_qwen_image_vae() -> AutoencoderKLQwenImage:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from diffusers import AutoencoderKL
 from torch import nn
 
 from dit_lora.config.data import VideoShape
@@ -25,28 +26,20 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit
 from dit_lora.families.dit.classes import ClassEncoders, ClassInfo, ClassTable, read_class_names
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
     FRAMES_TRANSFORM,
     NoiseDenoiser,
     compute_spatial_factor,
+    encode_frames,
     has_variance_channels,
-    load_frame_encoder,
     read_noise_objective,
 )
-from dit_lora.families.opening import (
-    get_checkpoint_folder,
-    load_or_init,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import load_or_init, read_checkpoint, require_complete_weights
 from dit_lora.families.refusals import multiple_errors
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
@@ -116,6 +109,7 @@ class ClassVideoDiTInfo(ClassInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class TextVideoDiTEncoders(Encoders):
+    vae_class = AutoencoderKL
     transform = FRAMES_TRANSFORM
 
     def load_text_limit(self) -> TextLimit:
@@ -130,20 +124,17 @@ class TextVideoDiTEncoders(Encoders):
         # encode_prompt disables gradients itself.
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        return load_frame_encoder(self.info, device, memory)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_frames(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassVideoDiTEncoders(ClassEncoders):
+    vae_class = AutoencoderKL
     transform = FRAMES_TRANSFORM
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        return load_frame_encoder(self.info, device, memory)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_frames(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +220,8 @@ def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTa
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a video DiT. Raises `DitLoraError` for another pipeline or broken weight files."""
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
-    config = fields["transformer_config"]
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=None)
+    path, config = fields["path"], fields["transformer_config"]
     # The model has either a label table or a text projection.
     is_text = config.get("num_classes") is None
     require_complete_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from dit_lora.families.dit.tiny import build_tiny_vae
 from dit_lora.families.tiny.text import POOLED_WIDTH, build_clip_encoder, build_clip_tokenizer
+from dit_lora.families.tiny.vae import build_sd_vae
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_base import build_iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
@@ -34,7 +34,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     labels = {str(row): name for row, name in enumerate(CLASSES)}
     pipeline: Any = VideoDiTPipeline(
         transformer=transformer,
-        vae=build_tiny_vae(),
+        vae=build_sd_vae(),
         scheduler=build_iddpm_scheduler(),
         text_encoder=build_clip_encoder(tokenizer) if tokenizer else None,
         tokenizer=tokenizer,

@@ -10,14 +10,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_component_config,
-    read_index,
-    require_complete_weights,
-)
+from dit_lora.families.opening import read_checkpoint, read_component_config, require_complete_weights
 from dit_lora.families.refusals import refuse_ic_lora
 from dit_lora.families.wan.text_to_video import WanDenoiser, WanEncoders, WanInfo, WanSampler
 from dit_lora.numerics.objectives import FlowMatching
@@ -30,12 +23,15 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files.
     """
-    path = get_checkpoint_folder(model)
-    index = read_index(model, path, family.pipeline_names)
-    fields = read_checkpoint_fields(model, path)
     # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
-    fields["transformer_config"] = fill_defaults(WanTransformer3DModel, fields["transformer_config"])
-    fields["vae_config"] = fill_defaults(AutoencoderKLWan, fields["vae_config"])
+    index, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=None,
+        transformer_class=WanTransformer3DModel,
+        vae_class=AutoencoderKLWan,
+    )
+    path = fields["path"]
     task, has_both_tasks = _select_task(model, index), bool(index.get("expand_timesteps"))
     # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
     has_condition_channels = task == "i2v" and not has_both_tasks

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
+from diffusers import WanImageToVideoPipeline
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from diffusers.utils import is_ftfy_available
 from diffusers.video_processor import VideoProcessor
@@ -23,12 +23,10 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.conditioning import Conditioning
-from dit_lora.families.first_frame import FirstFrame
+from dit_lora.families.conditioning import Conditioning, FirstFrame
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.pictures import require_images, to_pil_image
-from dit_lora.families.posterior import encode_video
 from dit_lora.families.refusals import min_frames_errors
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.families.wan.text_to_video import WanDenoiser, WanEncoders, WanInfo, WanSampler
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -113,7 +111,7 @@ class WanImageEncoders(WanEncoders):
         Samples keep the clip's posterior and `image_latents`, the normalised condition: (mask channels + C, F, H, W),
         or (C, 1, H, W) for TI2V-5B. With CLIP they also keep `image_embeds`, (images, P, width).
         """
-        vae = memory.load(AutoencoderKLWan, self.info.path, torch.float32, device)
+        vae = self.load_vae(dtype, device, memory)
         embed = self._load_clip(device) if self.info.has_clip else None
         processor = VideoProcessor(vae_scale_factor=self.info.vae_config["scale_factor_spatial"])
         pipeline_stub = self._make_pipeline_stub(vae)
@@ -124,7 +122,7 @@ class WanImageEncoders(WanEncoders):
             frames = [pixels[0] if image is None else image, *([pixels[-1]] if self.info.has_last_image else [])]
             pictures = [to_pil_image(picture) for picture in frames]
             first_picture, *last_picture = (processor.preprocess(picture).to(device) for picture in pictures)
-            tensors = encode_video(vae, pixels)
+            tensors = self.encode_pixels(vae, pixels)
             tensors["image_latents"] = self._encode_condition(pipeline_stub, first_picture, last_picture, len(pixels))
             return tensors if embed is None else {**tensors, "image_embeds": embed(pictures)}
 

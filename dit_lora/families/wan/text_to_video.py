@@ -28,15 +28,16 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import load_text_limit, make_padded_encoder
 from dit_lora.families.flow_matching import FlowDenoiser
+from dit_lora.families.latents import (
+    encode_video,
+    normalize_latents,
+    sample_posterior,
+)
 from dit_lora.families.opening import get_call_default, read_component_config
-from dit_lora.families.posterior import encode_video, make_pixel_encoder, normalize_latents, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
-from dit_lora.families.text.captions import make_padded_encoder, make_prompt_kwargs
-from dit_lora.families.text.limit import load_text_limit
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 PIPELINE_MULTIPLE = 16  # required by check_inputs of both pipelines, for any autoencoder
 # Components that stay in the pipeline that encodes captions.
@@ -121,6 +122,7 @@ class WanEncoders(Encoders):
     """Text encoder and VAE of a Wan checkpoint for text-to-video."""
 
     info: WanInfo
+    vae_class = AutoencoderKLWan
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
 
     def load_text_limit(self) -> TextLimit:
@@ -149,11 +151,8 @@ class WanEncoders(Encoders):
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
         return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, F, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKLWan, self.info.path, torch.float32, device), encode_video)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_video(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +222,6 @@ class WanSampler(Sampler):
     def fp32_components(self) -> tuple[str, ...]:
         """Components of Wan's pipeline that stay in fp32: the VAE, as in Diffusers' examples."""
         return ("vae",)
-
-    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

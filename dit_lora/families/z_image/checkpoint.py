@@ -30,24 +30,17 @@ from dit_lora.families.base import (
     TensorSpec,
     TextEncoder,
     TextLimit,
-    VideoEncoder,
 )
+from dit_lora.families.captions import measure_template_limit, unpad_captions
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.flow_scheduler import read_flow_scheduler
-from dit_lora.families.opening import (
-    fill_defaults,
-    get_call_default,
-    get_checkpoint_folder,
-    read_checkpoint_fields,
-    read_index,
-    require_complete_weights,
+from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
+from dit_lora.families.latents import (
+    encode_picture,
+    sample_posterior,
+    shift_and_scale_latents,
 )
-from dit_lora.families.posterior import encode_picture, make_pixel_encoder, sample_posterior, shift_and_scale_latents
+from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
-from dit_lora.families.text.chat_template import measure_template_limit
-from dit_lora.families.text.mask import unpad_captions
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
 PATCH_SIZE = 2  # default of the transformer's `patch_size`, which the pipeline does not change
@@ -111,6 +104,7 @@ class ZImageInfo(CheckpointInfo):
 @dataclass(frozen=True, kw_only=True)
 class ZImageEncoders(Encoders):
     info: ZImageInfo
+    vae_class = AutoencoderKL
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
     def load_text_limit(self) -> TextLimit:
@@ -161,11 +155,8 @@ class ZImageEncoders(Encoders):
 
         return encode
 
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder:
-        """Load the VAE. Samples keep the posterior's mean and logvar, (C, H, W), in fp32 regardless of `dtype`."""
-        return make_pixel_encoder(memory.load(AutoencoderKL, self.info.path, torch.float32, device), encode_picture)
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+        return encode_picture(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +209,6 @@ class ZImageSampler(Sampler):
             arguments["negative_prompt_embeds"] = unpad_captions(**_unpad_arguments(empty_prompt)) * len(captions)
         return arguments
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"height": shape.height, "width": shape.width}
-
 
 def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
     return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
@@ -248,22 +236,25 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
     """
-    path = get_checkpoint_folder(model)
-    read_index(model, path, family.pipeline_names)
-    require_complete_weights(model, path, "vae", "text_encoder")
-    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
+    _, fields = read_checkpoint(
+        model,
+        family.pipeline_names,
+        weights=("vae", "text_encoder"),
+        transformer_class=ZImageTransformer2DModel,
+    )
+    scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
             f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have "
             "one shift"
         )
-    config = fill_defaults(ZImageTransformer2DModel, fields["transformer_config"])
+    config = fields["transformer_config"]
     if (PATCH_SIZE, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
         raise DitLoraError(
             f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its transformer has "
             f"all_patch_size={list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
         )
-    info = ZImageInfo(**{**fields, "transformer_config": config}, scheduler_shift=float(scheduler["shift"]))
+    info = ZImageInfo(**fields, scheduler_shift=float(scheduler["shift"]))
     # A caption's positions begin at 1; the image takes the position after its last token.
     required, max_positions = info.text_tokens + 2, config["axes_lens"][0]
     if max_positions < required:

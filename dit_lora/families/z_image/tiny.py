@@ -7,8 +7,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, build_image_vae
 from dit_lora.families.tiny.chat_text import TEXT_WIDTH, build_qwen3
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, build_image_vae
 from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 

@@ -6,12 +6,9 @@ import pytest
 from family_cases.case import Case
 from family_cases.subject import EVERY, Subject, open_subject
 
-ARCHITECTURES = {
-    *("cogvideox-2b", "cogvideox-5b", "cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein"),
-    *("krea2-raw", "latte", "ltx-2.3", "ltx-video", "qwen-image", "sana-600m", "sana-video"),
-    *("sd3.5-medium", "sd3.5-large", "video-dit-class", "video-dit-text"),
-    *("wan-2.1-t2v", "wan-2.1-i2v", "wan-2.2-ti2v-5b", "z-image"),
-}
+# Later items are overwritten by earlier ones.
+_FIRST_CASES = {case.family: name for name, case in reversed(EVERY.items()) if not case.thorough}
+ARCHITECTURES = {*_FIRST_CASES.values(), *(name for name, case in EVERY.items() if case.has_other_modules)}
 """A case of each network; the others of its family have the same modules in other sizes, or another task."""
 
 

@@ -34,23 +34,6 @@ from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.numerics.streams import RandomInputs, RandomStreams
 from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 
-# Their pipelines take the embeddings of several prompts, of one length.
-OF_PROMPTS = (
-    "cogvideox",
-    "flux",
-    "flux2",
-    "ltx2",
-    "ltx_video",
-    "qwen_image",
-    "krea2",
-    "sana",
-    "sana_video",
-    "sd3",
-    "wan",
-    "z_image",
-)
-ONE = {"cogvideox-5b-i2v", "cogvideox-1.5-i2v"}
-"""Variants whose pipeline takes one image for one prompt alone."""
 FPS = 24.0
 """Frames a second of references that are clips: pipelines take these where they are told none."""
 
@@ -179,7 +162,7 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Sub
 
 @pytest.mark.parametrize(
     "variant",
-    sorted({c.variant for c in CASES if c.family in OF_PROMPTS and not c.references} - ONE),
+    sorted({case.variant for case in CASES if case.takes_several_prompts and not case.references}),
 )
 def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
     tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path

@@ -7,7 +7,7 @@ import pytest
 import torch
 from family_cases.subject import Subject, encoded_batch
 
-from dit_lora.families.loss_mask import LOSS_MASK, compute_loss_weights, downscale_mask
+from dit_lora.families.latents import LOSS_MASK, compute_loss_weights, downscale_mask
 from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
 from dit_lora.numerics.streams import RandomStreams
 

@@ -19,7 +19,7 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportFormat, ExportRequest, export
 from dit_lora.families.base import Sampling
-from dit_lora.families.loss_mask import LOSS_MASK
+from dit_lora.families.latents import LOSS_MASK
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from family_cases.case import captioned_images
 from launching import ROOT, SCRIPT, launch_environment
 from safetensors import safe_open
 from safetensors.torch import load_file
-from smoke_recipes import captioned_images
 
 from dit_lora import families
 

@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
-from dit_lora.families.text.mask import cut_text, text_bias
+from dit_lora.families.captions import cut_text, text_bias
 
 META = torch.device("meta")
 

@@ -13,8 +13,8 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Tensors
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.opening import read_component_config
-from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.training.execution.fake_step import AllocationTracker
 
 TILED, SLICED = VaeMemory(tiling=True), VaeMemory(slicing=True)

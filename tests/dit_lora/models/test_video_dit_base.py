@@ -14,8 +14,8 @@ from dit_lora.cli.app import app
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.dit.tiny import build_tiny_vae
 from dit_lora.families.tiny.text import build_clip_encoder, build_clip_tokenizer
+from dit_lora.families.tiny.vae import build_sd_vae
 from dit_lora.models.video_dit import spatial_sines, temporal_sines
 from dit_lora.models.video_dit_base import convert_checkpoint, write_base
 
@@ -25,7 +25,7 @@ CONFIG = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "s
 @pytest.fixture
 def parts(tmp_path: Path) -> dict[str, str]:
     """A VAE, and CLIP with its tokenizer, each in a folder as the Hub has them."""
-    vae: Any = build_tiny_vae()
+    vae: Any = build_sd_vae()
     vae.save_pretrained(tmp_path / "vae")
     tokenizer = build_clip_tokenizer()
     tokenizer.save_pretrained(tmp_path / "clip")

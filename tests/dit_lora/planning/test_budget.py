@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import SMOKES
 from fuse_checks import by
 from launching import ROOT
 from planned_runs import RealRun
 from safetensors.torch import load_file
+from smoke_recipes import REPRESENTATIVES
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
@@ -174,27 +176,12 @@ def test_storages_count_while_they_live() -> None:
     assert live.current_bytes == 0
 
 
-ENCODED = {
-    "cogvideox_i2v": "cogvideox-5b-i2v",
-    "sana": "sana-600m",
-    "flux": "flux-dev",
-    "flux2": "flux2-klein",
-    "krea2": "krea2-raw",
-    "qwen_image": "qwen-image",
-    "ltx_video_i2v": "ltx-video",
-    "sd3": "sd3.5-large",
-    "wan_flf2v": "wan-2.1-flf2v",
-    "wan_5b_i2v": "wan-2.2-ti2v-5b",
-    "z_image": "z-image",
-    "latte": "latte",
-    "video_dit": "video-dit-text",
-    "dit": "dit-tiny",
-}
+ENCODED = (*REPRESENTATIVES.values(), "cogvideox_i2v", "wan_flf2v")
 
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_samples_are_what_encoders_make_of_them(tiny_checkpoints: dict[str, Path], name: str) -> None:
-    recipe = smoke(name, tiny_checkpoints[ENCODED[name]])
+    recipe = smoke(name, tiny_checkpoints[SMOKES[name].variant])
     subject = open_estimator(recipe, is_gpu=False)
     (shape,) = subject.shapes
     pixels = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)

@@ -17,7 +17,7 @@ import transformers
 from chat_runs import common, write_data
 from launching import ROOT
 from packaging.version import Version
-from smoke_recipes import RUNS, smoke_args
+from smoke_recipes import REPRESENTATIVES, RUNS, smoke_args
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -209,11 +209,7 @@ class Sends(TorchFunctionMode):
         return func(*args, **options)
 
 
-# Of one family another recipe serves.
-TRIED = (
-    *("cogvideox", "dit", "flux", "flux2", "latte", "sana", "sana_video", "video_dit_lora"),
-    *("krea2", "ltx2", "ltx_video_i2v", "qwen_image", "sd3", "wan_5b_i2v", "z_image"),
-)
+TRIED = tuple(REPRESENTATIVES.values())
 # References, masks, sound and first frames, of those families and with each other.
 GIVEN_MORE = (
     *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "ltx_video"),

@@ -30,10 +30,9 @@ from dit_lora.data.sources.clips import Clip
 from dit_lora.data.storage import read_with_retry
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import CheckpointInfo, Encoders, Tensors, TextEncoder, VideoEncoder
-from dit_lora.families.loss_mask import LOSS_MASK, downscale_mask
+from dit_lora.families.latents import LOSS_MASK, VaeMemory, downscale_mask
 from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, ReferenceSpec
 from dit_lora.families.sound import SoundEncoder
-from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.tasks.diffusion.samples import BucketedSample, Samples, find_samples, make_progress_bar
 
 

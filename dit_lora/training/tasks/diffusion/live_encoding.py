@@ -19,7 +19,7 @@ from dit_lora.data.loading.encoded import ClipDataset, EncodedClips, Pick, Picke
 from dit_lora.data.media.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
-from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.families.latents import VaeMemory
 from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.training.session.session import Session
 from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample, Encoding, Plan, PlannedSample

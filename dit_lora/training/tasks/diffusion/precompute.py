@@ -34,8 +34,8 @@ from dit_lora.data.media.clip_sound import close_sound
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Encoders
+from dit_lora.families.latents import VaeMemory
 from dit_lora.families.opening import read_component_config
-from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan

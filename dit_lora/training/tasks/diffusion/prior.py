@@ -14,7 +14,7 @@ from dit_lora.data.sources.scan import list_media
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
-from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.families.latents import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.session.optional_work import free_memory

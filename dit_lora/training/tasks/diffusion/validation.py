@@ -15,7 +15,7 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
-from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.families.latents import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.training.session.optional_work import free_memory

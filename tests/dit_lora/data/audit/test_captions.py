@@ -9,8 +9,7 @@ from dit_lora.data.audit.captions import check_captions, count_caption_tokens
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
-from dit_lora.families.sana.tiny import build_gemma_tokenizer
-from dit_lora.families.tiny.text import build_clip_tokenizer, build_t5_tokenizer
+from dit_lora.families.tiny.text import build_clip_tokenizer, build_gemma_tokenizer, build_t5_tokenizer
 
 TOKENIZERS = {
     "t5": build_t5_tokenizer,

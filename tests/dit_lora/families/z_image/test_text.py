@@ -8,7 +8,7 @@ from family_cases.subject import CPU
 from z_image_cases import CAPTIONS, opened, some_batch
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.families.text.mask import unpad_captions
+from dit_lora.families.captions import unpad_captions
 
 
 def test_the_mask_is_looked_at_on_the_host_alone(path: Path) -> None:

@@ -16,7 +16,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.loss_mask import LOSS_MASK
+from dit_lora.families.latents import LOSS_MASK
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 

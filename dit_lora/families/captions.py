@@ -1,0 +1,134 @@
+"""Captions: encoding one at a time, token limits, pipeline arguments and masks of their padding.
+
+Masks (B, T) are evaluated on the device they are on. In a training step that is the host
+(`dit_lora.data.loading.batch.HOST_TENSORS`).
+
+Shapes: B batch, T text tokens, D text width.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families.base import Tensors, TextEncoder, TextLimit
+from dit_lora.numerics.streams import move_to_device
+
+MASKED_BIAS = -10000.0
+"""Attention bias of a masked token (diffusers: sana_transformer.py and latte_transformer_3d.py, forward)."""
+
+
+def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncoder:
+    """A caption encoder that encodes captions one at a time, so that no result depends on the rest of its batch.
+
+    Args:
+        encode_caption: Encodes one caption to tensors (1, ...).
+    """
+
+    @torch.no_grad()
+    def encode(captions: Sequence[str]) -> Tensors:
+        # Tensors (1, ...) by name, one dict per caption.
+        rows = [encode_caption(caption) for caption in captions]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    return encode
+
+
+def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) -> TextEncoder:
+    """Create a caption encoder that pads every caption to `num_tokens`, so that none influences the others."""
+
+    @torch.no_grad()
+    def encode(captions: Sequence[str]) -> Tensors:
+        # (B, T, D)
+        embeddings, _ = pipeline.encode_prompt(
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=num_tokens, device=device
+        )
+        return {"prompt_embeds": embeddings}
+
+    return encode
+
+
+def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:
+    """Load a checkpoint's tokenizer from this folder, with the caption's token limit.
+
+    Without `max_tokens`, the limit is the tokenizer's.
+    """
+    # Import here: Transformers takes seconds to import.
+    from transformers import AutoTokenizer
+
+    tokenizer = load_pretrained(AutoTokenizer, path / folder)
+    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
+
+
+def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
+    """Number of tokens left for a caption out of `max_tokens` after the chat template's.
+
+    `arguments` go to `encode_prompt`.
+    """
+    probe = _PaddingCounter()
+    pipeline = pipeline_class(scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None)
+    # The padding that an empty caption leaves is the number of tokens a caption can have.
+    pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
+    return TextLimit(tokenizer, probe.num_pads)
+
+
+class _PaddingCounter(nn.Module):
+    """Stand-in for a pipeline's text encoder that counts the padding tokens it gets for an empty caption."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+    num_pads = 0
+
+    def forward(self, input_ids: torch.Tensor | None = None, *, attention_mask: torch.Tensor, **_: Any) -> Any:
+        self.num_pads = int((attention_mask == 0).sum())
+        # Zeros for whichever layers the pipeline reads.
+        states = torch.zeros(1, attention_mask.shape[1], 1)
+        return SimpleNamespace(hidden_states=defaultdict(lambda: states))
+
+
+def cut_text(embeddings: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Remove the token columns that are padding in every caption of a batch.
+
+    Captions are cached padded to one length, but a batch only needs the length of its longest caption.
+
+    Args:
+        embeddings: (B, T, ...).
+        mask: (B, T), 1 for text.
+
+    Returns:
+        The shortened embeddings and mask. The mask is None if nothing is masked any more: attention then has more and
+        faster backends.
+    """
+    is_text = mask == 1
+    # Columns in which at least one caption has text.
+    columns = is_text.any(0).nonzero().flatten()
+    # Prefer a slice, which does not copy. Only padding in the middle of captions needs a copy.
+    if len(columns) == 0 or int(columns[-1]) == len(columns) - 1:
+        shortened = embeddings[:, : len(columns)]
+    else:
+        shortened = embeddings.index_select(1, move_to_device(columns, embeddings.device))
+    is_text = is_text[:, columns]
+    return shortened, None if bool(is_text.all()) else is_text
+
+
+def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | None:
+    """Attention bias (B, 1, T) of a mask of ones and zeros, in the dtype and on the device of the embeddings.
+
+    None if nothing is masked: without a bias, attention has more and faster backends.
+    """
+    is_text = mask == 1
+    if bool(is_text.all()):
+        return None
+    # (B, T), then (B, 1, T) for all queries.
+    bias = torch.where(is_text, 0.0, MASKED_BIAS).to(embeddings.dtype)
+    return move_to_device(bias[:, None], embeddings.device)
+
+
+def unpad_captions(embeddings: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Embeddings of each caption without its padding, (length, ...), from captions (B, T, ...) padded at the end."""
+    lengths = mask.sum(1).tolist()
+    return [row[:length] for row, length in zip(embeddings, lengths, strict=True)]

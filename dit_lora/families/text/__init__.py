@@ -1,1 +1,0 @@
-"""Captions: encoding one at a time, chat templates, and truncation by masks."""
