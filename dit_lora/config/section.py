@@ -1,7 +1,7 @@
 """Base class of a recipe's sections: frozen, no unknown keys, bounded numbers."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -20,6 +20,13 @@ def _iterate_types(annotation: Any) -> Iterator[Any]:
         yield from _iterate_types(part)
 
 
+def _is_text_list(annotation: Any) -> bool:
+    """True for `tuple[str, ...]`, also of named values or optional, if the field takes no plain text besides."""
+    choices = (annotation,) if get_origin(annotation) is tuple else get_args(annotation)
+    items = [get_args(choice)[0] for choice in choices if get_origin(choice) is tuple]
+    return str not in choices and any(item is str or get_origin(item) is Literal for item in items)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -31,4 +38,12 @@ class Section(BaseModel):
         # Python's bool is an int: pydantic would accept `yes` in YAML as the number 1.
         if isinstance(value, bool) and bool not in types and (int in types or float in types):
             raise ValueError(f"Input should be a number, not {str(value).lower()}")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _accept_single_text(cls, value: Any, info: ValidationInfo) -> Any:
+        # `run.trackers=wandb` means a list of one; as a sequence it would be a list of letters.
+        if isinstance(value, str) and _is_text_list(cls.model_fields[info.field_name or ""].annotation):
+            return (value,)
         return value
