@@ -20,13 +20,6 @@ def _iterate_types(annotation: Any) -> Iterator[Any]:
         yield from _iterate_types(part)
 
 
-def _is_text_list(annotation: Any) -> bool:
-    """True for `tuple[str, ...]`, also of named values or optional, if the field takes no plain text besides."""
-    choices = (annotation,) if get_origin(annotation) is tuple else get_args(annotation)
-    items = [get_args(choice)[0] for choice in choices if get_origin(choice) is tuple]
-    return str not in choices and any(item is str or get_origin(item) is Literal for item in items)
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -43,7 +36,12 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _accept_single_text(cls, value: Any, info: ValidationInfo) -> Any:
-        # `run.trackers=wandb` means a list of one; as a sequence it would be a list of letters.
-        if isinstance(value, str) and _is_text_list(cls.model_fields[info.field_name or ""].annotation):
-            return (value,)
-        return value
+        # `run.trackers=wandb` means a list of one.
+        if not isinstance(value, str):
+            return value
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        # The types of `tuple[str, ...] | None`.
+        choices = (annotation,) if get_origin(annotation) is tuple else get_args(annotation)
+        items = [get_args(choice)[0] for choice in choices if get_origin(choice) is tuple]
+        is_text_list = str not in choices and any(item is str or get_origin(item) is Literal for item in items)
+        return (value,) if is_text_list else value

@@ -170,13 +170,13 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 
 
 def describe_similar_run(resume: str, run_dir: Path) -> str | None:
-    """A warning if `train.resume: auto` starts a new run beside one of nearly the same name, which has checkpoints.
+    """A warning if `train.resume: auto` starts a new run, but a run of nearly the same name has checkpoints.
 
     Call it before the run's folder is created.
     """
     if resume != "auto" or run_dir.exists() or not run_dir.parent.is_dir():
         return None
-    # Names that differ in a number alone, such as seed_1 and seed_2, are meant.
+    # Names that differ only in a number, such as seed_1 and seed_2, are no typing errors.
     stem = re.sub(r"\d+", "", run_dir.name)
     names = [path.name for path in run_dir.parent.iterdir() if re.sub(r"\d+", "", path.name) != stem]
     for name in difflib.get_close_matches(run_dir.name, names, cutoff=0.75):
