@@ -1,5 +1,6 @@
 """Starts a run with Accelerate in child processes: the config for this machine, signals, and the exit code."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -36,6 +37,10 @@ def launch_training(script_arguments: Sequence[str], config_file: Path | None = 
         from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        # A list of the defaults that it has chosen, such as the number of threads.
+        logging.getLogger("accelerate.commands.launch").addFilter(
+            lambda record: "had defaults used instead" not in record.getMessage()
+        )
         options = choose_launch_options(torch.cuda.device_count(), config_file)
         script = find_packaged_files() / "recipes" / "lora.py"
         launch = launch_command_parser().parse_args([*options, str(script), *script_arguments])

@@ -93,11 +93,15 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("config", ["cpu", "ddp"])
-def test_the_exit_code_is_the_runs(script: Path, two_ranks: Path, config: str) -> None:
-    """`accelerate launch` and torchrun would end with 1."""
+def test_the_exit_code_is_the_runs(
+    script: Path, two_ranks: Path, config: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` and torchrun would end with 1, and Accelerate would list the defaults that it chose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
     configs = {"cpu": CPU, "ddp": two_ranks}
     assert [launch_training([code], configs[config]) for code in ("0", "3")] == [0, 3]
+    assert "defaults used" not in caplog.text
 
 
 @pytest.mark.parametrize("config", ["cpu", "ddp"])
