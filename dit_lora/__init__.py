@@ -43,11 +43,18 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # The earlier name of RecoveryConfig, accepted until version 0.3.
-    if name == "LadderConfig":
-        name = "RecoveryConfig"
-    # Heavy imports happen at first use, so that `import dit_lora` is instant (PEP 562).
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'dit_lora' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__
+
+
+# Hidden from type checkers, which would take every misspelled name for an attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # The earlier name of RecoveryConfig, accepted until version 0.3.
+        if name == "LadderConfig":
+            name = "RecoveryConfig"
+        # Heavy imports happen at first use, so that `import dit_lora` is instant (PEP 562).
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name]), name)
+        raise AttributeError(f"module 'dit_lora' has no attribute {name!r}")

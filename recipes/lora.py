@@ -5,9 +5,14 @@ accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips 
 
 import atexit
 import gc
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
+# Ctrl-C during the imports ends the process, without a traceback of an import.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 # Imports leave millions of objects that live as long as the process: no collection needs to scan them.
 gc.disable()
 
@@ -17,7 +22,7 @@ from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
 from dit_lora.hub.after_training import push_result, require_hub
 from dit_lora.report.run.background import Reporting
-from dit_lora.training.checkpoints.files import find_checkpoint
+from dit_lora.training.checkpoints.files import describe_similar_run, find_checkpoint
 from dit_lora.training.experts import is_done, put_together, require_fresh
 from dit_lora.training.finish import finish, format_next_commands, require_verified, summary
 from dit_lora.training.fit import fit
@@ -31,6 +36,8 @@ from dit_lora.training.tasks.registry import task_of
 
 gc.freeze()
 gc.enable()
+if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(gc.unfreeze)  # otherwise extensions report the remaining objects as leaks
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
@@ -48,6 +55,7 @@ def main(argv: list[str]) -> None:
     turns = in_turn(recipe)
     checkpoints = [family.open(turn.model, turn) for turn in turns]
     require_fresh(turns)
+    warning = describe_similar_run(recipe.train.resume, Path(recipe.run.dir))
     # The earlier session is passed on, so that both runs share one process group.
     before = None
     for turn, checkpoint in zip(turns, checkpoints, strict=True):
@@ -57,6 +65,8 @@ def main(argv: list[str]) -> None:
         with running(turn, after=before, last=is_last) as session:
             if before is None:
                 require_hub(session, recipe.hub)
+                if warning:
+                    session.say(f"warning: {warning}")
             train(session, family, checkpoint, argv[0])
             if is_last:
                 if turn is not recipe:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from launching import Ranks, launch_environment
+from launching import SCRIPT, Ranks, Script, launch_environment
+
+from dit_lora.training.session import accelerate
 
 COMMANDS = ("dit-lora", "accelerate", "torchrun", "python", "pip", "make", "hf", "sbatch", "ffmpeg")
 _CLIENT = """#!{python} -SE
@@ -60,6 +62,8 @@ class Here:
         module = self.words[0] == "-m"
         sys.argv = list(self.words[module:])
         sys.path[0] = self.folder if module else str(Path(sys.argv[0]).parent)
+        # `dit-lora train` runs its script here, where everything is imported.
+        accelerate.launch_training = lambda words, _config: Script((str(SCRIPT), *words))() or 0
         if module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:

@@ -204,3 +204,12 @@ def test_a_run_that_wants_a_gpu_and_finds_none_says_where_to_look(
         lora_main([RECIPE, MADE])
     line = next(line for line in capsys.readouterr().err.splitlines() if "1 process on cpu" in line)
     assert line.endswith("torch finds no usable GPU; see dit-lora doctor") == says
+
+
+def test_a_mistyped_run_that_is_to_be_continued_is_warned_of(
+    folder: Path, lora_main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs" / "kitten" / "checkpoints" / "step_000005").mkdir(parents=True)
+    with pytest.raises(DitLoraError, match="the folder clips does not exist"):
+        lora_main([RECIPE, MADE, "run.dir=runs/kiten", "train.resume=auto"])
+    assert "warning: train.resume=auto: runs/kiten does not exist, " in capsys.readouterr().err

@@ -16,7 +16,7 @@ from dit_lora.version import __version__
 PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "convert"),
     "Data": ("caption", "audit", "show", "cache"),
-    "Train": ("plan", "guard", "replay", "quarantine"),
+    "Train": ("plan", "train", "guard", "replay", "quarantine"),
     "Use what was trained": ("report", "sample", "verify", "export", "export.extract", "push", "chat"),
 }
 """Verbs in the order in which a newcomer needs them; FILE.VERB where a verb shares the file of another."""
@@ -32,7 +32,7 @@ _EPILOG = """Start with:
   dit-lora recipes
   dit-lora init smoke/cogvideox my-run
 Train in the folder that init writes:
-  accelerate launch --quiet --config_file one_gpu.yaml lora.py RECIPE.yaml \\[key.path=value ...]"""
+  dit-lora train RECIPE.yaml \\[key.path=value ...]"""
 
 app = typer.Typer(
     name="dit-lora",

@@ -98,7 +98,11 @@ def _list_next_commands(recipe: PackagedRecipe, folder: Path, config: str) -> li
             describe = f"dit-lora caption {recipe.values['data']['path']} --model Qwen/Qwen2.5-VL-7B-Instruct"
             lines.append(f"{describe} --recipe {recipe.file_name}  # where captions are missing")
         lines += [f"dit-lora audit {recipe.file_name}", f"dit-lora plan {recipe.file_name}"]
-    return [*lines, recipe.build_launch_command(config)]
+    launch = recipe.build_launch_command(config)
+    # Configs that `dit-lora train` chooses itself.
+    if config in ("cpu", "one_gpu"):
+        launch = f"dit-lora train {launch.partition(' lora.py ')[2]}"
+    return [*lines, launch]
 
 
 def _print_recipes(records: list[dict[str, Any]]) -> None:

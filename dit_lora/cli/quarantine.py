@@ -9,7 +9,6 @@ from dit_lora.cli.arguments import RunFolder
 from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
-from dit_lora.training.session.run_lock import is_live, read_holder
 
 EXAMPLES = {"quarantine": ("quarantine runs/kitten", "quarantine runs/kitten --release clip.mp4")}
 
@@ -27,6 +26,7 @@ def quarantine(
     With --release, the next resume uses them again.
     """
     from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
+    from dit_lora.training.session.run_lock import is_live, read_holder
 
     if not run.is_dir():
         raise DitLoraError(f"{run} is not a folder; give a run's folder (run.dir of its recipe)")

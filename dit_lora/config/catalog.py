@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.yaml_parsing import parse_yaml
+import yaml
+
 from dit_lora.errors import DitLoraError, format_list
 
 
@@ -32,8 +33,8 @@ def find_packaged_files() -> Path:
 
 def list_recipe_names() -> list[str]:
     """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
-    root = find_packaged_files() / "recipes"
-    names = [path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml")]
+    paths = (find_packaged_files() / "recipes").glob("*/*.yaml")
+    names = [f"{path.parent.name}/{path.stem}" for path in paths]
     # False sorts before True.
     return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
@@ -107,7 +108,8 @@ class PackagedRecipe:
     @cached_property
     def values(self) -> dict[str, Any]:
         """Contents of a packaged recipe's YAML file as plain values, not validated."""
-        return parse_yaml(self.text)
+        # The package's own files need none of the checks of `parse_yaml`, which take 20 times as long.
+        return yaml.load(self.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
         """A packaged recipe's entry in the output of `dit-lora recipes --json`."""

@@ -1,7 +1,7 @@
 """Base class of a recipe's sections: frozen, no unknown keys, bounded numbers."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -32,3 +32,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in types and (int in types or float in types):
             raise ValueError(f"Input should be a number, not {str(value).lower()}")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _accept_single_text(cls, value: Any, info: ValidationInfo) -> Any:
+        # `run.trackers=wandb` means a list of one.
+        if not isinstance(value, str):
+            return value
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        # The types of `tuple[str, ...] | None`.
+        choices = (annotation,) if get_origin(annotation) is tuple else get_args(annotation)
+        items = [get_args(choice)[0] for choice in choices if get_origin(choice) is tuple]
+        is_text_list = str not in choices and any(item is str or get_origin(item) is Literal for item in items)
+        return (value,) if is_text_list else value

@@ -30,13 +30,16 @@ class _CallableModule(ModuleType):
         return fuse(*args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:
-    """Import the functions that patch models on first use: their module imports Diffusers, PEFT and Transformers."""
-    if name in ("FuseReport", "fuse", "unfuse"):
-        from dit_lora.fuse import api
+# Hidden from type checkers, which would take every misspelled name for an attribute.
+if not TYPE_CHECKING:
 
-        return getattr(api, name)
-    raise AttributeError(f"module 'dit_lora.fuse' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import the functions that patch models on first use: their module imports Diffusers and Transformers."""
+        if name in ("FuseReport", "fuse", "unfuse"):
+            from dit_lora.fuse import api
+
+            return getattr(api, name)
+        raise AttributeError(f"module 'dit_lora.fuse' has no attribute {name!r}")
 
 
 # Python looks `__call__` up on the class, and a module has no other way to have one: a function named `__call__` in it

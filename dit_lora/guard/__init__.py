@@ -26,11 +26,14 @@ _LAZY_MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # The earlier name of RecoveryConfig, accepted until version 0.3.
-    if name == "LadderConfig":
-        name = "RecoveryConfig"
-    # Imported on first use: the callback needs Transformers, and a run's guard needs none of these.
-    if name in _LAZY_MODULES:
-        return getattr(import_module(_LAZY_MODULES[name]), name)
-    raise AttributeError(f"module 'dit_lora.guard' has no attribute {name!r}")
+# Hidden from type checkers, which would take every misspelled name for an attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # The earlier name of RecoveryConfig, accepted until version 0.3.
+        if name == "LadderConfig":
+            name = "RecoveryConfig"
+        # Imported on first use: the callback needs Transformers, and a run's guard needs none of these.
+        if name in _LAZY_MODULES:
+            return getattr(import_module(_LAZY_MODULES[name]), name)
+        raise AttributeError(f"module 'dit_lora.guard' has no attribute {name!r}")

@@ -1,7 +1,12 @@
 """Names of the layers in LTX-2's blocks, for video and for sound."""
 
-from dit_lora.config.recipe import Recipe
+from typing import TYPE_CHECKING
+
 from dit_lora.errors import DitLoraError
+
+if TYPE_CHECKING:
+    # It takes a quarter of a second, and commands that only list families and recipes do not need it.
+    from dit_lora.config.recipe import Recipe
 
 ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 """Adapted layers of an attention. With sound, all attentions are adapted.
@@ -24,7 +29,7 @@ _SOUND_LAYERS = _list_layers(SOUND_ATTENTIONS, "audio_ff")
 BLOCK_LAYERS = (*_list_layers(("attn1", "attn2"), "ff"), *_SOUND_LAYERS)
 
 
-def refuse_sound_layers(recipe: Recipe) -> None:
+def refuse_sound_layers(recipe: "Recipe") -> None:
     """Raise `DitLoraError` if layers for sound would train without sound: they get no gradient."""
     groups = recipe.optim.groups
     if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:

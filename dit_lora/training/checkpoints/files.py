@@ -6,6 +6,7 @@ of the step. It never holds the frozen base. The launch that wrote it is recorde
 layout can say what differs.
 """
 
+import difflib
 import json
 import os
 import re
@@ -174,6 +175,27 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         problem = "is incomplete or altered" if path.exists() else "does not exist"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
+
+
+def describe_similar_run(resume: str, run_dir: Path) -> str | None:
+    """A warning if `train.resume: auto` starts a new run, but a run of nearly the same name has checkpoints.
+
+    Call it before the run's folder is created.
+    """
+    if resume != "auto" or run_dir.exists() or not run_dir.parent.is_dir():
+        return None
+    # Names that differ only in a number, such as seed_1 and seed_2, are no typing errors.
+    stem = re.sub(r"\d+", "", run_dir.name)
+    names = [path.name for path in run_dir.parent.iterdir() if re.sub(r"\d+", "", path.name) != stem]
+    for name in difflib.get_close_matches(run_dir.name, names, cutoff=0.75):
+        similar = run_dir.with_name(name)
+        # A run of both experts has its checkpoints in two folders.
+        if any(similar.glob("checkpoints/step_*")) or any(similar.glob("*/checkpoints/step_*")):
+            return (
+                f"train.resume=auto: {run_dir} does not exist, so training starts from step 0; {similar} has "
+                f"checkpoints: to continue it, set run.dir={similar}"
+            )
+    return None
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:

@@ -1,6 +1,7 @@
 """The command: instant, plain about mistakes, and its verbs do what they say."""
 
 import json
+import pydoc
 import re
 import shutil
 import subprocess
@@ -10,11 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import dit_lora
+from dit_lora import guard
 from dit_lora.cli.app import app
 from dit_lora.data.media.video import read_frames, read_header
 from dit_lora.errors import DitLoraError
@@ -38,6 +41,33 @@ def heavy_imports(code: str) -> set[str]:
 @pytest.mark.parametrize("code", ["import dit_lora", "import dit_lora.cli.app"])
 def test_importing_is_instant_because_nothing_heavy_is_imported(code: str) -> None:
     assert not heavy_imports(code)
+
+
+def test_listing_recipes_needs_no_recipe_classes() -> None:
+    """Their types take as long to build as everything else that the command does."""
+    code = "from dit_lora.cli.app import app; app(['recipes'], standalone_mode=False)"
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"dit_lora.config.recipe", "psutil", "torch"} & set(process.stdout.split())
+
+
+def test_public_names_are_listed_and_documented() -> None:
+    assert dir(dit_lora) == sorted(dit_lora.__all__)
+    text = pydoc.render_doc(dit_lora, renderer=pydoc.plaintext)
+    # `fuse` is a package too.
+    for name in {*dit_lora.__all__} - {"fuse", "__version__"}:
+        assert re.search(rf"^    (class )?{name}\(", text, re.MULTILINE), name
+
+
+def test_a_misspelled_name_is_one_for_mypy(tmp_path: Path) -> None:
+    source = tmp_path / "script.py"
+    source.write_text("import dit_lora\nfrom dit_lora import guard\ndit_lora.fuse\ndit_lora.fuze\nguard.Gard\n")
+    packages = [str(path) for path in (dit_lora.__file__, guard.__file__) if path]
+    options = ["--follow-imports=skip", "--no-incremental", "--config-file=", "--ignore-missing-imports"]
+    output, _, _ = mypy.api.run([*options, *packages, str(source)])
+    assert 'Module has no attribute "fuze"' in output
+    assert 'Module has no attribute "Gard"' in output
+    assert '"fuse"' not in output
 
 
 def test_the_version_is_the_packages() -> None:

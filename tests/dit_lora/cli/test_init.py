@@ -53,7 +53,7 @@ def test_init_says_what_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "  # where captions are missing",
         "dit-lora audit cogvideox_2b_t2v.yaml",
         "dit-lora plan cogvideox_2b_t2v.yaml",
-        "accelerate launch --quiet --config_file one_gpu.yaml lora.py cogvideox_2b_t2v.yaml",
+        "dit-lora train cogvideox_2b_t2v.yaml",
     ]
     assert "Put your data into clips, or change data.path in cogvideox_2b_t2v.yaml." in "\n".join(lines)
     assert "dit-lora recipes --family cogvideox" in "\n".join(lines)
@@ -68,7 +68,7 @@ def test_init_of_a_smoke_recipe_says_how_to_make_what_it_needs(
         "Next:",
         "  dit-lora tiny sana-600m tiny/sana-600m",
         "  dit-lora tiny shapes images --frames 1",
-        "  accelerate launch --quiet --config_file cpu.yaml lora.py smoke_sana.yaml",
+        "  dit-lora train smoke_sana.yaml",
     ]
 
 

@@ -50,6 +50,29 @@ def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Pat
     assert recipe.lora.targets == ("to_q", "to_k")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "text"),
+    [
+        ("validation", "prompts", "a kitten, in the snow"),
+        ("run", "trackers", "wandb"),
+        ("guard", "on_nonfinite", "skip"),
+        ("lora", "targets", "to_q"),
+    ],
+)
+def test_one_text_is_a_list_of_one(values: dict[str, Any], section: str, key: str, text: str) -> None:
+    values[section] = values.get(section, {}) | {key: text}
+    assert getattr(getattr(parse_recipe(values, "r.yaml"), section), key) == (text,)
+
+
+def test_one_text_is_still_checked_and_no_list_of_other_things(values: dict[str, Any]) -> None:
+    values["run"] |= {"trackers": "wanb"}
+    values["optim"] = {"betas": "0.9"}
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "r.yaml")
+    assert "run.trackers.0: Input should be 'tensorboard', 'wandb' or 'trackio'; got 'wanb'" in str(error.value)
+    assert "optim.betas: Input should be a valid tuple; got '0.9'" in str(error.value)
+
+
 def test_keys_of_an_earlier_version_are_read_with_a_note(values: dict[str, Any], tmp_path: Path) -> None:
     values["validation"] = {"held_out_clips": 3, "held_out_draws": 2}
     path = tmp_path / "r.yaml"

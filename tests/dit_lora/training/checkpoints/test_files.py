@@ -19,6 +19,7 @@ from dit_lora.training.checkpoints import files
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
     SavedState,
+    describe_similar_run,
     find_checkpoint,
     find_newest_checkpoint,
     is_complete_checkpoint,
@@ -335,6 +336,20 @@ def test_none_auto_and_a_missing_path(tmp_path: Path) -> None:
         find_checkpoint("nowhere", tmp_path)
     path = save(tmp_path, 5, *build())
     assert find_checkpoint("auto", tmp_path) == find_checkpoint(str(path), tmp_path) == path
+
+
+@pytest.mark.parametrize("expert", ["", "high_noise"])
+def test_a_mistyped_folder_is_named_where_a_run_would_begin_anew(tmp_path: Path, expert: str) -> None:
+    save(tmp_path / "kitten_2" / expert, 5, *build())
+    (tmp_path / "kittens").mkdir()
+    warning = describe_similar_run("auto", tmp_path / "kiten_2")
+    assert warning is not None
+    assert f"to continue it, set run.dir={tmp_path / 'kitten_2'}" in warning
+    # A number is meant; so is another name, a folder that exists, and a run that is not to be continued.
+    for name in ("kitten_3", "puppy", "kittens", "kitten_2"):
+        assert describe_similar_run("auto", tmp_path / name) is None
+    assert describe_similar_run("none", tmp_path / "kiten_2") is None
+    assert describe_similar_run("auto", tmp_path / "new" / "kiten_2") is None
 
 
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,45 @@
+"""The verb `dit-lora train`: trains with a recipe, in processes that Accelerate starts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.cli.arguments import Overrides, RecipeFile
+from dit_lora.terminal import echo
+
+EXAMPLES = {
+    "train": (
+        "train cogvideox_5b_t2v.yaml data.path=clips run.dir=runs/kitten",
+        "train cogvideox_5b_t2v.yaml train.resume=auto",
+        "train cogvideox_5b_t2v.yaml --config-file fsdp2.yaml",
+    )
+}
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(help="Accelerate config. Default: all GPUs of this machine, or its CPU.", show_default=False),
+    ] = None,
+) -> None:
+    """Train with a recipe. Ctrl-C saves and stops; train.resume=auto continues.
+
+    Exit code 3 if the guard stopped the run.
+    """
+    from dit_lora.config.load import load_recipe
+    from dit_lora.environment.versions import read_launch_config
+    from dit_lora.families import get_family
+
+    # All of this is checked again by the run, a dozen seconds of imports later.
+    settings = load_recipe(recipe, overrides or [])
+    get_family(settings.model.family)
+    if config_file is not None:
+        read_launch_config(config_file)
+    echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
+
+    from dit_lora.training.session.accelerate import launch_training
+
+    raise typer.Exit(launch_training([recipe, *(overrides or [])], config_file))

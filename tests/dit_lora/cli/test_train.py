@@ -1,0 +1,182 @@
+"""`dit-lora train`: mistakes are answered at once, and exit code and Ctrl-C are the run's own."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, launch_environment
+from typer.testing import CliRunner
+
+from dit_lora.cli.app import app
+from dit_lora.config.catalog import list_accelerate_configs
+from dit_lora.errors import DitLoraError
+from dit_lora.training.session import accelerate
+from dit_lora.training.session.accelerate import choose_launch_options, launch_training
+
+SMOKE = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")
+CPU = list_accelerate_configs()["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SMOKE, "train.step=3"], "train.step: unknown key; did you mean train.steps?"),
+        ([SMOKE, "model.family=cog"], "no family 'cog'"),
+        ([SMOKE, "--config-file", "gone.yaml"], "the Accelerate config gone.yaml does not exist"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_heavy_is_imported(arguments: list[str], message: str) -> None:
+    code = (
+        "import sys\nfrom dit_lora.cli import main\n"
+        f"sys.argv = {['dit-lora', 'train', *arguments]!r}\n"
+        "try:\n    main()\n"
+        "finally:\n    print(*sorted(sys.modules))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert not {"torch", "accelerate", "diffusers", "transformers", "numpy"} & set(process.stdout.split())
+
+
+def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = []
+
+    def launch(arguments: list[str], config_file: Path | None) -> int:
+        launched.append((arguments, config_file, capsys.readouterr().err))
+        return 3
+
+    monkeypatch.setattr(accelerate, "launch_training", launch)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", SMOKE, "run.dir=runs/x", "--config-file", str(CPU)])
+    assert ended.value.code == 3
+    assert launched == [([SMOKE, "run.dir=runs/x"], CPU, f"training with {SMOKE}; results go to runs/x\n")]
+
+
+def test_the_machine_decides_how_it_is_launched() -> None:
+    chosen = [choose_launch_options(count) for count in (0, 1, 4)]
+    assert [Path(options[1]).name for options in chosen] == ["cpu.yaml", "one_gpu.yaml", "ddp.yaml"]
+    assert [options[2:] for options in chosen] == [[], [], ["--num_processes", "4"]]
+    assert choose_launch_options(4, Path("mine.yaml")) == ["--config_file", "mine.yaml"]
+
+
+def test_a_rank_does_not_launch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(DitLoraError, match="run it without a launcher"):
+        CliRunner().invoke(app, ["train", SMOKE], catch_exceptions=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in place of recipes/lora.py, which takes no time to start. No signal comes from a terminal."""
+    path = tmp_path / "recipes" / "lora.py"
+    path.parent.mkdir()
+    monkeypatch.setattr(accelerate, "find_packaged_files", lambda: tmp_path)
+    monkeypatch.setattr(accelerate, "_is_signalled_by_terminal", lambda child: False)
+    # torchrun sets this one for good.
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    return path
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    return list_accelerate_configs()["ddp"]
+
+
+@pytest.mark.parametrize("config", ["cpu", "ddp"])
+def test_the_exit_code_is_the_runs(
+    script: Path, two_ranks: Path, config: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` and torchrun would end with 1, and Accelerate would list the defaults that it chose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+    configs = {"cpu": CPU, "ddp": two_ranks}
+    assert [launch_training([code], configs[config]) for code in ("0", "3")] == [0, 3]
+    assert "defaults used" not in caplog.text
+
+
+@pytest.mark.parametrize("config", ["cpu", "ddp"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_the_runs_to_handle(
+    script: Path, two_ranks: Path, tmp_path: Path, config: str, number: int, code: int
+) -> None:
+    script.write_text(
+        textwrap.dedent(f"""
+            import os, pathlib, signal, sys, time
+            def save(number, frame):
+                time.sleep(0.5)
+                sys.exit(128 + number)
+            signal.signal({int(number)}, save)
+            pathlib.Path({str(tmp_path)!r}, "ready" + os.environ.get("RANK", "")).touch()
+            time.sleep(60)
+        """)
+    )
+    configs, count = {"cpu": CPU, "ddp": two_ranks}, {"cpu": 1, "ddp": 2}
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("ready*"))) < count[config]:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    assert launch_training([], configs[config]) == code
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
+
+
+def test_a_run_that_is_killed_says_so(script: Path) -> None:
+    script.write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(DitLoraError, match="out of memory"):
+        launch_training([], CPU)
+
+
+def test_ctrl_c_before_the_run_handles_it_is_an_interrupt(script: Path) -> None:
+    script.write_text("import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)")
+    with pytest.raises(KeyboardInterrupt):
+        launch_training([], CPU)
+
+
+def test_a_config_that_accelerate_refuses_is_one_line(script: Path, tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
+    with pytest.raises(DitLoraError, match=r"Accelerate cannot launch with .*mine\.yaml: .*distributed_type"):
+        launch_training([], config)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_saves_and_says_how_to_continue(smoke: list[str], tmp_path: Path) -> None:
+    """The whole way: the command, Accelerate, the script, and a terminal that signals all of them."""
+    run = tmp_path / "run"
+    arguments = [*smoke, "train.steps=100000", "train.batch_size=1", f"run.dir={run}"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "dit_lora", "train", *arguments], launch_environment())
+    output, is_interrupted = b"", False
+    try:
+        while chunk := os.read(terminal, 65536):
+            output += chunk
+            metrics = run / "metrics.jsonl"
+            if not is_interrupted and metrics.exists() and metrics.read_bytes().count(b"\n") > 3:
+                is_interrupted = bool(os.write(terminal, b"\x03"))
+    except OSError:
+        pass  # the last process that writes to the terminal has ended
+    finally:
+        os.close(terminal)
+        if not is_interrupted:
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+    text = output.decode()
+    assert os.waitstatus_to_exitcode(status) == 130, text
+    assert text.startswith(f"training with {smoke[0]}; results go to {run}")
+    assert text.count("to continue, add train.resume=auto") == 1
+    assert "Traceback" not in text
+    assert list((run / "checkpoints").glob("step_*"))
