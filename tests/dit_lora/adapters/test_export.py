@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     extra_tensors = {**tensors, "transformer.proj_out.lora_magnitude_vector": torch.ones(4)}
     assert "takes LoRA matrices (lora_A, lora_B) alone; it has\n" in refusal(extra_tensors)
     file.write_bytes(b"nonsense")
-    with pytest.raises(DitLoraError, match="it is not a safetensors file"):
+    with pytest.raises(DitLoraError, match="it is incomplete or not a safetensors file"):
         exported(adapter, "diffusers")
 
 

@@ -272,8 +272,8 @@ def test_what_cannot_be_checked_is_one_line_and_an_exit_code(
     text.write_text("not tensors")
     (tmp_path / "empty").mkdir()
     cases: list[tuple[Path, str | None, int, str]] = [
-        (torn_file, base, 1, "not whole: copy it again"),
-        (text, base, 1, "it is not a safetensors file"),
+        (torn_file, base, 1, "it is incomplete or not a safetensors file"),
+        (text, base, 1, "it is incomplete or not a safetensors file"),
         (tmp_path / "nothing", None, 2, "does not exist"),
         (tmp_path / "empty", None, 2, "no adapter in"),
         (adapter, str(tmp_path / "away"), 2, "away"),
