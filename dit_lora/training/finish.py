@@ -60,7 +60,7 @@ def finish(run: Run) -> WrittenFiles:
         weights = setup.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with setup.session.phases.timing("output noted"):
+        with setup.session.phases.timing("output fingerprint"):
             output = record_trained_output(setup, run.base_fingerprint)
         with share_errors(setup.session.accelerator):
             if setup.session.is_main:
