@@ -219,7 +219,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None) 
     # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.append(f"base weights: {base}; load them before the adapter (docs/design.md)")
+        lines.append(f"base weights: {base} (load first)")
     if verification is not None:
         lines.append(verification.format_summary())
     return "\n".join([*lines, *session.optional_work.format_lines()])

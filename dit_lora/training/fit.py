@@ -270,8 +270,8 @@ def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
         _report_anomaly(run, make_hidden_infinity_event(step, hidden))
     for name in run.journal.find_idle_groups(line):
         message = (
-            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, though others have one: nothing "
-            "of it is trained (said once)"
+            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, while other groups have "
+            "one: it is not trained (shown once)"
         )
         _report_anomaly(run, make_observation_event(step, "zero_gradient_group", message))
 

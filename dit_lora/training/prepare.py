@@ -93,9 +93,11 @@ def prepare(
     with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
     # A single group is the adapter or the model, which has its own line.
-    for group in groups if len(groups) > 1 else ():
-        count = sum(p.numel() for p in group["params"])
-        session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+    if len(groups) > 1:
+        counts = [f"{group['name']} {sum(p.numel() for p in group['params']):,}" for group in groups]
+        session.say(f"trained parameters: {', '.join(counts)}")
+        rates = [f"{group['name']} {group['lr']:g}" for group in groups]
+        session.say(f"learning rates: {', '.join(rates)}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
     return Run(setup, start_step, ema, base, recovery, watcher, parity, checkpoints, journal)
 
