@@ -6,6 +6,7 @@ that they are unchanged.
 """
 
 import logging
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_ou
 from dit_lora.verify.reference_model import ReferenceModel
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
+_MESSAGE_COLUMN = 15
+"""Column where the messages of the checks begin in the text for a terminal."""
 # What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
 _LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SafetensorError, DitLoraError)
 
@@ -83,8 +86,9 @@ class Verification:
         """The verification as text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
         # Continuation lines are indented to the message's column.
+        indent = " " * _MESSAGE_COLUMN
         for name, check in self.checks.items():
-            message = check.message.replace("\n", "\n" + " " * 15)
+            message = "\n".join(map(_wrap_prose, check.message.split("\n"))).replace("\n", f"\n{indent}")
             lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
         failed = f"failed: {', '.join(self._list_failed())}"
         lines += [f"  note {note}" for note in self.notes]
@@ -100,6 +104,13 @@ class Verification:
 
     def _list_failed(self) -> list[str]:
         return [name for name, check in self.checks.items() if not check.passed]
+
+
+def _wrap_prose(line: str) -> str:
+    """Wrap a line of a message to 80 columns. Items of lists, which start with spaces, stay whole."""
+    if line.startswith(" "):
+        return line
+    return textwrap.fill(line, 80 - _MESSAGE_COLUMN, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ class VerificationTarget:
         # The run wrote this into the header when it saved the adapter.
         output_record = self.metadata.get("output")
         if output_record is None:
-            return Check(True, "not recorded at training's end: the file says nothing of it")
+            return Check(True, "not recorded in training: the file has no output to compare")
         # A recorded failure is reported even if the comparison has to wait.
         if self.skip_output_reason and not {NOT_RECORDED, FAILURE} & output_record.keys():
             return Check(True, f"not compared: {self.skip_output_reason}")

@@ -95,8 +95,9 @@ def test_the_command_finds_what_the_run_found(run: Path) -> None:
         assert record["modules"] == verification["modules"]
         assert record["checks"].keys() == verification["checks"].keys()
     output = CliRunner().invoke(app, ["verify", str(run)]).stdout
+    assert max(map(len, output.splitlines())) <= 80
     assert "loads all 16 tensors of 8 modules, and 16 base weights" in output
-    assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in output
+    assert "rank 4, alpha 8, as in the header and metadata; updates are scaled by 2" in " ".join(output.split())
     assert "as trained: " in output
     assert output.endswith("every check passed\n")
 
@@ -174,7 +175,7 @@ def swapped(tensors: Tensors, _header: dict[str, str]) -> None:
 
 DIFFUSION: dict[Change, tuple[set[str], str]] = {
     nan: ({"finite", "output"}, "blocks.1.attn1.to_q.lora_A.weight has 1 NaN among 256 values"),
-    renamed: ({"keys", "output"}, "layers.1.q.lora_A.weight: nothing of CogVideoXPipeline takes"),
+    renamed: ({"keys", "output"}, "layers.1.q.lora_A.weight: CogVideoXPipeline does not load it"),
     other_prefix: ({"keys", "effect", "output"}, "model.transformer.transformer_blocks.0.attn1"),
     without_layer: ({"keys", "output"}, "1.attn1.to_q: the header's targets match it"),
     without_b: ({"keys", "output"}, "blocks.1.attn1.to_q.lora_B.weight: not in the file"),
