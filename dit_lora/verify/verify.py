@@ -85,11 +85,15 @@ class Verification:
     def format_lines(self) -> list[str]:
         """The verification as text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
-        # Continuation lines are indented to the message's column.
-        indent = " " * _MESSAGE_COLUMN
+        wrapper = textwrap.TextWrapper(80 - _MESSAGE_COLUMN, break_long_words=False, break_on_hyphens=False)
         for name, check in self.checks.items():
-            message = "\n".join(map(_wrap_prose, check.message.split("\n"))).replace("\n", f"\n{indent}")
-            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
+            message: list[str] = []
+            for line in check.message.split("\n"):
+                # Items of lists stay whole: users copy names of tensors and values from them.
+                message += [line] if line.startswith(" ") else wrapper.wrap(line)
+            # Continuation lines are indented to the message's column.
+            text = f"\n{' ' * _MESSAGE_COLUMN}".join(message)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {text}")
         failed = f"failed: {', '.join(self._list_failed())}"
         lines += [f"  note {note}" for note in self.notes]
         return [*lines, "every check passed" if self.passed else failed]
@@ -104,13 +108,6 @@ class Verification:
 
     def _list_failed(self) -> list[str]:
         return [name for name, check in self.checks.items() if not check.passed]
-
-
-def _wrap_prose(line: str) -> str:
-    """Wrap a line of a message to 80 columns. Items of lists, which start with spaces, stay whole."""
-    if line.startswith(" "):
-        return line
-    return textwrap.fill(line, 80 - _MESSAGE_COLUMN, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
