@@ -251,7 +251,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
-        again=f"{len(group) - 1:,} more, to {group[-1].get('step')}" if len(group) > 1 else "",
+        again=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
         words=base_row.words,
         module=format_value(verdict.get("module")),

@@ -223,10 +223,10 @@ def build_quarantine_rows(run: RunFiles) -> list[tuple[str, str, str, str]]:
     rows = []
     for entry in run.quarantine:
         first_epoch, last_epoch = entry.get("from_epoch"), entry.get("to_epoch")
-        epochs = f"{first_epoch}" if last_epoch == first_epoch else f"{first_epoch} to {last_epoch}"
+        epochs = f"epoch {first_epoch}" if last_epoch == first_epoch else f"epochs {first_epoch} to {last_epoch}"
         # Left out from this epoch to the end of training.
         if last_epoch is None:
-            epochs = f"from {first_epoch} on"
+            epochs = f"from epoch {first_epoch} on"
         cause, reason = format_value(entry.get("cause")), format_value(entry.get("reason"))
         rows.append((format_value(entry.get("sample_id")), epochs, cause, reason))
     return rows

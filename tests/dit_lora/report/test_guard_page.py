@@ -84,7 +84,7 @@ def test_the_page_counts_steps_bad_samples_and_switched_off_parts(folder: Path) 
 def test_equal_events_share_a_row_of_the_table(folder: Path) -> None:
     page = Page(write_guard_report(folder))
     table = page.section("Events")
-    assert "2 1 more, to 12 data skip dataset index 5 data of it bundle" in table
+    assert "2 and 1 more, to step 12 data skip dataset index 5 data of it bundle" in table
     fallback = "7 attention backend fallback blocks.1.attn aten.div.Tensor attention_backend of it"
     assert fallback in table
     assert "switched the component off and skipped the step" in table

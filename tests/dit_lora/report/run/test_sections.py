@@ -90,7 +90,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
     assert "scale failed alpha lacks" in result
     assert "29.to_q 0.2900" in result
     assert "All modules 30" in result
-    assert "from 2 on data NaN" in page.text
+    assert "from epoch 2 on data NaN" in page.text
     section_text = page.section("Data")
     for expected_text in (
         "samples 4",
