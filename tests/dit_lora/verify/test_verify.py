@@ -96,8 +96,9 @@ def test_the_command_finds_what_the_run_found(run: Path) -> None:
         assert record["checks"].keys() == verification["checks"].keys()
     output = CliRunner().invoke(app, ["verify", str(run)]).stdout
     assert max(map(len, output.splitlines())) <= 80
-    assert "loads all 16 tensors of 8 modules, and 16 base weights" in output
-    assert "rank 4, alpha 8, as in the header and metadata; updates are scaled by 2" in " ".join(output.split())
+    message_text = " ".join(output.split())
+    assert "loads all 16 tensors of 8 modules, and 16 base weights" in message_text
+    assert "rank 4, alpha 8, as in the header and metadata; updates are scaled by 2" in message_text
     assert "as trained: " in output
     assert output.endswith("every check passed\n")
 
@@ -258,7 +259,7 @@ def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
     folder = changed(run / "adapter", tmp_path / "adapter", stranger)
     verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
     assert verification.passed, verification.format_lines()
-    assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].message
+    assert "alpha 4, not recorded, so alpha equals rank" in verification.checks["scale"].message
     assert verification.checks["output"].message.startswith("not recorded")
     with pytest.raises(DitLoraError, match="does not name its base model; give --model"):
         verify_adapter(folder)
