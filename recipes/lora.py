@@ -89,7 +89,8 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     dtype = session.precision.dtype
     with session.phases.timing("loading"):
         model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
-    session.say(attached)
+    for line in attached.splitlines():
+        session.say_once(line)
 
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
     write_facts(run)

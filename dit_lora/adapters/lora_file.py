@@ -205,7 +205,7 @@ _REASONS = {
     _DUPLICATE: "it contains these layers twice",
     _INCOMPLETE: "it is incomplete: a matrix is missing in these layers",
 }
-_NOT_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
+_NOT_LORA = "only LoRA matrices (lora_A, lora_B) are supported here; it has"
 _OTHER_TENSORS = (
     (re.compile(r"\.(dora_scale|lora_magnitude_vector(\.\w+)?|magnitude)(\.|$)"), "DoRA"),
     (re.compile(r"\.(lokr_|hada_|oft_|boft_)"), "LoKr, LoHa or OFT"),

@@ -63,7 +63,7 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
     outside = [path for path in paths if not path.resolve().is_relative_to(root)]
     if outside:
         names = sorted({path.relative_to(folder).as_posix() for path in outside})
-        message = f"{folder}: these are links to outside of it, which are not followed; put the files themselves there"
+        message = f"{folder}: links to files outside of it are not followed; put the files themselves there"
         raise DitLoraError(format_list(message, names))
 
 

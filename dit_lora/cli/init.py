@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +40,10 @@ def recipes(
             for name, loaded_family in get_families().items()
             if family in (None, name)
         }
-        lines = [f"{name}: tiny {', '.join(tiny)}" for name, tiny in variants.items()]
+        lines = [
+            textwrap.fill(f"{name}: tiny {', '.join(tiny)}", 80, subsequent_indent="  ", break_on_hyphens=False)
+            for name, tiny in variants.items()
+        ]
         write_answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
         return
     defaults = get_default_recipes()

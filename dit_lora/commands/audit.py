@@ -265,7 +265,7 @@ def _iterate_tensors(
         sample = clips.read(entry, entry.text_key, 0)
         if sample.faults:
             reason = sample.faults[entry.id]
-            remedy = "dit-lora cache verify RECIPE --set-aside, and build it anew"
+            remedy = "run dit-lora cache verify RECIPE --set-aside, then dit-lora cache build RECIPE"
             damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
         # Without the batch dimension, which is 1.
         yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}

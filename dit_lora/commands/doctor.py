@@ -43,11 +43,11 @@ def list_decisions(env: Environment) -> list[Decision]:
         device = f"cuda: {gpu.name}, {gpu.memory_gib} GiB", "torch can use this GPU"
         dtype = "fp32", "this GPU does not compute in bf16, and fp16 overflows on these models"
     if gpu and gpu.bf16:
-        dtype = "bf16", "this GPU computes in it; trainable weights are fp32 all the same"
+        dtype = "bf16", "this GPU computes in it; trainable weights stay in fp32"
     return [
         Decision("device", *device),
         Decision("dtype", *dtype),
-        Decision("attention", "PyTorch SDPA", "with a mask never cuDNN's: pytorch#196678"),
+        Decision("attention", "PyTorch SDPA", "never cuDNN with a mask: pytorch#196678"),
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
         Decision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
@@ -66,7 +66,7 @@ def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]
     launch = _describe_launch(env, launch_config)
     kernels = kernel_support()
     # If the recipe does not set them.
-    kernel_choice = "fused, where parity holds" if kernels.mode == "gpu" else "lora_linear alone"
+    kernel_choice = "fused, where parity holds" if kernels.mode == "gpu" else "lora_linear only"
     decisions = [*list_decisions(env), Decision("kernels", kernel_choice, kernels.reason)]
     return {
         "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
@@ -137,7 +137,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
         console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
     triton = report["triton"]
-    lines = [f"Triton: {triton['mode']}: {triton['reason']}"]
+    lines = [f"Triton: {triton['reason']}" + (" (kernels are off)" if triton["mode"] == "none" else "")]
     launch = report["launch"]
     if launch["config_file"]:
         requested = launch["processes"] or "Accelerate's choice"

@@ -100,7 +100,7 @@ def _check_size(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             # An alias inside the collection that it names: the value would contain itself.
             if event.anchor in (collection.anchor for collection in open_collections):
-                raise ParseError(f"*{event.anchor} stands for what it is in itself")
+                raise ParseError(f"*{event.anchor} refers to a value that contains it")
             # An undefined alias is counted as one node; PyYAML reports it.
             nodes, levels = sizes.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
@@ -122,7 +122,7 @@ def _check_size(text: str) -> None:
         if len(open_collections) + levels > MAX_LEVELS:
             raise ParseError(DEPTH_MESSAGE)
         if count > MAX_NODES:
-            raise ParseError(f"it has more than {MAX_NODES:,} values, its aliases counted as what they stand for")
+            raise ParseError(f"it has more than {MAX_NODES:,} values, with aliases expanded")
 
 
 def _require_unicode(value: str) -> None:

@@ -57,7 +57,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         # Reads the header only; tensors are mapped into memory when they are asked for.
         opened = safe_open(file, framework="pt")
     except OSError as error:
-        raise UnreadableFileError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise UnreadableFileError(f"cannot read {file}: {error.strerror or error}") from error
     except SafetensorError as error:
         raise _make_damaged_file_error(file, error) from error
     with opened:
@@ -104,5 +104,5 @@ def read_tensors(file: Path, *, missing_ok: bool = False) -> dict[str, torch.Ten
 def _make_damaged_file_error(file: Path, error: SafetensorError) -> UnreadableFileError:
     # An interrupted download or copy is the usual reason.
     return UnreadableFileError(
-        f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
+        f"cannot read {file}: {error}; it is incomplete or not a safetensors file; copy or download it again"
     )

@@ -148,7 +148,7 @@ class StoredWeights:
         name = denoiser.transformer_class.__name__
         if read is None:
             raise DitLoraError(
-                f"{location.source} has other names than {name}, whose single files Diffusers does not read"
+                f"the tensor names of {location.source} are not those of {name}, and Diffusers cannot convert them"
             )
         try:
             # `config` and `subfolder` point to local files, so that Diffusers downloads nothing.
@@ -157,7 +157,7 @@ class StoredWeights:
             )
         except (*CONVERTER_ERRORS, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise DitLoraError(f"{location.source} is no {name} that Diffusers reads: {reason}") from error
+            raise DitLoraError(f"Diffusers cannot read {location.source} as a {name}: {reason}") from error
         # Tensors of this model are views of the file where the conversion left them unchanged.
         tensors: Mapping[str, torch.Tensor] = model.state_dict()
         unsupported = [f"{key}: {x.dtype}" for key, x in tensors.items() if x.dtype not in FLOAT_DTYPES.values()]

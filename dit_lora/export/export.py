@@ -351,7 +351,7 @@ def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:
     if len(request.targets) > 1 or request.weights:
         raise DitLoraError("several adapters, and --weight, are for diffusion models; give one adapter")
     if request.export_format == "peft":
-        raise DitLoraError(f"{target} is of a chat model, whose adapter is in PEFT's own format already")
+        raise DitLoraError(f"{target} is an adapter of a chat model, which is already in PEFT's format")
     if request.export_format != "merged":
         raise DitLoraError(
             f"--to {request.export_format} is for diffusion models; a chat model's adapter is in PEFT's format, and "
@@ -361,6 +361,6 @@ def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:
     target = target.parent if target.is_file() else target
     origin = find_origin(target, request.model)
     if origin.adapter is None:
-        raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
+        raise DitLoraError(f"{target} is neither an adapter nor a run with one, so there is nothing to merge")
     base = get_family(origin.model.family).open(origin.model)
     return merge_adapter(origin.adapter, base.path, request.output_dir, model_class=base.model_class, on_progress=say)

@@ -144,7 +144,7 @@ def _compute_differences(
     adaptable = {f"{name}.weight" for name in names if name not in tied}
     layers, left_out = [], {}
     # Names and shapes must agree on both sides before any tensor is read.
-    mismatches = [f"{name}: in one of them alone" for name in tuned_weights.shapes.keys() ^ base_weights.shapes.keys()]
+    mismatches = [f"{name}: only in one of them" for name in tuned_weights.shapes.keys() ^ base_weights.shapes.keys()]
     mismatches += [
         f"{name}: {shape} and {base_weights.shapes[name]}"
         for name, shape in tuned_weights.shapes.items()

@@ -15,9 +15,7 @@ from dit_lora.adapters.layer_names import LayerNames, get_kohya_name
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.weight_delta import Term, Updates
 
-_KOHYA_UNSUPPORTED = (
-    "kohya's layout is written for what VideoX-Fun loads alone, and it has no such names for this family"
-)
+_KOHYA_UNSUPPORTED = "kohya's layout is only written for families that VideoX-Fun loads, and this is not one of them"
 
 
 @dataclass(frozen=True)
@@ -88,5 +86,5 @@ def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     # `a` is (rank, inputs, height, width) for convolutions, so dimensions 2 and 3 are the kernel's size.
     large_kernels = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
     if large_kernels:
-        raise DitLoraError(format_list("kohya's layout takes convolutions of 1x1 alone, not these", large_kernels))
+        raise DitLoraError(format_list("kohya's layout supports only 1x1 convolutions, not these", large_kernels))
     return LayerKeys({name: get_kohya_name(name) for name in updates}, "lora_down", "lora_up")

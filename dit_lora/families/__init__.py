@@ -5,6 +5,7 @@ module that has its description as `FAMILY`. Names of this package win.
 """
 
 import importlib
+import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -15,6 +16,10 @@ from dit_lora.families.no_hub_kernel import block_hub_kernel
 from dit_lora.terminal import echo
 
 block_hub_kernel()  # must run before a family imports Diffusers and PEFT
+# Diffusers' pipelines import CLIP's image processor. Its warning asks for torchvision, which no family needs.
+logging.getLogger("transformers.utils.import_utils").addFilter(
+    lambda record: "requires torchvision (not installed)" not in record.getMessage()
+)
 
 _OWN_DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",

@@ -66,7 +66,7 @@ def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
         "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
-        "lora.init": (recipe.lora.has_file_init, "a chat model's adapter starts anew: kaiming or gaussian"),
+        "lora.init": (recipe.lora.has_file_init, "a chat model's adapter starts from kaiming or gaussian"),
         "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
         "train.timesteps": (train.timesteps is not None, "there are no noise levels"),
         "train.guidance_scale": (train.guidance_scale is not None, "there is no guidance"),

@@ -233,7 +233,7 @@ def _list_notes(contents: Contents) -> Iterator[str]:
         yield f"Training continued from the LoRA {escape_markdown(contents.metadata['continued']['name'])}."
     # `lora.under` of the recipe: adapters that were active and frozen during training.
     for frozen in contents.metadata.get("under") or ():
-        use = "load it beside this one" if frozen["in_samples"] else "it is not needed to use this one"
+        use = "load it together with this one" if frozen["in_samples"] else "it is not needed to use this one"
         name = escape_markdown(frozen["name"])
         yield f"It was trained over the frozen adapter {name}, scale {frozen['scale']:g}; {use}."
     if contents.metadata.get("samples_from"):
@@ -367,7 +367,7 @@ def _list_events(contents: Contents) -> Iterator[str]:
     # A sample can be left out several times.
     left_out = len({line.get("sample_id") for line in contents.run.quarantine})
     if left_out:
-        yield f"{left_out:,} of the samples left out by the guard, for a time or for good"
+        yield f"{left_out:,} of the samples left out by the guard, temporarily or permanently"
 
 
 def _format_expert(expert: str | None) -> str:

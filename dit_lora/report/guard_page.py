@@ -24,9 +24,9 @@ _NUM_VISIBLE_ROWS = 50
 _MAX_EVENTS = 1000
 """Number of events in the table, the latest; events.jsonl has all of them."""
 _ACTION_TEXTS = {
-    "skip": "left the step out",
-    "fallback": "switched it off from here on, and left the step out",
-    "rollback": "put an earlier snapshot of weights and optimizer back",
+    "skip": "skipped the step",
+    "fallback": "switched the component off and skipped the step",
+    "rollback": "restored an earlier snapshot of the weights and the optimizer",
     "stop": "stopped the loop",
 }
 # A single folder below `bundles/`: letters, digits, `_`, `.` and `-`, and no further slash.
@@ -109,9 +109,10 @@ def write_guard_report(folder: Path) -> Path:
         if line.get("guard") == lines[-1].get("guard"):
             history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
     heat = build_heat_maps(history)
-    notes = [] if starts else [f"{FILE_NAME} is missing or damaged, so what was watched is not known."]
+    notes = [] if starts else [f"{FILE_NAME} is missing or damaged, so the watched models are not known."]
     if torn:
-        notes.append(f"{len(torn)} incomplete lines of events.jsonl are left out.")
+        count = "1 incomplete line" if len(torn) == 1 else f"{len(torn)} incomplete lines"
+        notes.append(f"Ignored {count} of events.jsonl.")
     weights = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
     page = render_page(
         "guard_page.html",
@@ -140,14 +141,14 @@ def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mappin
         return "stopped by the guard", "reject"
     # False until the guard is closed, and so also after a kill.
     if not starts or not starts[-1].get("ended"):
-        return "running, or ended without a record", "warn"
+        return "running, or killed", "warn"
     return "ended", "ok"
 
 
 def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Figure]:
     have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
     # Counts of a start that did not end are as of its last write.
-    caveat = "" if have_all_ended else "as far as known"
+    caveat = "" if have_all_ended else "as of the last write"
     num_taken, lost = (sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost"))
     event_counts = Counter(sample for event in events for sample in _to_strings(event.get("sample_ids")))
     # Row numbers are not names: they mean different samples in different micro-batches.
@@ -155,7 +156,7 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     worst = max(named, key=lambda sample: named[sample], default="")
     most_frequent = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(event_counts) - len(named)
-    rows = f"and {unnamed} not named" if unnamed else ""
+    rows = f"and {unnamed} without a name" if unnamed else ""
     # Each fallback is an event, and guard.json lists what was off at its last write: take both.
     switched_off = {name for start in starts for name in _to_strings(start.get("switched_off"))}
     for event in events:
@@ -165,9 +166,9 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     share = f"{100 * lost / (num_taken + lost):.1f}% of {num_taken + lost:,}" if lost else ""
     return [
         Figure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
-        Figure("Steps not taken", f"{lost:,}" if starts else NO_VALUE, share),
-        Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
-        Figure("Switched off", f"{len(switched_off):,}", ", ".join(sorted(switched_off)) or "no kernel, no backend"),
+        Figure("Steps skipped", f"{lost:,}" if starts else NO_VALUE, share),
+        Figure("Bad samples", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
+        Figure("Switched off", f"{len(switched_off):,}", ", ".join(sorted(switched_off)) or "no kernels or backends"),
     ]
 
 
@@ -190,7 +191,7 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
     causes = dict.fromkeys(_describe_cause(event) for event in events)
     lanes = [_build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps) for cause in causes]
     # Events may exist without an entry in guard.json, if that file is missing or damaged.
-    title = str(facts.get("started", "")) or "of a start that guard.json does not know"
+    title = str(facts.get("started", "")) or "Events of a guard that is not in guard.json"
     if not facts:
         return Start(title, [], steps, lanes)
     ranks = _to_count(facts.get("ranks"))
@@ -203,11 +204,11 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
         numbers = f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
         dtypes = format_value(model.get("dtypes"))
         rows.append(("Model", f"{model.get('name')}: {numbers}" + (f", in {dtypes}" if dtypes else "")))
-    ending = "" if facts.get("ended") is True else "; it has not said that it ended"
+    ending = "" if facts.get("ended") is True else "; its end is not recorded"
     rows += [
         ("Optimizers", format_value(facts.get("optimizers"))),
         ("Checks", format_value(facts.get("checks"))),
-        ("Steps", f"{_to_count(facts.get('taken')):,} taken, {_to_count(facts.get('lost')):,} not{ending}"),
+        ("Steps", f"{_to_count(facts.get('taken')):,} taken, {_to_count(facts.get('lost')):,} skipped{ending}"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in ensure_dict(facts.get("versions")).items())),
         ("Settings", format_value(ensure_dict(facts.get("settings")))),
     ]
@@ -250,7 +251,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
-        again=f"{len(group) - 1:,} more, to {group[-1].get('step')}" if len(group) > 1 else "",
+        again=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
         words=base_row.words,
         module=format_value(verdict.get("module")),

@@ -64,11 +64,11 @@ def _encode(text: str) -> bytes:
 def serve_until_interrupted(server: LocalServer, description: object, say: Callable[[str], None]) -> None:
     """Run a local HTTP server until Ctrl-C; `say` receives the address and the closing message."""
     with server:
-        say(f"{description}: {server.url} (Ctrl-C ends)")
+        say(f"{description}: {server.url} (Ctrl-C to stop)")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            say("ended")
+            say("stopped")
 
 
 class PageHandler(BaseHTTPRequestHandler, ABC):
@@ -107,7 +107,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not self._check_host():
             return
         if self.headers.get("Origin", "") not in [f"http://{name}" for name in self._get_host_names()]:
-            self.refuse(HTTPStatus.FORBIDDEN, "only this server's own page can send this")
+            self.refuse(HTTPStatus.FORBIDDEN, "only a page of this server can send this request")
             return
         self.handle_post()
 
@@ -117,7 +117,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     def handle_post(self) -> None:
         """Answer a POST request that the page sends. By default none is accepted."""
-        self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
+        self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this server accepts no POST requests")
 
     def read_json_body(self, path: str, max_bytes: int) -> dict[str, Any] | None:
         """Read the JSON object that an authorized page posted to a path.
@@ -125,7 +125,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         Any other request is answered with an error, and None is returned.
         """
         if self.path != path:
-            self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
+            self.refuse(HTTPStatus.NOT_FOUND, "this path accepts no POST requests")
             return None
         data = self._read_body(max_bytes)
         if data is None:
@@ -133,12 +133,12 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         try:
             values = parse_json(data)
         except ValueError as error:
-            self.send_message(HTTPStatus.BAD_REQUEST, f"the body must be JSON: {error}")
+            self.send_message(HTTPStatus.BAD_REQUEST, f"the request body must be JSON: {error}")
             return None
         # The token is in the body, not in a cookie: browsers can attach cookies to other sites' requests.
         request_token = values.get("token") if isinstance(values, dict) else None
         if not isinstance(request_token, str):
-            self.send_message(HTTPStatus.BAD_REQUEST, "the body must be an object with the page's token")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the request body must be an object with the page's token")
             return None
         if not self.server.matches_token(request_token):
             self.send_message(
@@ -155,18 +155,18 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """
         length = self._content_length()
         if length is None:
-            self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
+            self.refuse(HTTPStatus.LENGTH_REQUIRED, "the request needs exactly one Content-Length, in bytes")
             return None
         if length > max_bytes:
-            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {max_bytes:,} bytes are taken")
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body can have at most {max_bytes:,} bytes")
             return None
         try:
             data = self.rfile.read(length)
         except TimeoutError:
-            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "fewer bytes came than Content-Length says")
+            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the request body is shorter than its Content-Length")
             return None
         if len(data) < length:
-            self.refuse(HTTPStatus.BAD_REQUEST, "fewer bytes came than Content-Length says")
+            self.refuse(HTTPStatus.BAD_REQUEST, "the request body is shorter than its Content-Length")
             return None
         return data
 

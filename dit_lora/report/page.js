@@ -105,7 +105,7 @@ const uprights = (plot, steps, name, dash) => {
   ctx.stroke();
   ctx.restore();
 };
-// What the guard said near the pointer.
+// Guard events near the pointer.
 const tell = (plot, run, tip) => {
   const { left } = plot.cursor;
   const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(step, 'x') - left) < 6);
@@ -322,7 +322,7 @@ const takeStep = async (button) => {
     });
     const words = await answer.text();
     if (!answer.ok) throw new Error(words.trim());
-    tell(`written: ${JSON.parse(words).written}`, false);
+    tell(`saved in ${JSON.parse(words).written}`, false);
   } catch (error) {
     tell(`not exported: ${error.message}`, true);
   }
@@ -426,7 +426,7 @@ const look = async () => {
     }
     sign.textContent = 'live';
   } catch {
-    sign.textContent = 'the server has ended: this is the last that it said';
+    sign.textContent = 'not live: the server has stopped';
   }
   setTimeout(look, document.hidden ? 10000 : 2000);
 };

@@ -141,10 +141,12 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
     # Before memory is named as the cause: if switching a backend off restores the output, the weights are right.
     backend = _find_faulty_backend(setup, fingerprint, limit)
     if backend is not None:
-        return f"{message}; with {backend} off it is as it was: that attention backend went wrong in the run"
+        return f"{message}; with {backend} off it is unchanged: that attention backend became faulty during the run"
     # Only the main process builds an unpatched model, so the test works only if its rank is the worst one.
     if worst == 0 and _has_intact_weights(setup, fingerprint, limit):
-        cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
+        cause = (
+            "the stock model with the same weights is unchanged: a hook or another forward changes the run's output"
+        )
     else:
         cause = "its frozen weights or buffers have changed in memory"
     return (

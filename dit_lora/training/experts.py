@@ -39,9 +39,7 @@ def is_done(recipe: Recipe) -> bool:
 
 
 def put_together(session: Session, recipe: Recipe) -> None:
-    """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the files.
-
-    Main process only.
+    """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the folder.
 
     Main process only. Nothing is copied if base weights were trained too: each adapter finds them in its own folder.
     """
@@ -57,4 +55,5 @@ def put_together(session: Session, recipe: Recipe) -> None:
             # Copied under another name and renamed, so that a half-written file never has the final name.
             partial = file.with_suffix(".partial")
             shutil.copyfile(folder / ADAPTER_FILE, partial)
-            session.say(f"adapter: {partial.replace(file)}")
+            partial.replace(file)
+        session.say(f"adapters of both experts: {root / 'adapter'}")

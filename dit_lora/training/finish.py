@@ -59,7 +59,7 @@ def finish(run: Run) -> WrittenFiles:
         weights = run.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with session.phases.timing("output noted"):
+        with session.phases.timing("output fingerprint"):
             output = record_trained_output(run, run.base_fingerprint)
         with share_errors(session.accelerator):
             if session.is_main:
@@ -219,7 +219,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None) 
     # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.append(f"base weights: {base}; load them before the adapter (docs/design.md)")
+        lines.append(f"base weights: {base} (load first)")
     if verification is not None:
         lines.append(verification.format_summary())
     return "\n".join([*lines, *session.optional_work.format_lines()])

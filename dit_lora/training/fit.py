@@ -48,7 +48,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             _report_events(run, preflight(run, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
     run.parity.start(was_compared=bool(recipe.guard.preflight))
-    with phases.timing("whole model's kernels"):
+    with phases.timing("model parity"):
         _report_events(run, switch_off_faulty_kernels(run, run.base_fingerprint, run.recovery.state.switched_off))
     record_sound_averages(run)
     with phases.timing("snapshot"):
@@ -211,12 +211,12 @@ def _check_and_save(run: Run, result: StepResult) -> None:
         run.saved_checkpoints.wait_for_writes()
     is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
-    with phases.timing("kernels compared"):
+    with phases.timing("kernel parity"):
         run.parity.compare_if_due(step, is_last=is_last)
     # A saved state must be sound, but a check reads all state: so check only when a state is saved.
     to_save = step % train.save_every == 0 or is_last or bool(result.stop_code)
     if to_save or snapshots.is_due(step):
-        with phases.timing("state checked"):
+        with phases.timing("state check"):
             _require_sound_state(run, step, check_frozen=to_save)
     if to_save:
         with phases.timing("saving"):
@@ -266,8 +266,8 @@ def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
         _report_anomaly(run, make_hidden_infinity_event(step, hidden))
     for name in run.journal.find_idle_groups(line):
         message = (
-            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, though others have one: nothing "
-            "of it is trained (said once)"
+            f"the gradient of group {name} has been zero for {MAX_IDLE_STEPS} steps, while other groups have "
+            "one: it is not trained (shown once)"
         )
         _report_anomaly(run, make_observation_event(step, "zero_gradient_group", message))
 

@@ -49,7 +49,7 @@ def prepare(
     recipe, phases = session.recipe, session.phases
     # On resume the checkpoint has the adapter's values.
     if resume_from is None and recipe.optim.groups.adapter is not None and recipe.lora.init == DATA_INIT:
-        with phases.timing("start from data"):
+        with phases.timing("LoRA init from data"):
             session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
     with phases.timing("placing"):
         # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
@@ -65,13 +65,13 @@ def prepare(
         # First: with another recipe the base would differ too, and its message would hide the cause.
         require_same_recipe(resume_from, identity, describe_launch_topology(session))
     # Before a checkpoint's weights are loaded: the base is the model as its files have it.
-    with phases.timing("base's output"):
+    with phases.timing("base fingerprint"):
         base = record_base_fingerprint(setup, resume_from)
-    with phases.timing("checkpoint read"):
+    with phases.timing("loading checkpoint"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = load_guard_start(setup, record)
     # Counts what is free once the model is placed.
-    with phases.timing("memory counted"):
+    with phases.timing("memory estimate"):
         apply_checkpointing(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
@@ -92,9 +92,11 @@ def prepare(
     with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
     # A single group is the adapter or the model, which has its own line.
-    for group in groups if len(groups) > 1 else ():
-        count = sum(p.numel() for p in group["params"])
-        session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+    if len(groups) > 1:
+        counts = [f"{group['name']} {sum(p.numel() for p in group['params']):,}" for group in groups]
+        session.say(f"trained parameters: {', '.join(counts)}")
+        rates = [f"{group['name']} {group['lr']:g}" for group in groups]
+        session.say(f"learning rates: {', '.join(rates)}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
     return Run(
         session, task, checkpoint, data, engine, start_step, ema, base, recovery, watcher, parity, checkpoints, journal

@@ -56,7 +56,7 @@ def check_keys(
         base_weights: Names of the base weights stored with the adapter.
     """
     # In the file and not loaded.
-    problems = [f"{name}: nothing of {loader_name} takes it" for name in file_tensors if name not in loaded_tensors]
+    problems = [f"{name}: {loader_name} does not load it" for name in file_tensors if name not in loaded_tensors]
     # Loaded and not in the file: the loader initialised it.
     for name, tensor in loaded_tensors.items():
         if name in file_tensors:
@@ -68,11 +68,11 @@ def check_keys(
             problems.append(f"{name}: not in the file")
     modules = {get_layer_name(name) for name in loaded_tensors}
     if file_tensors.keys() <= loaded_tensors.keys():  # otherwise it may be loaded under another name
-        message = "the header's targets match it, and the file has nothing for it"
+        message = "the header's targets match it, but the file has no tensors for it"
         problems += [f"{name}: {message}" for name in target_layers if name not in modules]
     # Loaded under the right name, with other values.
     problems += [
-        f"{name}: {loader_name} did not take its values"
+        f"{name}: {loader_name} loaded other values"
         for name, tensor in file_tensors.items()
         if name in loaded_tensors and not _is_same_tensor(tensor, loaded_tensors[name])
     ]
@@ -122,9 +122,9 @@ def check_adapter_effect(
     extreme = [o for o in all_changes if EXTREME_UPDATE_RATIO < (o.relative_to_typical or 0) < math.inf]
     if extreme and not allow_extreme:
         summary = (
-            f"extreme, an update of more than {EXTREME_UPDATE_RATIO:g} times the weight that it is added to: next to "
-            "nothing of the base is left, as after a learning rate that is too high; take an earlier checkpoint, or "
-            "let it pass with guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
+            f"extreme, an update of more than {EXTREME_UPDATE_RATIO:g} times the weight that it is added to: almost "
+            "nothing of the base is left, as after too high a learning rate; use an earlier checkpoint, or accept it "
+            "with guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
         )
         return Check(False, format_list(summary, _describe_relative_sizes(extreme)))
     if not updates:
@@ -214,9 +214,9 @@ def check_scale(
     # Layers may differ in rank; the message names at most three combinations.
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
-    sources = [name for name, value in (("header", config), ("provenance", metadata.get("rank"))) if value]
-    source = f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
-    return Check(True, f"{rank_text}, {source}: updates are scaled by {all_scales}")
+    sources = [name for name, value in (("header", config), ("metadata", metadata.get("rank"))) if value]
+    source = f"as in the {' and '.join(sources)}" if sources else f"{NOT_RECORDED}, so alpha equals rank"
+    return Check(True, f"{rank_text}, {source}; updates are scaled by {all_scales}")
 
 
 def _find_training_differences(

@@ -29,8 +29,8 @@ NOT_RECORDED = "not_recorded"
 FAILURE = "wrong"
 """Key for what the recording run found wrong with the output. A result with this key always fails the check."""
 _UNKNOWN_NOISE_LEVEL = (
-    "its file is of an earlier version, which did not record the noise level of this output, and at today's defaults "
-    "(train.timesteps) it is another"
+    "an earlier version wrote the file, without the noise level of this output, and the default of train.timesteps "
+    "has changed"
 )
 _MODEL_MODIFIED = (
     "though both hold the same weights and no kernel is on: something else was put into it, a hook or another forward"
@@ -146,7 +146,7 @@ def compare_output(
     if FAILURE in output_record:
         return Check(False, output_record[FAILURE])
     if NOT_RECORDED in output_record:
-        return Check(False, f"not recorded at training's end: {output_record[NOT_RECORDED]}")
+        return Check(False, f"not recorded in training: {output_record[NOT_RECORDED]}")
     inputs, seed = output_record["inputs"], output_record["seed"]
     output = _compute_output(reference_model, model, inputs, seed, dtype)
     current_record = _sample_values(output)
@@ -156,7 +156,7 @@ def compare_output(
         shapes = f"{list(output.shape)}, and was {output_record['shape']}"
         return Check(False, f"the output has the shape {shapes}: the base is not {base_name}")
     limit = compute_tolerance(output_record, model, dtype)
-    allowed = f"{_describe_dtypes(output_record, model, dtype)}; up to {format_percent(limit)} is rounding"
+    allowed = f"{_describe_dtypes(output_record, model, dtype)}; rounding explains up to {format_percent(limit)}"
     away = compute_distance(current_record, output_record)
     if "base" not in output_record or not find_tuner_layers(model):
         return _check_without_adapter(away, limit, allowed, base_name)
@@ -165,13 +165,13 @@ def compare_output(
         base = compute_distance(_sample_values(base_output), output_record["base"])
     # Compare the base first: with a wrong base any adapter would look wrong.
     if not base <= limit:  # so that NaN fails too
-        distance = f"{format_percent(base)} from the one recorded at training's end ({allowed})"
+        distance = f"{format_percent(base)} from the one recorded in training ({allowed})"
         text = f"without the adapter its output is {distance}"
         if shares_weights:
             return Check(False, f"the run's model is not the stock model: {text}, {_MODEL_MODIFIED}")
         return _check_unequal_base(reference_model, inputs, base_name, digest, text)
     effects = [compute_distance(output_record, output_record["base"])]
-    text = f"{format_percent(away)} from the one recorded at training's end ({allowed}); the adapter "
+    text = f"{format_percent(away)} from the output recorded in training ({allowed}); the adapter "
     text += f"changes this output by {format_percent(effects[0])}"
     if "louder" in output_record:
         louder = output_record["louder"]
@@ -181,7 +181,7 @@ def compare_output(
         away = max(away, scaled_distance)
         effects.append(compute_distance(louder, output_record["base"]))
         text += f"; at {louder['times']:g} times its scale, by {format_percent(effects[1])}, "
-        text += f"and is {format_percent(scaled_distance)} from that"
+        text += f"{format_percent(scaled_distance)} from what was recorded"
     if away > limit:
         return Check(
             False,
@@ -190,7 +190,9 @@ def compare_output(
         )
     # An adapter without effect has to differ from the record by more than rounding to be noticed.
     if not any(effect > limit for effect in effects):
-        text += ", too little to tell from rounding: the base is right, and that the adapter acts is not seen"
+        text += (
+            ", too little to distinguish from rounding: the base is right, the effect of the adapter is not checked"
+        )
     return Check(True, f"as trained: {text}")
 
 
@@ -203,17 +205,17 @@ def _check_unequal_base(
     """
     has_all_inputs = reference_model.has_all_inputs(inputs)
     if not has_all_inputs and digest == reference_model.compute_digest():
-        text = f"the base's files are those of {base_name}, by their digest"
+        text = f"the base's files have the digest of {base_name}"
         return Check(True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; {text}")
     remedy = f"give the checkpoint that it was trained on, {base_name}, with --model"
     if not has_all_inputs:
-        remedy += f". Or {_UNKNOWN_NOISE_LEVEL}, and the base's files do not have the digest of then"
+        remedy += f". Or {_UNKNOWN_NOISE_LEVEL}, and the digest of the base's files has changed"
     return Check(False, f"the base differs: {difference}; {remedy}")
 
 
 def _check_without_adapter(output_distance: float, limit: float, tolerance_text: str, base_name: str) -> Check:
     """Check the output of a result without an adapter to turn off. The base cannot be compared separately."""
-    text = f"{format_percent(output_distance)} from the one recorded at training's end ({tolerance_text})"
+    text = f"{format_percent(output_distance)} from the output recorded in training ({tolerance_text})"
     if output_distance <= limit:
         return Check(True, f"as trained: {text}")
     return Check(
@@ -307,7 +309,7 @@ def _describe_dtypes(output_record: Mapping[str, Any], model: nn.Module, dtype: 
     recorded_text = f"{output_record['dtype']} on {output_record['device']}"
     current_text = f"{_format_dtype(dtype)} on {next(model.parameters()).device.type}"
     if recorded_text == current_text:
-        return f"{recorded_text} then and now"
+        return f"{recorded_text} both times"
     return f"{recorded_text} then, {current_text} now"
 
 

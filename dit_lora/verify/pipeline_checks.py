@@ -44,14 +44,14 @@ def check_pipeline_files(
                 fault = describe_bad_values(name, tensor)
                 bad += [fault] if fault else []
     misfits += [f"{name}: not in the files" for name in expected if name not in names_read]
-    keys = Check(True, f"{loader_name} takes all {len(names_read)} tensors of the transformer; none lacks")
+    keys = Check(True, f"{loader_name} loads all {len(names_read)} tensors of the transformer; none is missing")
     if misfits:
         summary = f"{loader_name} does not load the transformer as it is; use the folder as the run wrote it"
         keys = Check(False, format_list(summary, misfits))
     return {
         "keys": keys,
         "finite": check_finite(bad, len(names_read)),
-        "effect": Check(True, f"{_NO_ADAPTER}: there is no update beside it"),
+        "effect": Check(True, f"{_NO_ADAPTER}: there is no separate update"),
         "scale": Check(True, f"{_NO_ADAPTER}: there is no rank and no alpha"),
     }
 
@@ -64,7 +64,7 @@ def _describe_mismatch(
 ) -> str | None:
     """Reason why a file's tensor does not belong into the model; None if it does."""
     if name not in expected:
-        return f"{name}: nothing of the model takes it"
+        return f"{name}: not in the model"
     if tensor.shape != expected[name].shape:
         shapes = f"{list(tensor.shape)} in the file, {list(expected[name].shape)} in the model"
         return f"{name}: {shapes}"

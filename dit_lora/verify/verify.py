@@ -6,6 +6,7 @@ that they are unchanged.
 """
 
 import logging
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_ou
 from dit_lora.verify.reference_model import ReferenceModel
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
+_MESSAGE_COLUMN = 15
+"""Column where the messages of the checks begin in the text for a terminal."""
 # What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
 _LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SafetensorError, DitLoraError)
 
@@ -82,10 +85,15 @@ class Verification:
     def format_lines(self) -> list[str]:
         """The verification as text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
-        # Continuation lines are indented to the message's column.
+        wrapper = textwrap.TextWrapper(80 - _MESSAGE_COLUMN, break_long_words=False, break_on_hyphens=False)
         for name, check in self.checks.items():
-            message = check.message.replace("\n", "\n" + " " * 15)
-            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
+            message: list[str] = []
+            for line in check.message.split("\n"):
+                # Items of lists stay whole: users copy names of tensors and values from them.
+                message += [line] if line.startswith(" ") else wrapper.wrap(line)
+            # Continuation lines are indented to the message's column.
+            text = f"\n{' ' * _MESSAGE_COLUMN}".join(message)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {text}")
         failed = f"failed: {', '.join(self._list_failed())}"
         lines += [f"  note {note}" for note in self.notes]
         return [*lines, "every check passed" if self.passed else failed]
@@ -147,7 +155,7 @@ class VerificationTarget:
         # The run wrote this into the header when it saved the adapter.
         output_record = self.metadata.get("output")
         if output_record is None:
-            return Check(True, "not recorded at training's end: the file says nothing of it")
+            return Check(True, "not recorded in training: the file has no output to compare")
         # A recorded failure is reported even if the comparison has to wait.
         if self.skip_output_reason and not {NOT_RECORDED, FAILURE} & output_record.keys():
             return Check(True, f"not compared: {self.skip_output_reason}")

@@ -587,24 +587,24 @@ def check_streams(streams: Sequence[AdaNormInputs], norm: str, affine: dict[str,
     which `affine` holds by name. `expand_tables` checks the tables.
     """
     if norm not in ("layer", "rms"):
-        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+        raise ValueError(f"norm must be 'layer' or 'rms'; got {norm!r}")
     if not streams:
-        raise ValueError("ada_norm needs at least one stream, got none")
+        raise ValueError("joint_ada_norm needs at least one stream; got none")
     first_x = streams[0].x
     for i, (x, _, _, y, gate) in enumerate(streams):
         fits_first = x.dtype is first_x.dtype and x.device == first_x.device
         if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != first_x.shape[::2] or not fits_first:
             raise ValueError(
-                f"x of stream {i} must be floating (B,T,D), with the B, D, dtype and device of stream 0: "
-                f"got {_describe(x)} beside {_describe(first_x)}"
+                f"x of stream {i} must be floating-point (B, T, D), with the B, D, dtype and device of stream 0; "
+                f"got {_describe(x)}, and {_describe(first_x)} for stream 0"
             )
         if y is not None and y.shape != x.shape:
-            raise ValueError(f"y of stream {i} must have the shape of x {tuple(x.shape)}, got {_describe(y)}")
+            raise ValueError(f"y of stream {i} must have the shape of x, {tuple(x.shape)}; got {_describe(y)}")
         if gate is not None and y is None:
-            raise ValueError(f"gate of stream {i} multiplies y, and there is no y")
+            raise ValueError(f"gate of stream {i} needs y, which is None")
     for name, vector in affine.items():
         if vector is not None and vector.shape != first_x.shape[2:]:
-            raise ValueError(f"{name} must be ({first_x.shape[2]},), got {_describe(vector)}")
+            raise ValueError(f"{name} must be ({first_x.shape[2]},); got {_describe(vector)}")
 
 
 def expand_tables(stream: AdaNormInputs, position: int) -> AdaNormInputs:
@@ -622,8 +622,8 @@ def expand_tables(stream: AdaNormInputs, position: int) -> AdaNormInputs:
         fits = table.ndim == 3 and (table.shape[0], table.shape[2]) == (B, D)
         if not fits or table.shape[1] not in (1, groups) or T % groups:
             raise ValueError(
-                f"{name} of stream {position} must be (B,D) or (B,G,D), where B={B}, D={D} and G is 1 or one number "
-                f"that divides T={T}; got {_describe(table)}"
+                f"{name} of stream {position} must be (B, D) or (B, G, D) with B={B} and D={D}; G must divide T={T} "
+                f"and be 1 or the same in all tables; got {_describe(table)}"
             )
     # A row for all tokens is repeated by a stride of 0. Autograd sums its gradient over the groups again.
     wide = {k: v if v.shape[1] == groups else v.expand(B, groups, D) for k, v in tables.items()}

@@ -221,17 +221,16 @@ def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
         TypeError: a tensor has another dtype.
     """
     if len(groups) != len(tensors):
-        raise ValueError(f"groups must name a group for each of {len(tensors)} tensors; received {len(groups)}.")
+        raise ValueError(f"groups must name a group for each of {len(tensors)} tensors; got {len(groups)}")
     for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True)):
         if not 0 <= group < count:
-            raise ValueError(f"groups[{index}] must be from 0 to {count - 1}; received {group}.")
+            raise ValueError(f"groups[{index}] must be from 0 to {count - 1}; got {group}")
         if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"tensors[{index}] must be float16, bfloat16, float32 or float64; received {tensor.dtype}."
-            )
+            raise TypeError(f"tensors[{index}] must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"tensors must be on one device; received {tensors[0].device} and, at {index}, {tensor.device}."
+                f"all tensors must be on one device; tensors[0] is on {tensors[0].device}, and "
+                f"tensors[{index}] on {tensor.device}"
             )
     if not tensors:  # an op of torch.library takes its device from a tensor
         return torch.zeros(count, dtype=torch.float64)

@@ -98,7 +98,7 @@ def find_unavailable_reason() -> str | None:
     Runs one small product on the current GPU, and compares it with the exact result.
     """
     if not torch.cuda.is_available():
-        return "fp8 products need a GPU of compute capability 8.9 or more, and there is no GPU"
+        return "fp8 products need a GPU of compute capability 8.9 or more; torch finds no GPU"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
         name = torch.cuda.get_device_name()
@@ -109,8 +109,8 @@ def find_unavailable_reason() -> str | None:
     try:
         y = multiply(quantize_rows(x), quantize_rows(w), bias)
     except RuntimeError as error:  # torch has no such product for every GPU with fp8
-        return f"torch._scaled_mm with a scale a row: {str(error).partition(chr(10))[0]}"
+        return f"torch._scaled_mm fails with one scale per row: {str(error).partition(chr(10))[0]}"
     exact = x.double() @ w.double().t() + bias.double()
     if bool((y.double() - exact).norm() <= _MAX_RELATIVE_ERROR * exact.norm()):
         return None
-    return "torch._scaled_mm with a scale a row is off by more than fp8's rounding on this GPU"
+    return "on this GPU the error of torch._scaled_mm with one scale per row is larger than fp8's rounding"

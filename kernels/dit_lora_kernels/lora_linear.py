@@ -196,25 +196,26 @@ def lora_qkv_unchecked(
 def _check_operands(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
     """Raise ValueError for a dropout, dtype, shape or base that the LoRA linear op does not support."""
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
     if dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"the compute dtype must be one of {COMPUTE_DTYPES}, got {dtype}")
+        raise ValueError(f"the compute dtype must be one of {COMPUTE_DTYPES}; got {dtype}")
     for weight, bias, (a, b, _, lowered), quantized, narrow in projections:
         if narrow is not None and (dtype is not torch.bfloat16 or quantized is not None):
-            raise ValueError(f"fp8 is for a weight computed with in bfloat16, got {dtype}")
-        if compute_dtype(x, weight) is not dtype:
-            raise ValueError("projections of one input must have weights of one dtype")
+            raise ValueError(f"fp8 needs an unquantised weight and the compute dtype bfloat16; got {dtype}")
+        computed = compute_dtype(x, weight)
+        if computed is not dtype:
+            raise ValueError(f"all projections of an input must compute in the same dtype; got {dtype} and {computed}")
         if b.ndim != 2 or a.shape != (b.shape[1], x.shape[-1]):
-            raise ValueError(f"a (R, {x.shape[-1]}) and b (O, R) expected, got {(*a.shape,)} and {(*b.shape,)}")
+            raise ValueError(f"a must be (R, {x.shape[-1]}) and b (O, R); got {(*a.shape,)} and {(*b.shape,)}")
         if (weight is None) is (quantized is None) or (weight is None and bias is not None):
-            raise ValueError("give a weight, with or without a bias, or `quantized` alone")
+            raise ValueError("a projection needs either a weight and optionally a bias, or only `quantized`")
         for tensor, shape in ((weight, (b.shape[0], a.shape[1])), (bias, (b.shape[0],))):
             if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"base of shape {shape} expected, got {(*tensor.shape,)}")
+                raise ValueError(f"a base tensor must have the shape {shape}; got {(*tensor.shape,)}")
             if tensor is not None and tensor.requires_grad:
-                raise ValueError("the base must be frozen: its weight or bias requires a gradient")
+                raise ValueError("the base must be frozen, but its weight or bias requires a gradient")
         if lowered is not None and {t.dtype for t in lowered} != {dtype}:
-            raise ValueError(f"lowered a and b must be {dtype}, got {[t.dtype for t in lowered]}")
+            raise ValueError(f"lowered a and b must be {dtype}; got {[t.dtype for t in lowered]}")
 
 
 class _Settings(NamedTuple):

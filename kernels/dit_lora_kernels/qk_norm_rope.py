@@ -309,37 +309,40 @@ def _check_operands(
 ) -> None:
     """Raise a ValueError that names the operand or setting that `qk_norm_rope` does not support."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
-        raise ValueError(f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"x must be floating-point (B, S, H, D) with an even D; got {x.dtype} {tuple(x.shape)}")
     if options.norm not in ("layer", "rms", "none"):
-        raise ValueError(f"norm is 'layer', 'rms' or 'none', not {options.norm!r}")
+        raise ValueError(f"norm must be 'layer', 'rms' or 'none'; got {options.norm!r}")
     if options.rotation not in ("interleaved", "half"):
-        raise ValueError(f"rotation is 'interleaved' or 'half', not {options.rotation!r}")
+        raise ValueError(f"rotation must be 'interleaved' or 'half'; got {options.rotation!r}")
     batch, tokens, heads, width = x.shape
     size = heads * width if options.across_heads else width
     for name, parameter in parameters.items():
         if parameter is None:
             continue
         if options.norm == "none":
-            raise ValueError(f"{name} is given, but norm is 'none': there is nothing to scale")
+            raise ValueError(f"{name} has no effect with norm 'none'; leave it out")
         if parameter.shape != (size,):
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; this norm needs ({size},)")
+            raise ValueError(f"{name} must be ({size},); got {tuple(parameter.shape)}")
     if cos is None and sin is None:
         return
     if cos is None or sin is None or cos.shape != sin.shape:
         shapes = [None if t is None else tuple(t.shape) for t in (cos, sin)]
-        raise ValueError(f"cos and sin come together, in one shape; got {shapes[0]} and {shapes[1]}")
+        raise ValueError(f"cos and sin must have the same shape, or both be None; got {shapes[0]} and {shapes[1]}")
     if cos.ndim == 4:
         fits = cos.shape[2] in (1, heads) and cos.shape[3] == width // 2
     else:
         fits = cos.shape[-1] in (width, heads * width) and cos.ndim in (2, 3)
     if not fits or (cos.ndim > 2 and cos.shape[0] not in (1, batch)):
         raise ValueError(
-            "cos and sin are (R, D), (1 or B, R, D), (1 or B, R, H*D) or (1 or B, R, 1 or H, D/2) for x "
+            "cos and sin must be (R, D), (1 or B, R, D), (1 or B, R, H*D) or (1 or B, R, 1 or H, D/2) for x "
             f"{tuple(x.shape)}; got {tuple(cos.shape)}"
         )
     stop = options.first + _count_rotated_tokens(cos)
     if options.first < 0 or stop > tokens:
-        raise ValueError(f"the tables rotate tokens {options.first} to {stop}, but x has {tokens}")
+        raise ValueError(
+            f"cos and sin cover tokens {options.first} to {stop - 1}, but x has tokens 0 to {tokens - 1}; "
+            "pass another `first` or fewer rows"
+        )
 
 
 def qk_norm_rope(

@@ -680,18 +680,18 @@ def relu_linear_attention(
     """
     if q.ndim != 4 or k.shape != q.shape or v.shape != q.shape:
         shapes = [tuple(x.shape) for x in (q, k, v)]
-        raise ValueError(f"q, k and v must have one shape (B,S,H,D), got {shapes}")
+        raise ValueError(f"q, k and v must have the same shape (B, S, H, D); got {shapes}")
     b, s, _, d = q.shape
     if d > MAX_D:
-        raise ValueError(f"a head may have at most {MAX_D} channels, got {d}")
+        raise ValueError(f"a head can have at most {MAX_D} channels; got {d}")
     if not eps > 0:
-        raise ValueError(f"eps must be positive, got {eps}: a query of zeros would divide by 0")
+        raise ValueError(f"eps must be positive; got {eps}, which would divide by 0 for a query of zeros")
     if (cos is None) != (sin is None):
-        raise ValueError("cos and sin go together: give both or neither")
+        raise ValueError("got only one of cos and sin; give both or neither")
     if cos is not None and sin is not None:
         fits = tuple(cos.shape) in {(s, d), (1, s, d), (b, s, d)} and d % 2 == 0
         if not fits or sin.shape != cos.shape:
-            expected_shapes = f"({s},{d}), (1,{s},{d}) or ({b},{s},{d}), the last dimension even"
+            expected_shapes = f"({s}, {d}), (1, {s}, {d}) or ({b}, {s}, {d}) with an even last dimension"
             got = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
             raise ValueError(f"cos and sin must both be {expected_shapes}; got {got}")
     return relu_linear_attention_forward(q, k, v, cos, sin, eps)[0]

@@ -478,11 +478,11 @@ def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     if h.ndim != 4 or h.shape[3] % 2:
         raise ValueError(
-            f"h must be (B, H, W, 2C), channels last; received {tuple(h.shape)}. "
-            "Permute (B, 2C, H, W) to (0, 2, 3, 1)."
+            f"h must be (B, H, W, 2C), channels last; got {tuple(h.shape)}; "
+            "for (B, 2C, H, W) pass h.permute(0, 2, 3, 1)"
         )
     channels = h.shape[3]
     for name, tensor, shape in (("weight", weight, (channels, 1, 3, 3)), ("bias", bias, (channels,))):
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape} for h {tuple(h.shape)}; received {tuple(tensor.shape)}.")
+            raise ValueError(f"{name} must be {shape} for h {tuple(h.shape)}; got {tuple(tensor.shape)}")
     return silu_dwconv_glu_forward(h, weight, bias)

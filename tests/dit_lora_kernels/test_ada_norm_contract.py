@@ -288,19 +288,19 @@ def test_compiles_without_a_break() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm": "batch"}, "norm must be 'layer' or 'rms', got 'batch'"),
-        ({"x": torch.zeros(7, 40)}, r"x of stream 0 must be floating \(B,T,D\)"),
-        ({"x": torch.zeros(2, 7, 40, dtype=torch.int32)}, "must be floating"),
+        ({"norm": "batch"}, "norm must be 'layer' or 'rms'; got 'batch'"),
+        ({"x": torch.zeros(7, 40)}, r"x of stream 0 must be floating-point \(B, T, D\)"),
+        ({"x": torch.zeros(2, 7, 40, dtype=torch.int32)}, "must be floating-point"),
         (
             {"y": torch.zeros(2, 6, 40)},
-            r"y of stream 0 must have the shape of x \(2, 7, 40\), got \(2, 6, 40\)",
+            r"y of stream 0 must have the shape of x, \(2, 7, 40\); got \(2, 6, 40\)",
         ),
-        ({"y": None}, "gate of stream 0 multiplies y, and there is no y"),
-        ({"shift": torch.zeros(2, 3, 40)}, "shift of stream 0 must be .* divides T=7; got"),
+        ({"y": None}, "gate of stream 0 needs y, which is None"),
+        ({"shift": torch.zeros(2, 3, 40)}, "shift of stream 0 must be .* divide T=7 .*; got"),
         ({"scale": torch.zeros(1, 40)}, "scale of stream 0"),
         ({"gate": torch.zeros(2, 2, 7, 40)}, "gate of stream 0"),
-        ({"weight": torch.zeros(1)}, r"weight must be \(40,\), got \(1,\)"),
-        ({"bias": torch.zeros(41)}, r"bias must be \(40,\), got \(41,\)"),
+        ({"weight": torch.zeros(1)}, r"weight must be \(40,\); got \(1,\)"),
+        ({"bias": torch.zeros(41)}, r"bias must be \(40,\); got \(41,\)"),
     ],
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:

@@ -253,22 +253,22 @@ def test_compiles_without_a_graph_break(kernel: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "groups", "count", "error", "message"),
     [
-        ([torch.ones(2)], [0, 0], 1, ValueError, "a group for each of 1 tensors; received 2"),
-        ([torch.ones(2)], [1], 1, ValueError, r"groups\[0\] must be from 0 to 0; received 1"),
-        ([torch.ones(2)], [-1], 1, ValueError, r"groups\[0\] must be .* received -1"),
+        ([torch.ones(2)], [0, 0], 1, ValueError, "a group for each of 1 tensors; got 2"),
+        ([torch.ones(2)], [1], 1, ValueError, r"groups\[0\] must be from 0 to 0; got 1"),
+        ([torch.ones(2)], [-1], 1, ValueError, r"groups\[0\] must be .* got -1"),
         (
             [torch.ones(2), torch.ones(2).int()],
             [0, 0],
             1,
             TypeError,
-            r"tensors\[1\] must be float16, .* received torch.int32",
+            r"tensors\[1\] must be float16, .* got torch.int32",
         ),
         (
             [torch.ones(2), torch.ones(2, device="meta")],
             [0, 0],
             1,
             ValueError,
-            "on one device; received cpu and, at 1, meta",
+            r"tensors\[0\] is on cpu, and tensors\[1\] on meta",
         ),
     ],
 )

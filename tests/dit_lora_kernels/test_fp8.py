@@ -159,10 +159,10 @@ def test_what_fits() -> None:
 
 def test_it_is_refused_where_products_are_not_in_bf16() -> None:
     p = layer(32, 16, 16, bias=False)
-    with pytest.raises(ValueError, match="fp8 is for a weight computed with in bfloat16, got torch"):
+    with pytest.raises(ValueError, match=r"compute dtype bfloat16; got torch\.float32"):
         lora_qkv(torch.randn(4, 32), [p._replace(weight=p.weight.float())])  # type: ignore[union-attr]
     of_another = Quantized(lambda rows: rows, lambda dtype: torch.zeros(1, dtype=dtype))
-    with pytest.raises(ValueError, match="fp8 is for a weight"):
+    with pytest.raises(ValueError, match="fp8 needs an unquantised weight"):
         lora_qkv(torch.randn(4, 32).to(BF16), [p._replace(weight=None, bias=None, quantized=of_another)])
 
 
@@ -192,9 +192,9 @@ def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *args: 1.3 * product(*args),
     ):
         monkeypatch.setattr(fp8, "multiply", wrong_product)
-        assert "off by more than fp8's rounding" in str(fp8.find_unavailable_reason())
+        assert "larger than fp8's rounding" in str(fp8.find_unavailable_reason())
     monkeypatch.setattr(fp8, "multiply", lacking)
-    assert str(fp8.find_unavailable_reason()).endswith("a scale a row: no rowwise kernel")
+    assert str(fp8.find_unavailable_reason()).endswith("with one scale per row: no rowwise kernel")
 
 
 def test_compiles_without_a_graph_break() -> None:

@@ -127,32 +127,29 @@ def test_empty(shape: tuple[int, ...], train: bool) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "x of three dimensions": ({"x": torch.zeros(2, 5, 24)}, r"x is \(B, S, H, D\)"),
+    "x of three dimensions": ({"x": torch.zeros(2, 5, 24)}, r"x must be floating-point \(B, S, H, D\)"),
     "odd width": ({"x": torch.zeros(2, 5, 3, 7), "weight": None}, "even D"),
     "integers": ({"x": torch.zeros(2, 5, 3, 8, dtype=torch.int32)}, "floating.*int32"),
-    "norm": ({"norm": "batch"}, "not 'batch'"),
-    "rotation": ({"rotation": "whole"}, "not 'whole'"),
-    "weight of heads": ({"weight": torch.zeros(24)}, r"weight has shape \(24,\).*\(8,\)"),
-    "weight of one head": ({"across_heads": True}, r"weight has shape \(8,\).*\(24,\)"),
-    "bias": ({"bias": torch.zeros(4)}, r"bias has shape \(4,\)"),
-    "weight without norm": ({"norm": "none"}, "weight is given, but norm is 'none'"),
+    "norm": ({"norm": "batch"}, "got 'batch'"),
+    "rotation": ({"rotation": "whole"}, "got 'whole'"),
+    "weight of heads": ({"weight": torch.zeros(24)}, r"weight must be \(8,\); got \(24,\)"),
+    "weight of one head": ({"across_heads": True}, r"weight must be \(24,\); got \(8,\)"),
+    "bias": ({"bias": torch.zeros(4)}, r"bias must be \(8,\); got \(4,\)"),
+    "weight without norm": ({"norm": "none"}, "weight has no effect with norm 'none'"),
     "cos alone": ({"sin": None}, r"\(4, 8\) and None"),
     "tables that differ": ({"sin": torch.zeros(5, 8)}, r"\(4, 8\) and \(5, 8\)"),
     "half tables": ({"cos": torch.zeros(4, 4), "sin": torch.zeros(4, 4)}, r"got \(4, 4\)"),
-    "tables of other samples": (
-        {"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)},
-        "1 or B",
-    ),
+    "tables of other samples": ({"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)}, "1 or B"),
     "tables of other heads": (
         {"cos": torch.zeros(2, 4, 2, 4), "sin": torch.zeros(2, 4, 2, 4)},
         r"1 or H, D/2\) for x \(2, 5, 3, 8\); got \(2, 4, 2, 4\)",
     ),
     "an angle once, too far": (
         {"cos": torch.zeros(1, 4, 1, 4), "sin": torch.zeros(1, 4, 1, 4), "first": 2},
-        "rotate tokens 2 to 6, but x has 5",
+        "cover tokens 2 to 5, but x has tokens 0 to 4",
     ),
-    "too far": ({"first": 2}, "rotate tokens 2 to 6, but x has 5"),
-    "before the first": ({"first": -1}, "rotate tokens -1 to 3"),
+    "too far": ({"first": 2}, "cover tokens 2 to 5, but x has tokens 0 to 4"),
+    "before the first": ({"first": -1}, "cover tokens -1 to 2"),
 }
 
 

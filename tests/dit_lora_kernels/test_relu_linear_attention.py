@@ -373,19 +373,19 @@ def test_refuses_what_does_not_fit() -> None:
     cos, sin = tables((5, 16))
     wide_head = torch.zeros(1, 2, 1, 144, device=DEVICE)
     odd = (q[..., :15], k[..., :15], v[..., :15])
-    table = r"\(5,16\), \(1,5,16\) or \(2,5,16\).*"
+    table = r"\(5, 16\), \(1, 5, 16\) or \(2, 5, 16\).*"
     for args, message in (
-        ((q, k[:, :4], v), r"one shape \(B,S,H,D\).*\(2, 4, 2, 16\)"),
-        ((q[0], k[0], v[0]), r"one shape \(B,S,H,D\)"),
+        ((q, k[:, :4], v), r"the same shape \(B, S, H, D\); got .*\(2, 4, 2, 16\)"),
+        ((q[0], k[0], v[0]), r"the same shape \(B, S, H, D\)"),
         ((q, k, v, cos), "both or neither"),
         ((q, k, v, cos[:4], sin[:4]), table + r"\(4, 16\)"),
         ((q, k, v, cos, sin[None]), r"\(5, 16\) and \(1, 5, 16\)"),
-        ((*odd, cos[:, :15], sin[:, :15]), "last dimension even"),
-        ((wide_head, wide_head, wide_head), "at most 128 channels, got 144"),
+        ((*odd, cos[:, :15], sin[:, :15]), "even last dimension"),
+        ((wide_head, wide_head, wide_head), "at most 128 channels; got 144"),
     ):
         with pytest.raises(ValueError, match=message):
             relu_linear_attention(*args)
-    with pytest.raises(ValueError, match="eps must be positive, got 0"):
+    with pytest.raises(ValueError, match="eps must be positive; got 0"):
         relu_linear_attention(q, k, v, eps=0)
 
 

@@ -341,16 +341,16 @@ def test_nothing_to_do(shape: tuple[int, int, int, int], kernel: bool, monkeypat
 @pytest.mark.parametrize(
     ("h", "weight", "bias", "message"),
     [
-        ((2, 3, 8), (8, 1, 3, 3), None, r"h must be \(B, H, W, 2C\), .* received \(2, 3, 8\)"),
-        ((1, 2, 3, 7), (7, 1, 3, 3), None, r"h must be .* received \(1, 2, 3, 7\)"),
+        ((2, 3, 8), (8, 1, 3, 3), None, r"h must be \(B, H, W, 2C\), .* got \(2, 3, 8\)"),
+        ((1, 2, 3, 7), (7, 1, 3, 3), None, r"h must be .* got \(1, 2, 3, 7\)"),
         (
             (1, 2, 3, 8),
             (4, 1, 3, 3),
             None,
-            r"weight must be \(8, 1, 3, 3\) .* received \(4, 1, 3, 3\)",
+            r"weight must be \(8, 1, 3, 3\) .* got \(4, 1, 3, 3\)",
         ),
-        ((1, 2, 3, 8), (8, 1, 5, 5), None, r"weight must be .* received \(8, 1, 5, 5\)"),
-        ((1, 2, 3, 8), (8, 1, 3, 3), (4,), r"bias must be \(8,\) .* received \(4,\)"),
+        ((1, 2, 3, 8), (8, 1, 5, 5), None, r"weight must be .* got \(8, 1, 5, 5\)"),
+        ((1, 2, 3, 8), (8, 1, 3, 3), (4,), r"bias must be \(8,\) .* got \(4,\)"),
     ],
 )
 def test_refused_shapes(

@@ -70,7 +70,7 @@ def test_a_run_starts_where_the_file_ended(lora_main: Main, onward: list[str], f
     assert moved < 0.01  # three steps at 1e-3
     verified = json.loads((run / "verification.json").read_text())
     assert verified["passed"]
-    assert "rank 3, alpha 5, as header and provenance say" in verified["checks"]["scale"]["words"]
+    assert "rank 3, alpha 5, as in the header and metadata" in verified["checks"]["scale"]["words"]
     # The recipe that the run wrote is one that it takes.
     assert load_recipe(run / "config.yaml").lora.init == str(first)
     lora_main([str(run / "config.yaml"), f"run.dir={tmp_path / 'again'}"])
@@ -195,7 +195,7 @@ def test_a_start_that_is_not_there_or_no_adapter(refused: Callable[..., str], tm
     assert "is not a .safetensors file; convert it first" in refused(f"lora.init={tmp_path / 'old.pt'}")
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
     message = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
-    assert "torn.safetensors cannot be read: " in message
+    assert f"cannot read {tmp_path / 'torn.safetensors'}: " in message
     assert not (tmp_path / "cache").exists()
 
 

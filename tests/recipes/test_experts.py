@@ -134,9 +134,15 @@ def test_two_files_each_change_what_their_own_expert_does(run: Path, base: Path,
 
 
 def test_each_expert_draws_in_its_own_range_and_gets_its_share(
-    lora_main: Main, args: list[str], tmp_path: Path
+    lora_main: Main, args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lora_main([*args, "train.steps=8", "train.high_noise_share=0.25", "validation.prompts=[]"])
+    """And the second expert's log repeats no line of the first's start, such as a note on an old key."""
+    old_key = "validation.held_out_draws=0"
+    options = ["train.steps=8", "train.high_noise_share=0.25", "validation.prompts=[]", old_key]
+    lora_main([*(arg for arg in args if "eval_draws" not in arg), *options])
+    log = capsys.readouterr().err.splitlines()
+    assert [sum(line.startswith(start) for line in log) for start in ("note: ", "1 process", "lora: ")] == [1, 1, 1]
+    assert sum(line.startswith("expert: ") for line in log) == 2
     for name, steps, low, high in (("high_noise", 2, BOUNDARY, 999), ("low_noise", 6, 0, 874)):
         step_lines = lines(tmp_path / "run" / name, "metrics.jsonl")
         assert len(step_lines) == steps

@@ -141,7 +141,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
         "skipped: samples of steps 0, 2, 4: out of memory",
         "skipped: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
         "warning: run.trackers: tensorboard is not used any more: ZeroDivisionError: theirs",
-        "warning: no report: MemoryError",
+        "warning: cannot write the report: MemoryError",
         "verified: ",
     ):
         assert line in output

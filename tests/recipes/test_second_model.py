@@ -131,7 +131,7 @@ def test_what_has_no_adapter_alone_is_refused(refused: Callable[..., str], turbo
     second = f"validation.model={turbo}"
     assert "has no effect without validation.prompts" in refused(second, "validation.prompts=[]")
     message = refused(second, "optim.groups.connector.lr=1e-5")
-    assert "take the adapter alone, and " in message
+    assert "use only the adapter, but " in message
     source = "{path: prior, caption: a, generate: 3}"
     data = "data.sources=[{path: clips}, " + source + "]"
     assert "generate them in a run without it first" in refused(second, "data.path=null", data)

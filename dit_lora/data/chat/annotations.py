@@ -116,7 +116,9 @@ class _AnnotationFile:
         """Path of a conversation's media file below the root; None if it has none. Faults are added to the sample."""
         file_name = sample.file or ""
         if _URL_PATTERN.match(file_name):
-            sample.add_fault("remote_media", f"{file_name[:80]} is no path; download it and name the file")
+            sample.add_fault(
+                "remote_media", f"{file_name[:80]} is not a path; download it and give the name of the file"
+            )
             return None
         name = resolve_below(self._root, file_name)
         if name is None:

@@ -211,7 +211,7 @@ class _MessageReader:
             elif kind in ("image", "video"):
                 self._add_medium(part, kind, location, role)
             else:
-                message = f"{location} has a part that is no text, image or video: {_shorten_repr(part)}"
+                message = f"{location} has a part that is not text, an image or a video: {_shorten_repr(part)}"
                 self._sample.add_fault("record_type", message)
         return self._trim("".join(texts), role)
 

@@ -45,7 +45,7 @@ class QuarantineRecord:
 
     def describe(self) -> str:
         """Describe for users which sample is left out, for how long, why, and on what evidence."""
-        duration = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
+        duration = "on" if self.to_epoch is None else f"to epoch {self.to_epoch}"
         line = f"{self.sample_id}: from epoch {self.from_epoch} {duration}, since step {self.step}"
         facts = [f"{name}: {json.dumps(value)}" for name, value in self.evidence.items()]
         return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])

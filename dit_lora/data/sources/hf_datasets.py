@@ -359,7 +359,7 @@ class _Column:
             head_bytes = read_head()
             suffix = detect_suffix(head_bytes)
             if suffix is None:
-                message = f"its bytes are no video or image of a format known here: {head_bytes[:8]!r} ..."
+                message = f"its bytes are not a video or an image of a known format: {head_bytes[:8]!r} ..."
                 return _Cell("", None, ("not_media", message) if size else ("empty_file", "it has no bytes"))
         number = "" if list_index is None else f".{list_index}"
         name = f"{self.path}:{self.name}/{row:08d}{number}{suffix}"

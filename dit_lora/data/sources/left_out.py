@@ -42,7 +42,7 @@ def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()
         # A caption suggests that the file was meant to be a sample.
         has_caption = f"{stem}.txt" in listing.texts and stem not in media_stems
         if end in _REASONS or has_caption:
-            reasons[end] = _REASONS.get(end, "beside a caption, but not named as a picture or a video")
+            reasons[end] = _REASONS.get(end, "next to a caption, but without the name of a picture or a video")
             unread.append(name)
     if not unread:
         return []

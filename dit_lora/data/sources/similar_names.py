@@ -18,7 +18,7 @@ def describe_similar_name(path: Path) -> str | None:
     # macOS stores accents as separate characters (NFD), most other systems as one (NFC).
     same_case = unicodedata.normalize("NFC", match) == unicodedata.normalize("NFC", path.name)
     difference = "in another Unicode form" if same_case else "in upper and lower case"
-    return f"{match!r} is there, whose name differs {difference}; rename it to {path.name!r}"
+    return f"found {match!r}, which differs {difference}; rename it to {path.name!r}"
 
 
 @lru_cache(maxsize=64)

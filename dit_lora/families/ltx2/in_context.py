@@ -107,7 +107,7 @@ class LTX2InContextInfo(LTX2Info):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         factor = self.compute_reference_downscale(VideoShape.from_data(recipe.data))
-        note = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
+        note = f"references: one clip per sample; the pipeline needs reference_downscale_factor={factor}"
         return [*super().recipe_notes(recipe), note]
 
 

@@ -116,9 +116,9 @@ class LTX2Info(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.has_sound:
-            return ["sound: trained with the video, at its own noise levels; samples have sound"]
+            return ["sound: trained with the video; samples have sound"]
         # The pipeline generates sound with every video, so say why samples have none.
-        return ["sound: not trained (data.sound: false). Samples have no sound"]
+        return ["sound: not trained (data.sound=false); samples have no sound"]
 
     def index_changes(self) -> dict[str, Any]:
         """Change of model_index.json to the pipeline class that was trained.

@@ -35,7 +35,7 @@ def refuse_sound_layers(recipe: "Recipe") -> None:
     if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
         raise DitLoraError(
             "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no "
-            "gradient without it; set data.sound: true, or train an adapter alone"
+            "gradient without it; set data.sound: true, or train only an adapter"
         )
     # A target matches a layer's full name or its end, as in PEFT.
     names = [

@@ -75,7 +75,7 @@ def _select_task(model: ModelConfig, index: Mapping[str, Any]) -> str:
     stored_task, has_both_tasks = _get_stored_task(index), bool(index.get("expand_timesteps"))
     task = model.task or stored_task
     if task != stored_task and not has_both_tasks:
-        does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[stored_task]
+        does = {"t2v": "makes videos only from text", "i2v": "starts from an image"}[stored_task]
         raise DitLoraError(
             f"model.task: {task}: {model.path} {does} ({index['_class_name']}); remove it, or use a "
             "checkpoint for that task; TI2V-5B (expand_timesteps in its model_index.json) can do both"

@@ -108,8 +108,7 @@ class WanInfo(CheckpointInfo):
         if is_ftfy_available():
             return []
         return [
-            "captions: ftfy is not installed. Wan's pipeline cleans captions with it before encoding; to "
-            "train on the same text: pip install ftfy",
+            "captions: ftfy is missing; pip install ftfy to clean them as Wan's pipeline does",
         ]
 
     def index_changes(self) -> dict[str, Any]:

@@ -110,12 +110,12 @@ def check_table_captions(
     findings = check_captions(described, rules.tokenizer, rules.max_tokens)
     for name in (name for name, caption in captions.items() if not caption):
         # The audit's check only takes files that have a caption, so missing ones are reported here.
-        message = "it has no caption, which training refuses"
-        findings[name] = [Finding("caption_missing", message, "reject", "write one")]
+        message = "it has no caption; training refuses it"
+        findings[name] = [Finding("caption_missing", message, "reject", "write a caption")]
     for clip in described:
         if rules.trigger and not has_word(clip.caption, rules.trigger):
             message = f"its caption does not contain {rules.trigger}"
-            finding = Finding("trigger_missing", message, "warn", "write it in")
+            finding = Finding("trigger_missing", message, "warn", "add the word to the caption")
             findings[clip.id] = [*findings.get(clip.id, ()), finding]
     return findings
 

@@ -156,12 +156,12 @@ class CaptionHandler(PageHandler):
             request = urlsplit(self.path)
             path, query = decode_address(request.path), parse_qs(request.query)
         except ValueError:  # a bracket that does not start an IPv6 address
-            self.send_message(HTTPStatus.BAD_REQUEST, "this is not a path")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the address is not a valid path")
             return
         # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
         number = query.get("page", ["1"])[0]
         if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
-            self.send_message(HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits")
+            self.send_message(HTTPStatus.BAD_REQUEST, f"page must be a number of at most {_MAX_DIGITS} digits")
             return
         try:
             if path == "/":
@@ -188,7 +188,7 @@ class CaptionHandler(PageHandler):
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
             self.send_message(
                 HTTPStatus.BAD_REQUEST,
-                "an edit must have a file, a caption, and the version of the caption that was edited",
+                "an edit needs a file, a caption, and the version of the caption that was edited",
             )
             return
         try:

@@ -63,4 +63,4 @@ class Reporting:
     def _warn(self, error: BaseException) -> None:
         if not self._has_warned:
             self._has_warned = True
-            self._say(f"warning: no report: {type(error).__name__}: {error}")
+            self._say(f"warning: cannot write the report: {type(error).__name__}: {error}")

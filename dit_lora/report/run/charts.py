@@ -117,7 +117,7 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
         _build_chart("Learning rate", "learning rate", rate_curves, log=log, from_zero=True),
         _build_chart("Throughput", "samples per second", [throughput], from_zero=True),
         _build_chart("Time per step", "seconds", [whole_step, waiting_part], from_zero=True),
-        _build_chart("Share of the time waiting for data", "percent", [percentage], from_zero=True),
+        _build_chart("Time waiting for data", "percent of the step", [percentage], from_zero=True),
         _build_chart("Peak memory so far", "GiB", [peak], from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
@@ -194,10 +194,15 @@ def _build_timestep_chart(metrics: Metrics) -> BarChart | None:
     if not total:
         return None
     bars = [
-        Bar(_format_range(name), count / total, format_percent(count / total), f"{count:,} drawn")
+        Bar(
+            _format_range(name),
+            count / total,
+            format_percent(count / total),
+            f"{count:,} sample{'' if count == 1 else 's'}",
+        )
         for name, count in counts.items()
     ]
-    return BarChart("Timesteps drawn", bars, f"share of {total:,} samples")
+    return BarChart("Sampled timesteps", bars, f"share of {total:,} samples")
 
 
 def _sort_parts(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:

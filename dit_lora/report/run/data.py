@@ -38,6 +38,8 @@ def describe_data(run: RunFiles) -> DataDescription | None:
         # facts.json describes distributions by these three values and a sum.
         if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
             text = f"{value['least']} to {value['most']}, median {value['median']}"
+            if value["least"] == value["most"]:
+                text = format_value(value["least"])
         counts.append((name.replace("_", " "), text))
     # Without facts.json, use the sample count of data.json.
     if not counts:

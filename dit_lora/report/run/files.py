@@ -208,12 +208,12 @@ def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        notes.append(f"{path.name} is not read: {error.strerror}.")
+        notes.append(f"Cannot read {path.name}: {error.strerror}.")
         return {}
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        notes.append(f"{path.name} is not a JSON object and is left out.")
+        notes.append(f"{path.name} is not a JSON object and is ignored.")
         return {}
     return content
 

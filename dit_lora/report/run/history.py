@@ -66,7 +66,7 @@ class JsonLinesReader:
             self.read_error = ""
             return
         except OSError as error:
-            self.read_error = f"{self.path.name} is not read: {error.strerror}."
+            self.read_error = f"Cannot read {self.path.name}: {error.strerror}."
             return
         self.read_error = ""
         with file:
@@ -94,11 +94,11 @@ class JsonLinesReader:
         if self.read_error:
             yield self.read_error
         if self.is_last_line_incomplete and not is_running:
-            yield f"The last line of {name} is cut off: the run was stopped while writing it. It is left out."
+            yield f"The last line of {name} is incomplete and ignored: the run was stopped while writing it."
         for number in self.damaged_lines[:8]:
-            yield f"Line {number} of {name} is not a JSON object. It is left out."
+            yield f"Line {number} of {name} is not a JSON object and is ignored."
         if self.damaged_lines[8:]:
-            yield f"{len(self.damaged_lines) - 8:,} more lines of {name} are left out."
+            yield f"{len(self.damaged_lines) - 8:,} more lines of {name} are ignored."
 
 
 @dataclass

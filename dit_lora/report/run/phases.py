@@ -8,8 +8,8 @@ from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import ensure_dict, to_float_or_nan
 
 _STAGE_TITLES = {
-    "before": "Before the first step was taken",
-    "training": "Between the first step and the last",
+    "before": "Before the first step",
+    "training": "Between the first and the last step",
     "after": "After the last step",
 }
 _MIN_SECONDS = 0.01
@@ -55,10 +55,10 @@ def _build_bar(phase: dict[str, Any]) -> Bar:
     seconds = to_float_or_nan(phase.get("seconds"))
     cpu = to_float_or_nan(phase.get("cpu_seconds"))
     # A phase that waits for disk or network uses little processor time.
-    detail = f"{_format_seconds(cpu)} of the processor" if math.isfinite(cpu) else ""
+    detail = f"CPU {_format_seconds(cpu)}" if math.isfinite(cpu) else ""
     if isinstance(count, int) and count > 1:
         detail += f", {count:,} times"
-    return Bar(f"of {parent}: {part}" if part else name, seconds, _format_seconds(seconds), detail)
+    return Bar(f"{parent}: {part}" if part else name, seconds, _format_seconds(seconds), detail)
 
 
 def _format_seconds(value: float) -> str:

@@ -169,7 +169,7 @@ def _get_media_kind(path: Path) -> str:
 
 
 def format_step(step: int) -> str:
-    return f"after step {step:,}" if step else "before"
+    return f"after step {step:,}" if step else "before training"
 
 
 def _choose_steps(steps: Iterable[int]) -> list[int]:

@@ -102,7 +102,7 @@ class _ReportHandler(PageHandler):
         try:
             path = unquote(urlsplit(self.path).path).lstrip("/")
         except ValueError:  # a bracket that does not start an IPv6 address
-            self.send_message(HTTPStatus.BAD_REQUEST, "this is not a path")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the address is not a valid path")
             return
         if path not in ("", "state"):
             root = self.pages.folder
@@ -130,7 +130,7 @@ class _ReportHandler(PageHandler):
             return
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            self.send_message(HTTPStatus.BAD_REQUEST, "the step must be a number")
+            self.send_message(HTTPStatus.BAD_REQUEST, "the step must be a number, 0 or greater")
             return
         try:
             written = self.pages.export_step(step)

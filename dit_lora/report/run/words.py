@@ -27,30 +27,30 @@ STATE_TEXTS: dict[RunState, tuple[str, str]] = {
     "stopped": ("stopped by the guard", "reject"),
     "interrupted": ("interrupted", "warn"),
     "failed": ("ended with an error", "reject"),
-    "silent": ("not finished, and no longer writing", "warn"),
+    "silent": ("not finished, no longer running", "warn"),
 }
 """Text and color class of each state."""
 _CAUSE_TEXTS = {
-    "data": "a sample\u2019s own data is bad",
-    "labels": "labels without anything to learn",
+    "data": "the data of a sample",
+    "labels": "labels without a token to learn",
     "inputs": "the noise, timestep or schedule, not the sample",
-    "precision": "the precision: finite in fp32",
-    "kernel": "a kernel: finite with its reference",
-    "attention_backend": "an attention backend: finite with it off",
-    "weights": "weights that are not finite",
+    "precision": "the precision; the step is finite in fp32",
+    "kernel": "a fused kernel; the step is finite without it",
+    "attention_backend": "an attention backend; the step is finite without it",
+    "weights": "non-finite weights",
     "optimizer": "the optimizer\u2019s state",
     "learning_rate": "weights that diverged at this learning rate",
-    "transient": "a transient fault: finite when run again",
+    "transient": "a transient fault; the step is finite when repeated",
     "unknown": "not found",
 }
 _ACTION_TEXTS = {
-    "retry": "took the step again",
-    "skip": "took the step again without the sample, this once",
-    "quarantine": "left the sample out permanently, and took the step again",
-    "fallback": "switched it off for this run, and took the step again",
+    "retry": "repeated the step",
+    "skip": "repeated the step without the sample",
+    "quarantine": "excluded the sample permanently and repeated the step",
+    "fallback": "switched the component off for this run and repeated the step",
     "rollback": "rolled back to an earlier step",
     "stop": "stopped the run",
-    "report": "reported it, and continued",
+    "report": "reported it and continued",
 }
 _DIAGNOSIS_FIELDS = ("module", "op", "direction", "dtype", "timesteps", "switch")
 
@@ -153,7 +153,7 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
     micro_step, seconds = event.get("micro_step"), to_float_or_nan(event.get("seconds"))
     rows = [
         ("Cause", f"{cause}: {_CAUSE_TEXTS[cause]}" if cause in _CAUSE_TEXTS else cause),
-        ("What was done", f"{action}: {actions[action]}" if action in actions else action),
+        ("Action", f"{action}: {actions[action]}" if action in actions else action),
         ("Samples", format_value(event.get("sample_ids"))),
         ("Micro-step, rank", f"{micro_step}, {event.get('rank')}" if micro_step is not None else ""),
         *((name.capitalize(), format_value(verdict.get(name))) for name in _DIAGNOSIS_FIELDS),
@@ -161,10 +161,10 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
         ("Bundle", format_value(event.get("bundle"))),
         ("Seconds", format_number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""),
     ]
-    # Keys that have a row of their own; the rest is listed under "Verdict".
+    # Keys that have a row of their own; the rest is listed under "Other facts".
     known_keys = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_DIAGNOSIS_FIELDS}
     more = {key: value for key, value in verdict.items() if key not in known_keys}
-    rows.append(("Verdict", format_value(more)))
+    rows.append(("Other facts", format_value(more)))
     message = format_value(verdict.get("words"))
     kind = format_value(event.get("kind")).replace("_", " ")
     step = event.get("step")
@@ -223,10 +223,10 @@ def build_quarantine_rows(run: RunFiles) -> list[tuple[str, str, str, str]]:
     rows = []
     for entry in run.quarantine:
         first_epoch, last_epoch = entry.get("from_epoch"), entry.get("to_epoch")
-        epochs = f"{first_epoch}" if last_epoch == first_epoch else f"{first_epoch} to {last_epoch}"
+        epochs = f"epoch {first_epoch}" if last_epoch == first_epoch else f"epochs {first_epoch} to {last_epoch}"
         # Left out from this epoch to the end of training.
         if last_epoch is None:
-            epochs = f"from {first_epoch} on"
+            epochs = f"from epoch {first_epoch} on"
         cause, reason = format_value(entry.get("cause")), format_value(entry.get("reason"))
         rows.append((format_value(entry.get("sample_id")), epochs, cause, reason))
     return rows

@@ -23,6 +23,7 @@ from torch import nn
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
+from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import compute_sha256, set_shared_permissions, sync_folder
@@ -216,12 +217,12 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Read a complete checkpoint after checking that it belongs to this run. Not collective; changes nothing.
 
-    Raises the errors of `require_same_recipe`.
+    Raises the errors of `require_same_recipe`, and `UnreadableFileError` for a file of tensors that cannot be read.
     """
     metadata = require_same_recipe(path, trajectory_config, launch_topology)
     # Runs without an EMA write no such file.
-    averages = load_file(path / AVERAGES_FILE) if (path / AVERAGES_FILE).exists() else {}
-    state = SavedState(load_file(path / WEIGHTS_FILE), load_file(path / _OPTIMIZER_FILE), averages)
+    averages = read_tensors(path / AVERAGES_FILE, missing_ok=True)
+    state = SavedState(read_tensors(path / WEIGHTS_FILE), read_tensors(path / _OPTIMIZER_FILE), averages)
     return LoadedCheckpoint(path, metadata["step"], metadata["guard"], metadata.get("place", {}), state)
 
 

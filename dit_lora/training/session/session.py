@@ -72,6 +72,8 @@ class Session:
     """DeepSpeed's ZeRO stage; None if the launch does not use it."""
     phases: Phases = field(default_factory=Phases)
     """The timed phases of this process."""
+    shown_lines: set[str] = field(default_factory=set)
+    """The lines that `say_once` has written in this process, in earlier runs too."""
 
     @property
     def dir(self) -> Path:
@@ -116,6 +118,12 @@ class Session:
         if self.is_main:
             # Above a progress bar, if there is one.
             tqdm.write(make_printable(line), file=sys.stderr)
+
+    def say_once(self, line: str) -> None:
+        """Write a line for the user, unless this process has written the same line before, as for the first expert."""
+        if line not in self.shown_lines:
+            self.shown_lines.add(line)
+            self.say(line)
 
 
 @contextmanager
@@ -195,13 +203,14 @@ def _create_session(recipe: Recipe, previous: Session | None) -> Session:
     _check_launch_settings(recipe, accelerator)
     if on_gpu:
         phases.synchronize = torch.cuda.synchronize
-    session = Session(recipe, accelerator, precision, launcher, sharding, zero, phases)
+    shown_lines = set() if previous is None else previous.shown_lines
+    session = Session(recipe, accelerator, precision, launcher, sharding, zero, phases, shown_lines)
     raise_on_all_ranks(accelerator, find_login_problem(recipe.run.trackers) if session.is_main else None)
     for warning in warnings:
-        session.say(f"warning: {warning}")
+        session.say_once(f"warning: {warning}")
     for note in recipe.validation.notes:
-        session.say(f"note: {note}")
-    session.say(_describe_launch(session))
+        session.say_once(f"note: {note}")
+    session.say_once(_describe_launch(session))
     return session
 
 

@@ -30,7 +30,7 @@ def compute_base_eval_loss(
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     cached_losses = [loss for loss in losses if loss is not None]
     if len(cached_losses) == len(losses):
-        setup.session.say("eval loss: using the cached value of the base; guard.preflight=anew measures it again")
+        setup.session.say("eval loss: using the cached value for step 0; guard.preflight=anew measures it")
         return cached_losses[0]
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and is_true_on_all_ranks(sound):

@@ -241,7 +241,7 @@ def test_kohya_names_lead_to_the_layers_as_videox_fun_looks_for_them(make: Make)
         "ss_steps": "3",
     }
     wide_adapter = make(name="wide", targets=("patch_embed.proj",))
-    with pytest.raises(DitLoraError, match=r"convolutions of 1x1 alone, not these\n  - patch_embed"):
+    with pytest.raises(DitLoraError, match=r"supports only 1x1 convolutions, not these\n  - patch_embed"):
         exported(wide_adapter, "kohya")
 
 
@@ -304,9 +304,9 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     nan_tensors = {**tensors, name: tensors[name] * torch.nan}
     assert "not finite" in refusal(nan_tensors)
     extra_tensors = {**tensors, "transformer.proj_out.lora_magnitude_vector": torch.ones(4)}
-    assert "takes LoRA matrices (lora_A, lora_B) alone; it has\n" in refusal(extra_tensors)
+    assert "only LoRA matrices (lora_A, lora_B) are supported here; it has\n" in refusal(extra_tensors)
     file.write_bytes(b"nonsense")
-    with pytest.raises(DitLoraError, match="it is not a safetensors file"):
+    with pytest.raises(DitLoraError, match="it is incomplete or not a safetensors file"):
         exported(adapter, "diffusers")
 
 

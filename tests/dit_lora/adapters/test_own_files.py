@@ -80,7 +80,7 @@ def test_a_link_to_outside_is_refused_by_its_name(checkpoint: Path, link: str) -
         (checkpoint / "vae").symlink_to(secret)
     else:
         (checkpoint / link).symlink_to(secret / "config.json")
-    with pytest.raises(DitLoraError, match="links to outside of it, which are not followed") as error:
+    with pytest.raises(DitLoraError, match="links to files outside of it are not followed") as error:
         list_checkpoint_files(checkpoint)
     assert f"- {link}" in str(error.value)
 

@@ -126,7 +126,7 @@ def test_export_writes_a_checkpoint_that_is_the_tuned_model(adapter: Path, base:
     names = {name for file in output_dir.glob("*.safetensors") for name in load_file(file)}
     assert names == {name for file in base.glob("*.safetensors") for name in load_file(file)}
     repeated_out = ("--out", tmp_path / "again")
-    with pytest.raises(DitLoraError, match="is no adapter and no run with one"):
+    with pytest.raises(DitLoraError, match="is neither an adapter nor a run with one"):
         invoke("export", base, *repeated_out)
     with pytest.raises(DitLoraError, match="whose adapter is in PEFT's own format already"):
         invoke("export", adapter, "--to", "peft", *repeated_out)

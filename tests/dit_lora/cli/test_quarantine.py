@@ -30,7 +30,7 @@ def fill(folder: Path) -> Path:
 
 def test_it_shows_who_is_out_how_long_and_why(tmp_path: Path) -> None:
     output = invoke(fill(tmp_path))
-    assert "a.mp4: from epoch 0 for good, since step 4\n  data: it fails whatever" in output
+    assert "a.mp4: from epoch 0 on, since step 4\n  data: it fails whatever" in output
     assert 'replays: {"failed": 3, "of": 3}' in output
     assert "b.mp4: from epoch 1 to epoch 1, since step 9" in output
     assert [row["sample_id"] for row in json.loads(invoke(tmp_path, "--json"))["left_out"]] == [

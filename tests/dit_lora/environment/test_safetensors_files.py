@@ -40,7 +40,7 @@ def test_values_are_read_while_models_are_built_on_meta(file: Path) -> None:
 
 def test_a_missing_file_has_no_tensors_only_if_it_may_be_missing(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "none", missing_ok=True) == {}
-    with pytest.raises(UnreadableFileError, match=r"none cannot be read: No such file or directory$"):
+    with pytest.raises(UnreadableFileError, match=r"^cannot read \S+none: No such file or directory$"):
         read_tensors(tmp_path / "none")
 
 
@@ -53,8 +53,8 @@ def make_pipe(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "or not whole: copy it again"),
-        (lambda path: path.write_text("nonsense"), "it is not a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is incomplete or not a safetensors file; copy"),
+        (lambda path: path.write_text("nonsense"), "it is incomplete or not a safetensors file"),
         (make_pipe, "is not a regular file"),
     ],
     ids=["torn", "text", "pipe"],
@@ -63,11 +63,11 @@ def test_an_unreadable_file_is_named_in_one_line(
     file: Path, damage: Callable[[Path], object], reason: str, read: Callable[[Path], object]
 ) -> None:
     damage(file)
-    with pytest.raises(UnreadableFileError, match=rf"^\S+x\.safetensors cannot be read: .*{reason}") as raised:
+    with pytest.raises(UnreadableFileError, match=rf"^cannot read \S+x\.safetensors: .*{reason}") as raised:
         read(file)
     assert "\n" not in str(raised.value)
 
 
 def test_reading_an_absent_tensor_names_the_file(file: Path) -> None:
-    with pytest.raises(UnreadableFileError, match=r"x\.safetensors cannot be read"), open_safetensors(file) as opened:
+    with pytest.raises(UnreadableFileError, match=r"cannot read \S+x\.safetensors"), open_safetensors(file) as opened:
         opened.get_tensor("c")

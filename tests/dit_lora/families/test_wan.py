@@ -185,7 +185,7 @@ def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path
 @pytest.mark.parametrize(
     ("variant", "task", "words"),
     [
-        ("wan-2.1-t2v", "i2v", "i2v: .* makes videos of text alone"),
+        ("wan-2.1-t2v", "i2v", "i2v: .* makes videos only from text"),
         ("wan-2.1-i2v", "t2v", "t2v: .* starts from an image"),
         ("wan-2.2-t2v-a14b", "i2v", "TI2V-5B .* can do both"),
     ],

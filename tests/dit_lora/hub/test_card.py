@@ -264,7 +264,7 @@ def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> No
     assert card_problems(card) == []
     assert "Training continued from the LoRA me/start\\_1." in card
     assert "the frozen adapter back, scale 0.5; it is not needed to use this one." in card
-    assert "the frozen adapter look, scale 0.5; load it beside this one." in card
+    assert "the frozen adapter look, scale 0.5; load it together with this one." in card
     assert "The samples were made with this adapter in me/turbo, not in its base." in card
     assert "continued" not in write_card(contents, REPO)
 

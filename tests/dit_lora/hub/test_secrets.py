@@ -157,6 +157,6 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(run_dir: Path, tiny_checkp
         outside.write_text("{}")
         link.unlink(missing_ok=True)
         link.symlink_to(outside)
-        with pytest.raises(DitLoraError, match="links to outside of it, which are not followed"):
+        with pytest.raises(DitLoraError, match="links to files outside of it are not followed"):
             prepare_publication(run_dir, REPO)
         link.unlink()

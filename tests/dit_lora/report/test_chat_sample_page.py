@@ -59,7 +59,7 @@ def test_the_page_shows_every_token_with_what_becomes_of_it(tmp_path: Path) -> N
     assert titles == [f"token {token} at {position}" for token, position in ids]
     assert "96 media tokens" in page.text
     assert "left out" not in page.text
-    assert f"learned {sample.num_answer_tokens} answers and their ends" in page.text
+    assert f"learned {sample.num_answer_tokens} answers and their end tokens" in page.text
 
 
 def test_frames_are_small_pictures_with_their_seconds(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_of_many_frames_evenly_spread_ones_are_shown(tmp_path: Path) -> None:
 def test_what_was_left_out_is_said_and_marked(tmp_path: Path) -> None:
     sample = rendered("What does the cat do in the picture with the man? " * 3, less=17)
     page = write(tmp_path, sample, frames=frames(1), seconds=[0.5], notes=["padded to 256"])
-    assert "17 tokens were left out of its questions" in page.text
+    assert "17 tokens of the questions were left out" in page.text
     assert "17 tokens left out" in page.section("Tokens in order")
     assert "padded to 256" in page.text
 
@@ -109,7 +109,7 @@ def test_text_from_the_data_is_escaped_and_nothing_is_fetched(tmp_path: Path) ->
 def test_samples_without_seconds(tmp_path: Path, kind: ConversationKind) -> None:
     media_frames = None if kind == "text" else frames(1)
     page = write(tmp_path, rendered(kind=kind), kind=kind, frames=media_frames)
-    assert ("of kind text" in page.text) == (kind == "text")
+    assert ("the sample's kind is text" in page.text) == (kind == "text")
     assert len(page.all("img")) == (kind == "image")
     assert page.all("figcaption") == []
 

@@ -69,26 +69,26 @@ def figures(page: Page) -> list[str]:
     return [text.partition("<")[0] for text in part.split('"value">')[1:]]
 
 
-def test_the_page_says_what_was_taken_blamed_and_switched_off(folder: Path) -> None:
+def test_the_page_counts_steps_bad_samples_and_switched_off_parts(folder: Path) -> None:
     page = Page(write_guard_report(folder))
     assert figures(page) == ["1,498", "5", "1", "1"]
-    assert "most often dataset index 5 (2x); and 1 not named" in page.text
+    assert "most often dataset index 5 (2x); and 1 without a name" in page.text
     assert "stopped by the guard" in page.text
     assert "0.3% of 1,503" in page.text
-    watched = page.section("What was watched")
+    watched = page.section("Watched loops")
     assert "UNet: 40 of 9,000 trained, in float32" in watched
     assert "train.py, plain PyTorch, cuda:0, 2 processes" in watched
-    assert "last_good_step_000002.safetensors 1 MiB" in page.section("Weights that were kept")
+    assert "last_good_step_000002.safetensors 1 MiB" in page.section("Saved weights")
 
 
-def test_verdicts_are_a_table_in_which_alike_ones_are_one(folder: Path) -> None:
+def test_equal_events_share_a_row_of_the_table(folder: Path) -> None:
     page = Page(write_guard_report(folder))
-    verdicts = page.section("Verdicts")
-    assert "2 1 more, to 12 data skip dataset index 5 data of it bundle" in verdicts
+    table = page.section("Events")
+    assert "2 and 1 more, to step 12 data skip dataset index 5 data of it bundle" in table
     fallback = "7 attention backend fallback blocks.1.attn aten.div.Tensor attention_backend of it"
-    assert fallback in verdicts
-    assert "switched it off from here on, and left the step out" in verdicts
-    assert "softmax reaches 3e4" in verdicts
+    assert fallback in table
+    assert "switched the component off and skipped the step" in table
+    assert "softmax reaches 3e4" in table
     links = [link["href"] for link in page.all("a")]
     assert links == [f"{BUNDLE}/bundle.json", "last_good_step_000002.safetensors"]
     assert f"dit-lora replay mine/{BUNDLE} --script train.py" in page.text
@@ -98,10 +98,10 @@ def test_the_timeline_has_a_lane_a_cause_and_a_card_a_start(folder: Path) -> Non
     page = Page(write_guard_report(folder))
     lanes = [lane["aria-label"] for lane in page.all("div") if lane.get("class") == "track"]
     assert lanes == [
-        "data: 2 of the verdicts, over steps 1 to 1,500",
-        "attention backend: 1 of the verdicts, over steps 1 to 1,500",
-        "labels: 1 of the verdicts, over steps 1 to 1,500",
-        "weights: 1 of the verdicts, over steps 1 to 3",
+        "data: 2 events, over steps 1 to 1,500",
+        "attention backend: 1 event, over steps 1 to 1,500",
+        "labels: 1 event, over steps 1 to 1,500",
+        "weights: 1 event, over steps 1 to 3",
     ]
     ticks = [(tick["class"], tick["style"], tick["title"]) for tick in page.all("i")]
     assert ticks[0] == ("warn", "left: 0.25%", "step 2: skip")
@@ -129,15 +129,15 @@ def test_a_folder_with_less_in_it_gives_a_page_of_less(folder: Path) -> None:
         file.write('{"step": 9, "verd')
     page = Page(write_guard_report(folder))
     assert figures(page)[:2] == ["\u2013", "\u2013"]
-    assert "what was watched is not known" in page.text
-    assert "1 incomplete lines of events.jsonl" in page.text
-    assert "of a start that guard.json does not know" in page.text
+    assert "so the watched models are not known" in page.text
+    assert "Ignored 1 incomplete line of events.jsonl" in page.text
+    assert "Events of a guard that is not in guard.json" in page.text
     (folder / "events.jsonl").unlink()
     (folder / "guard.json").write_text(json.dumps({"starts": [{**START, "ended": False}]}))
     page = Page(write_guard_report(folder))
-    assert "running, or ended without a record" in page.text
-    assert "None: no step tripped" in page.text
-    assert "as far as known" in page.text
+    assert "running, or killed" in page.text
+    assert "No events: no step failed" in page.text
+    assert "as of the last write" in page.text
 
 
 def test_the_verb_tells_a_guards_folder_from_a_run(folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         unchanged_result = compare_output(reference, model, recorded_output, dtype, "the base")
         assert unchanged_result.passed, unchanged_result
-        assert "bfloat16 on cpu then" in unchanged_result.message
+        assert "bfloat16 on cpu both times" in unchanged_result.message
         assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
         for layer in find_tuner_layers(model):
             layer.scale_layer(2)
@@ -51,7 +51,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
         assert "does not act as trained" in doubled_result.message
     output_without_scale = {key: value for key, value in recorded_output.items() if key != "louder"}
     unseen_result = compare_output(reference, adapted(torch.float32), output_without_scale, torch.float32, "the base")
-    assert "that the adapter acts is not seen" in unseen_result.message
+    assert "the effect of the adapter is not checked" in unseen_result.message
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
     earlier = {**recorded_output, "inputs": sizes}
     same_base = compare_output(reference, model, earlier, torch.float32, "the base", digest=reference.compute_digest())
     assert same_base.passed
-    assert same_base.message.startswith("not compared: its file is of an earlier version")
+    assert same_base.message.startswith("not compared: an earlier version wrote the file")
     other_base = compare_output(reference, model, earlier, torch.float32, "the base", digest="0" * 64)
     assert not other_base.passed
     assert "the base differs" in other_base.message

@@ -95,8 +95,10 @@ def test_the_command_finds_what_the_run_found(run: Path) -> None:
         assert record["modules"] == verification["modules"]
         assert record["checks"].keys() == verification["checks"].keys()
     output = CliRunner().invoke(app, ["verify", str(run)]).stdout
-    assert "loads all 16 tensors of 8 modules, and 16 base weights" in output
-    assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in output
+    assert max(map(len, output.splitlines())) <= 80
+    message_text = " ".join(output.split())
+    assert "loads all 16 tensors of 8 modules, and 16 base weights" in message_text
+    assert "rank 4, alpha 8, as in the header and metadata; updates are scaled by 2" in message_text
     assert "as trained: " in output
     assert output.endswith("every check passed\n")
 
@@ -174,7 +176,7 @@ def swapped(tensors: Tensors, _header: dict[str, str]) -> None:
 
 DIFFUSION: dict[Change, tuple[set[str], str]] = {
     nan: ({"finite", "output"}, "blocks.1.attn1.to_q.lora_A.weight has 1 NaN among 256 values"),
-    renamed: ({"keys", "output"}, "layers.1.q.lora_A.weight: nothing of CogVideoXPipeline takes"),
+    renamed: ({"keys", "output"}, "layers.1.q.lora_A.weight: CogVideoXPipeline does not load it"),
     other_prefix: ({"keys", "effect", "output"}, "model.transformer.transformer_blocks.0.attn1"),
     without_layer: ({"keys", "output"}, "1.attn1.to_q: the header's targets match it"),
     without_b: ({"keys", "output"}, "blocks.1.attn1.to_q.lora_B.weight: not in the file"),
@@ -257,7 +259,7 @@ def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
     folder = changed(run / "adapter", tmp_path / "adapter", stranger)
     verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
     assert verification.passed, verification.format_lines()
-    assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].message
+    assert "alpha 4, not recorded, so alpha equals rank" in verification.checks["scale"].message
     assert verification.checks["output"].message.startswith("not recorded")
     with pytest.raises(DitLoraError, match="does not name its base model; give --model"):
         verify_adapter(folder)
@@ -272,8 +274,8 @@ def test_what_cannot_be_checked_is_one_line_and_an_exit_code(
     text.write_text("not tensors")
     (tmp_path / "empty").mkdir()
     cases: list[tuple[Path, str | None, int, str]] = [
-        (torn_file, base, 1, "not whole: copy it again"),
-        (text, base, 1, "it is not a safetensors file"),
+        (torn_file, base, 1, "it is incomplete or not a safetensors file"),
+        (text, base, 1, "it is incomplete or not a safetensors file"),
         (tmp_path / "nothing", None, 2, "does not exist"),
         (tmp_path / "empty", None, 2, "no adapter in"),
         (adapter, str(tmp_path / "away"), 2, "away"),

@@ -148,7 +148,6 @@ def _describe_conversations(conversations: ChatSet) -> str:
     answers = sum(entry.answers for entry in conversations.entries)
     shortened = sum(entry.num_dropped_tokens > 0 for entry in conversations.entries)
     return (
-        f"conversations: {', '.join(counts)}, in {len(conversations.padded_lengths)} buckets, the largest "
-        f"{conversations.largest_shape[0]}; {answers:,} answer tokens to learn"
-        + (f"; the questions of {shortened:,} are shortened" if shortened else "")
+        f"conversations: {', '.join(counts)}, in {len(conversations.padded_lengths)} buckets; "
+        f"{answers:,} answer tokens" + (f"; {shortened:,} with shortened questions" if shortened else "")
     )

@@ -53,7 +53,7 @@ def require_only_adapter_trains(recipe: Recipe, model: nn.Module) -> None:
         )
     if recipe.validation.model is not None and trained:
         raise DitLoraError(
-            f"validation.model: samples of it take the adapter alone, and {len(trained)} base weights train too, such "
+            f"validation.model: its samples use only the adapter, but {len(trained)} base weights train too, such "
             f"as {next(iter(trained))}; leave one of them out"
         )
 

@@ -64,7 +64,7 @@ class DiffusionTask:
         sampling_checkpoint = open_sampling_checkpoint(session.recipe, checkpoint)
         stored = check_lora_files(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
-            session.say(line)
+            session.say_once(line)
         data = replace(precompute(session, checkpoint, sampling_checkpoint), adapters=stored)
         for line in find_base_mismatches(session.recipe, checkpoint, data.transformer_digest):
             session.say(line)

@@ -141,8 +141,8 @@ def test_cells_that_cannot_be_read_refuse_their_sample(tmp_path: Path, monkeypat
         ): f"its reference: no such file: {missing_file['path']}",
         ("00000000.png", "mask_missing"): f"its mask: no such file: {missing_file['path']}",
         ("00000001.png", "reference_missing"): "its reference 1 is empty, and others follow",
-        ("00000002.png", "not_media"): "its reference: its bytes are no video or image of a format "
-        "known here: b'words, w' ...",
+        ("00000002.png", "not_media"): "its reference: its bytes are not a video or an image of a "
+        "known format: b'words, w' ...",
         ("00000002.png", "empty_file"): "its mask: it has no bytes",
     }
     monkeypatch.setattr(media, "MAX_BYTES", 349)

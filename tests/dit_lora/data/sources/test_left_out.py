@@ -46,7 +46,7 @@ def test_what_a_folder_leaves_out_is_counted_with_its_reason(tmp_path: Path) -> 
     unread, orphans = notes(tmp_path)
     assert unread.startswith("4 files are left out, because their format is not supported: 2 .heic (Pillow")
     assert "1 .wmv (convert to mp4)" in unread
-    assert "1 .strange (beside a caption" in unread
+    assert "1 .strange (next to a caption" in unread
     assert orphans.endswith("1 file is left out, because no picture or video has their name: lonely.txt")
 
 
@@ -97,12 +97,12 @@ def test_numbered_classes_are_no_repeats(tmp_path: Path) -> None:
 def test_near_misses_of_names_are_said(tmp_path: Path) -> None:
     write(tmp_path, "a.png", "upper.png", "a.txt")
     (tmp_path / "upper.TXT").write_text("a caption")
-    with pytest.raises(DitLoraError, match=r"'upper\.TXT' is there, whose name differs in upper"):
+    with pytest.raises(DitLoraError, match=r"found 'upper\.TXT', which differs in upper"):
         read_clips(config(tmp_path))
     composed, split = (unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD"))
     write(tmp_path, split)
     write_table(tmp_path, {"file_name": composed, "text": "x"})
-    with pytest.raises(DitLoraError, match="is there, whose name differs in another Unicode form"):
+    with pytest.raises(DitLoraError, match=r"found .*, which differs in another Unicode form"):
         read_clips(config(tmp_path))
 
 

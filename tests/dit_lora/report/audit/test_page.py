@@ -104,7 +104,7 @@ def test_rejects_come_first_and_their_worst_finding_first(tmp_path: Path, judged
     assert re.search(r"no picture broken\.mp4 unreadable no moov atom fetch it again", rejected)
     assert "warned.mp4" not in rejected
     assert "hard_cut 2 samples warned.mp4" in warned
-    assert "Under another code: bad.mp4" in warned
+    assert "Shown under another code: bad.mp4" in warned
     assert "good.mp4" not in page.text
     assert all("open" not in details for details in page.all("details")), "collapsed"
     numbers = re.findall(r'class="value">([\d,]+)', page.source)
@@ -143,7 +143,7 @@ def test_references_are_beside_their_sample_in_order(tmp_path: Path) -> None:
         ("frames of one.png", 4),
     ]
     assert "reference 1 no picture reference 2 sample two.png" in page.section("Warnings")
-    assert page.section("Pairs").endswith("tinted. reference sample one.png")
+    assert page.section("Pairs").endswith("the mask excludes. reference sample one.png")
 
 
 def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
     for frame in range(4):
         assert (differs[24 * frame + 2 : 24 * frame + 10] > 40).all()
         assert (differs[24 * frame + 14 : 24 * frame + 22] < 12).all()
-    assert page.section("Pairs").startswith("One sample without a finding")
+    assert page.section("Pairs").startswith("One sample without findings")
     # Of a picture, a mask of another shape is drawn once.
     samples = [AuditedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
     (image,) = write(tmp_path, samples).all("img")
@@ -209,7 +209,7 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
     assert "rare.mp4" in page.section("Rejected")
     assert "l9.mp4" in page.section("Warnings")
     rejects = len(re.findall(r"\.mp4", page.section("Rejected")))
-    assert f"{3001 - rejects:,} more are not shown" in page.section("Rejected")
+    assert f"{3001 - rejects:,} more samples are not shown" in page.section("Rejected")
 
 
 def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
         for n in range(1, 101)
     ]
     page = write(tmp_path, samples)
-    made_of = page.section("What the set is made of")
+    made_of = page.section("Statistics")
     assert "24 33 33% 25 34 34% 30 33 33%" in made_of
     assert "1280x720 75 75% 480x720 25 25%" in made_of
     assert "2:3 25 25% 16:9 75 75%" in made_of
@@ -269,7 +269,7 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
         copy("lost.mp4", "somewhere else"),
     ]
     lines = write(tmp_path, samples).section("Duplicates")
-    assert lines.endswith("more than once. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
+    assert lines.endswith("the copies of one clip. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
 
 
 def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[AuditedSample]) -> None:
@@ -280,7 +280,7 @@ def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[Audite
     assert buckets.startswith("more ratios would help")
     assert "49 720 x 480 812 1,624 80.0% 12% 31% 4" in buckets
     assert "Left out 60 clips d0.mp4 too_short 12 frames" in buckets
-    assert "10 more are in the JSON file" in buckets
+    assert "10 more clips are in the JSON file" in buckets
 
 
 def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> None:

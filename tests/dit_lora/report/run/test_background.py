@@ -60,7 +60,7 @@ def test_an_error_of_any_kind_is_said_once_and_raised_never(run_dir: Path, monke
     for _ in range(3):
         reporting.update()
         reporting._wait_for_job()
-    assert messages == ["warning: no report: KeyError: 'loss'"]
+    assert messages == ["warning: cannot write the report: KeyError: 'loss'"]
     assert reporting.finish() is None
     assert len(messages) == 2  # of the last one again
     other_reporting = Reporting(run_dir, messages.append, writes=False)  # another rank's

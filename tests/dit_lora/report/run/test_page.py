@@ -194,7 +194,7 @@ def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
     paths[0].unlink()
     labels = [video["aria-label"] or "" for video in report(run_dir).all("video")]
     assert [label.split(":")[0] for label in labels] == [
-        *("reference", "before", "after step 10", "after step 20"),
+        *("reference", "before training", "after step 10", "after step 20"),
     ]
 
 
@@ -207,16 +207,16 @@ def test_videos_beyond_the_limit_are_linked_and_that_is_said(run_dir: Path, monk
     sources = [video["src"] or "" for video in page.all("video")]
     assert [source.startswith("data:") for source in sources] == [True, False, True]
     assert sources[1] == "samples/step_000010/prompt_00.mp4"
-    assert "1 sample is linked, not embedded" in page.text
+    assert "1 sample is linked: this page embeds at most" in page.text
     monkeypatch.setattr(samples, "EMBED_LIMIT_BYTES", 1)
-    assert "3 samples are linked, not embedded" in report(run_dir).text
+    assert "3 samples are linked: this page embeds at most" in report(run_dir).text
 
 
 def test_a_torn_last_line_is_left_out_and_said(run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
     path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
     text = report(run_dir).text
-    assert "The last line of metrics.jsonl is cut off" in text
+    assert "The last line of metrics.jsonl is incomplete" in text
     assert "Steps 19 of 40" in text
 
 
@@ -241,7 +241,7 @@ def test_events_are_listed_in_words(run_dir: Path) -> None:
     write_lines(run_dir / "events.jsonl", [event])
     text = report(run_dir).section("Guard events")
     assert "step 8 non finite loss stop" in text
-    assert "What was done stop: stopped the run Samples clips/7.mp4 Micro-step, rank 2, 1" in text
+    assert "Action stop: stopped the run Samples clips/7.mp4 Micro-step, rank 2, 1" in text
     assert "Seconds 1.93" in text
     assert "offenders: sample: clips/7.mp4; rank: 1; reason: latents hold NaN" in text
 
@@ -250,9 +250,9 @@ def test_what_is_missing_is_said_where_it_is_expected(tmp_path: Path) -> None:
     """A folder with only a recipe gives a page."""
     (tmp_path / "config.yaml").write_text("model: {family: cogvideox, path: x}\ntrain: {steps: 5}\n")
     text = report(tmp_path).text
-    for text_part in ("Steps 0 of 5", "No step has been recorded", "No samples", "None recorded"):
+    for text_part in ("Steps 0 of 5", "No step has been recorded", "No samples", "No guard events"):
         assert text_part in text
-    assert "Not recorded: environment.json is absent" in text
+    assert "Not recorded: environment.json is missing" in text
 
 
 @pytest.mark.parametrize("lines", [[metrics_line(1)], [{"step": 1}], [{"loss": 1.0}], [3, None]])
@@ -310,12 +310,12 @@ def test_the_drawn_timesteps_are_shown_beside_the_losses(run_dir: Path) -> None:
     lines = [metrics_line(step, drawn_by_timestep=counts[step % 3]) for step in range(1, 7)]
     write_lines(run_dir / "metrics.jsonl", lines)
     text = " ".join(report(run_dir).text.split())
-    assert "Timesteps drawn share of 20 samples" in text
-    section = text[text.index("Timesteps drawn") :]
+    assert "Sampled timesteps share of 20 samples" in text
+    section = text[text.index("Sampled timesteps") :]
     for text_part in (
-        "0\u201349 20% 4 drawn",
-        "100\u2013149 30% 6 drawn",
-        "950\u2013999 50% 10 drawn",
+        "0\u201349 20% 4 samples",
+        "100\u2013149 30% 6 samples",
+        "950\u2013999 50% 10 samples",
     ):
         assert text_part in section
 
@@ -334,7 +334,8 @@ def test_a_chat_models_answers_and_losses_by_media_are_shown(run_dir: Path) -> N
     write_lines(run_dir / "metrics.jsonl", lines)
     page = report(run_dir)
     text = " ".join(page.text.split())
-    assert "a.mp4 before no words during 1 answer after step 10 in between after step 20 <b>a disc</b>" in text
+    assert "a.mp4 before training (empty answer) during training 1 answer after step 10 in between" in text
+    assert "in between after step 20 <b>a disc</b>" in text
     assert "/data" not in text  # a page may be shown to others
     assert "Loss by kind of media, over the run" in text
     assert "Loss by timestep" not in text

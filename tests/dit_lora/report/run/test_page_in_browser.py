@@ -241,7 +241,7 @@ def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) ->
 def test_without_scripts_the_page_says_where_the_curves_are(browser: Any, report: str) -> None:
     opened_page = Opened(browser, report, java_script_enabled=False)
     text = opened_page.page.inner_text("body")
-    assert "metrics.jsonl has their numbers" in text
+    assert "metrics.jsonl has the numbers" in text
     assert "Loss by timestep, at the end" in text
     assert "Steps" in text
 

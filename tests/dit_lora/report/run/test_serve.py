@@ -168,7 +168,7 @@ def test_ctrl_c_ends_with_a_line(run_dir: Path) -> None:
 
     serve_report(run_dir, 0, tell)
     assert "http://127.0.0.1:" in messages[0]
-    assert messages[1:] == ["ended"]
+    assert messages[1:] == ["stopped"]
     assert HOST == "127.0.0.1"
 
 

@@ -139,7 +139,7 @@ def test_the_button_exports_the_step_that_is_chosen(served: tuple[ReportServer, 
         assert page.locator(".pair.strip figure:visible").count() == 4
         page.select_option("#take", "4")
         page.click("#export")
-        sync_api.expect(page.locator("#exported")).to_have_text("written: exports/step_000004")
+        sync_api.expect(page.locator("#exported")).to_have_text("saved in exports/step_000004")
         page.click("#export")
         expected = "not exported: step_000004 exists already"
         sync_api.expect(page.locator("#exported")).to_have_text(expected)

@@ -115,6 +115,16 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
         find_checkpoint(str(torn), tmp_path)
 
 
+@pytest.mark.parametrize("file", ["trainable.safetensors", "optimizer.safetensors", "ema.safetensors"])
+def test_a_file_that_cannot_be_loaded_is_named(tmp_path: Path, file: str) -> None:
+    """The digests hold, but the file has no tensors: another program rewrote both, or the disk returns zeros."""
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    (path / file).write_bytes(bytes(64))
+    with pytest.raises(DitLoraError, match=rf"^cannot read \S+step_000001/{file}: .*copy or download it again$"):
+        load(path, model, optimizer)
+
+
 def test_a_save_that_died_half_way_is_passed_over_and_does_not_block_the_next(
     tmp_path: Path,
 ) -> None:
