@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -177,22 +178,19 @@ def build_tiny_model(variant: str) -> str:
     """Build a tiny checkpoint with `dit-lora tiny`, once, and return the folder that it is in."""
     folder = tempfile.mkdtemp(prefix="loop_models_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    command = ["dit_lora", "tiny", variant, f"{folder}/{variant}"]
+
+    def build() -> None:
+        sys.argv = ["dit-lora", "tiny", variant, f"{folder}/{variant}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_module("dit_lora", run_name="__main__")
+
     # Forked, so that it need not import again what this process has imported.
-    process = multiprocessing.get_context("fork").Process(target=_run_module, args=(command,))
+    process = multiprocessing.get_context("fork").Process(target=build)
     process.start()
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"dit-lora {' '.join(command[1:])} ended with exit code {process.exitcode}")
+        raise RuntimeError(f"dit-lora tiny {variant} ended with exit code {process.exitcode}")
     return folder
-
-
-def _run_module(arguments: Sequence[str]) -> None:
-    """Be `python -m` with a module and its arguments, and print nothing."""
-    os.chdir(ROOT)
-    sys.argv = list(arguments)
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def _read_text(path: Path) -> str:
