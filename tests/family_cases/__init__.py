@@ -32,3 +32,11 @@ CASES: tuple[Case, ...] = (
     *wan.CASES,
     *z_image.CASES,
 )
+
+ARCHITECTURES = {
+    *("cogvideox-2b", "cogvideox-5b", "cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein"),
+    *("krea2-raw", "latte", "ltx-2.3", "ltx-video", "qwen-image", "sana-600m", "sana-video"),
+    *("sd3.5-medium", "sd3.5-large", "video-dit-class", "video-dit-text"),
+    *("wan-2.1-t2v", "wan-2.1-i2v", "wan-2.2-ti2v-5b", "z-image"),
+}
+"""A case of each network; the others of its family have the same modules in other sizes, or another task."""
