@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, changed in arms.items():
         table.write_text("".join(f"{json.dumps(row)}\n" for row in changed(rows)))
         began = time.perf_counter()
-        before, after = trained(args.work, name.replace(" ", "_"), args.steps)
+        before, after = trained(args.work, name.replace(" ", "_"), args.steps, min(16, args.pairs))
         print(f"| {name} | {before:.4f} | {after:.4f} | {time.perf_counter() - began:.0f} |")
 
 
@@ -77,7 +77,7 @@ def fit_statistics(model: Path, pictures: list[Path]) -> None:
     vae.save_pretrained(model / "vae")
 
 
-def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
+def trained(work: Path, name: str, steps: int, batch_size: int) -> tuple[float, float]:
     """Run the recipe; return its eval losses before and after."""
     run = work / "runs" / name
     groups = ", ".join(f"{group}: {{lr: {RATE}}}" for group in ("adapter", "connector", "backbone"))
@@ -90,7 +90,7 @@ def trained(work: Path, name: str, steps: int) -> tuple[float, float]:
         # The upper half of noise levels, where a picture has to be told what it is of.
         "train.timesteps={density: uniform, shift: 1, t_min: 0.5}",
         f"train.steps={steps}",
-        "train.batch_size=16",
+        f"train.batch_size={batch_size}",
         f"train.save_every={steps}",
         "lora.rank=16",
         "lora.alpha=16",

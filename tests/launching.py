@@ -36,6 +36,14 @@ _PRELOADED = [
     "dit_lora.training.tasks.diffusion.precompute",
     "dit_lora.families.cogvideox.checkpoint",
     "dit_lora.fuse.api",
+    "dit_lora.cli.app",
+    "dit_lora.commands.audit",
+    "dit_lora.commands.sample",
+    "dit_lora.hub.after_training",
+    "dit_lora.report.run.background",
+    "deepspeed",  # Accelerate imports it where it is installed
+    "diffusers.guiders",
+    "diffusers.schedulers",
 ]
 _GRACE = 5.0
 """Seconds that the other ranks have to end after one has failed, before they are killed."""

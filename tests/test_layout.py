@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import json
 import re
 import textwrap
@@ -14,6 +15,8 @@ import yaml
 
 from dit_lora.config.load import build_recipe_schema, load_recipe
 from dit_lora.families import FAMILIES
+
+pytestmark = pytest.mark.slow  # a long file, which would end the run alone
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 600, 80, 4
@@ -47,8 +50,18 @@ FLOOR_OF = {
     f"dit_lora.{room}": number for number, rooms in enumerate(FLOORS.strip().split("\n")) for room in rooms.split()
 }
 MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 17, 9, 25
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 # Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which build_from_configs gives another.
 _NO_CODE = ("PeftModel", "PeftConfig", "Embedding", "kind")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_garbage_collection() -> Iterator[None]:
+    """The trees of all files are millions of objects, which each collection would look at again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def python_files() -> list[Path]:
@@ -294,8 +307,8 @@ def test_files_are_short() -> None:
 def test_functions_are_short_and_shallow() -> None:
     problems = []
     for path in python_files():
-        for node in ast.walk(tree_of(path)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for node in walk_statements(tree_of(path)):
+            if not isinstance(node, _FUNCTIONS):
                 continue
             assert node.end_lineno is not None
             lines, depth = node.end_lineno - node.lineno + 1, nesting(node)
@@ -304,15 +317,27 @@ def test_functions_are_short_and_shallow() -> None:
     assert not problems
 
 
+def walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """`ast.walk` without expressions, which are most of a tree and hold neither functions nor blocks."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += list_statements(node)
+
+
+def list_statements(node: ast.AST) -> list[ast.AST]:
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+
+
 def nesting(node: ast.AST) -> int:
     """Depth of blocks inside a function; an `elif` is no deeper than its `if`."""
     deepest = 0
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+    for child in list_statements(node):
+        if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             continue
-        blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
         is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
-        deepest = max(deepest, nesting(child) + (isinstance(child, blocks) and not is_elif))
+        deepest = max(deepest, nesting(child) + (isinstance(child, _BLOCKS) and not is_elif))
     return deepest
 
 

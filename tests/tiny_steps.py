@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import tiny_chat_models
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from family_cases import CASES
+from family_cases import ARCHITECTURES, CASES
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
@@ -23,6 +24,10 @@ from dit_lora.numerics.streams import RandomStreams
 CPU = torch.device("cpu")
 # The blocks of what is encoded with references are those of the variant that is not.
 VARIANTS = {case.variant: case for case in CASES if not case.variant.startswith("qwen-image-edit")}
+NETWORKS = [
+    pytest.param(variant, marks=() if variant in ARCHITECTURES else pytest.mark.thorough) for variant in VARIANTS
+]
+"""The variants for tests of what depends on the network alone; those that repeat a network are for `make test-all`."""
 
 
 @dataclass

@@ -157,15 +157,14 @@ def select_third(selections: Sequence[Selection]) -> list[Selection]:
     """A fixed third of the faulty runs, and every healthy one.
 
     Each fault is run in every third loop that declares it. The faults start at different loops, so that about a third
-    of each loop's faults is run. A loop that starts Python processes runs one fault: each of its runs imports torch.
+    of each loop's faults is run.
     """
     num_seen: Counter[str] = Counter()
     thirds = []
     for selection in selections:
         faults = []
         for fault in selection.faults:
-            is_drawn = (num_seen[fault] + FAULTS.index(fault)) % 3 == 0
-            if is_drawn and not (faults and selection.loop.has_own_process):
+            if (num_seen[fault] + FAULTS.index(fault)) % 3 == 0:
                 faults.append(fault)
             num_seen[fault] += 1
         thirds.append(Selection(selection.loop, faults, selection.guards))

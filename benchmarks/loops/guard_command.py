@@ -1,7 +1,6 @@
 """The guard's command, called in a process that is forked; the only place of this folder that imports the guard."""
 
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,3 @@ def is_guards_file(path: str) -> bool:
     parts = path.split("/")
     is_known = parts[-1] in ("events.jsonl", "guard.json") or parts[-1].startswith("last_good_step_")
     return parts[0] == FOLDER or "bundles" in parts or is_known
-
-
-def guard_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """The same as a command line, for loops that need a process of their own."""
-    return [sys.executable, "-m", "dit_lora.guard", f"--folder={FOLDER}", script, *arguments]

@@ -53,8 +53,6 @@ class LoopFile:
     """`MODEL = "qwen2.5-vl"`: a tiny checkpoint, which the driver builds below the folder in `LOOP_MODELS`."""
     ranks: int = 1
     """`RANKS = 2`: processes with torchrun's environment."""
-    has_own_process: bool = False
-    """`OWN_PROCESS = True`: it starts Python processes by its own name, so it cannot be forked from the server."""
 
     def varies_in(self, file: str) -> bool:
         """True if this file, by its path in the working directory, differs between any two runs."""
@@ -76,7 +74,6 @@ def read_loop(path: Path, folder: Path = FOLDER) -> LoopFile:
         preload=constants.get("PRELOAD", ""),
         model=constants.get("MODEL", ""),
         ranks=constants.get("RANKS", 1),
-        has_own_process=constants.get("OWN_PROCESS", False),
     )
     unknown = {*loop.faults, *loop.survives} - {*FAULTS, "*"} | set(loop.guards) - set(GUARDS)
     if unknown:

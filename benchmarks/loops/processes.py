@@ -1,14 +1,16 @@
-"""Run a loop in a process forked from this one, which has imported torch, or in a new Python process."""
+"""Run a loop in a process forked from this one, which has imported torch."""
 
 import atexit
+import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -87,8 +89,7 @@ class RunProcess:
         (self._folder / "temporary").mkdir()
         self._started = time.monotonic()
         self._timed_out = False
-        launch = self._spawn if spec.loop.has_own_process else self._fork
-        launch(run_guarded)
+        self._fork(run_guarded)
 
     def _environment(self) -> dict[str, str]:
         fault: dict[str, Any] = {"fault": self.spec.fault, "notes": str(self._folder / "notes")}
@@ -122,29 +123,9 @@ class RunProcess:
             process.start()
             self._processes.append(process)
 
-    def _spawn(self, _run_guarded: Runner) -> None:
-        script, arguments = str(self.spec.loop.path), self.spec.arguments
-        command = [sys.executable, script, *arguments]
-        if self.spec.guard == "command":
-            command = guard_command.guard_command(script, arguments)
-        with (
-            (self._folder / "stdout").open("wb") as stdout,
-            (self._folder / "stderr").open("wb") as err,
-        ):
-            process = subprocess.Popen(
-                command,
-                cwd=self._folder / "work",
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=err,
-                start_new_session=True,
-            )
-        self._processes = [process]
-
     def poll(self) -> RunResult | None:
         """The result once every process has ended; None while they run. Kills them after the timeout."""
-        codes = [_exit_code(process) for process in self._processes]
+        codes = [process.exitcode for process in self._processes]
         if time.monotonic() - self._started > TIMEOUT_S and None in codes:
             self._timed_out = True
             self.kill()
@@ -158,12 +139,12 @@ class RunProcess:
         """End the processes and everything that they started."""
         for process in self._processes:
             # Not of one that has ended: its number may belong to somebody else by now.
-            if _exit_code(process) is None:
+            if process.exitcode is None:
                 try:
                     os.killpg(process.pid, signal.SIGKILL)
                 except ProcessLookupError:  # it has no session of its own yet
                     process.kill()
-                _ = process.wait() if isinstance(process, subprocess.Popen) else process.join()
+                process.join()
 
     def discard(self) -> None:
         """Kill the processes and delete the folder."""
@@ -197,13 +178,19 @@ def build_tiny_model(variant: str) -> str:
     """Build a tiny checkpoint with `dit-lora tiny`, once, and return the folder that it is in."""
     folder = tempfile.mkdtemp(prefix="loop_models_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    command = [sys.executable, "-m", "dit_lora", "tiny", variant, f"{folder}/{variant}"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+    def build() -> None:
+        sys.argv = ["dit-lora", "tiny", variant, f"{folder}/{variant}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_module("dit_lora", run_name="__main__")
+
+    # Forked, so that it need not import again what this process has imported.
+    process = multiprocessing.get_context("fork").Process(target=build)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"dit-lora tiny {variant} ended with exit code {process.exitcode}")
     return folder
-
-
-def _exit_code(process: Any) -> int | None:
-    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
 def _read_text(path: Path) -> str:

@@ -19,3 +19,8 @@ OTHERS: Mapping[str, Smoke] = {
     name: smoke for module in _MODULES for name, smoke in getattr(module, "OTHERS", {}).items()
 }
 """What has no smoke recipe of its own: other bases and data of those."""
+
+# Later items are overwritten by earlier ones.
+_FIRST_CASES = {case.family: case.name for case in reversed(CASES) if not case.thorough}
+ARCHITECTURES = {*_FIRST_CASES.values(), *(case.name for case in CASES if case.has_other_modules)}
+"""A case of each network; the others of its family have the same modules in other sizes, or another task."""

@@ -68,7 +68,7 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps = max(8, step + EVERY + 1)
+    steps = max(8, step + EVERY + 1) if step else EVERY + 1  # one that preflight finds takes back no step
     args = [*smoke, f"train.steps={steps}", f"guard.parity_every={EVERY}"]
     args += ["guard.snapshot_every=5", f"train.save_every={steps}", *settings]
     with monkeypatch.context() as patch:

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.loops import plant
 
 FAULTS = "nan_sample nan_loss"
-OWN_PROCESS = True
 
 
 class Rows(Dataset):

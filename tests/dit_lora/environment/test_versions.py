@@ -1,6 +1,7 @@
 """Versions are judged by what was tested, and what a launcher leaves out is said with a way to have it."""
 
 import json
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config import config_args
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -20,6 +22,7 @@ from dit_lora.environment.versions import (
     Environment,
     find_launch_problem,
     find_problems,
+    get_default_launch_config,
     get_num_launch_processes,
     get_package_status,
     probe_environment,
@@ -206,22 +209,22 @@ def test_a_broken_config_file_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "/x"}, {"HF_HOME": "~/h"}])
-def test_the_default_file_is_that_of_the_installed_accelerate(variables: dict[str, str]):
+def test_the_default_file_is_that_of_the_installed_accelerate(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
     """A release of accelerate with another place for its file is noticed."""
-    script = """
-import json
-from accelerate.commands.config.config_args import default_config_file
-from dit_lora.environment.versions import get_default_launch_config
-print(json.dumps([default_config_file, str(get_default_launch_config())]))
-"""
-    accelerate_path, default_path = json.loads(run_python(script, {"HOME": "/home/somebody", **variables}))
-    assert default_path == accelerate_path
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/somebody", **variables}.items():
+        monkeypatch.setenv(name, value)
+    # Accelerate reads the environment when the module is run.
+    accelerate_module = runpy.run_module(config_args.__name__)
+    assert str(get_default_launch_config()) == accelerate_module["default_config_file"]
 
 
-def run_python(script: str, environment: dict[str, str] | None = None) -> str:
+def run_python(script: str) -> str:
     process = subprocess.run(
         [sys.executable, "-c", script],
-        env=environment and {**environment, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -3,13 +3,9 @@
 from pathlib import Path
 
 import pytest
+from family_cases import ARCHITECTURES
 from family_cases.case import Case
 from family_cases.subject import EVERY, Subject, open_subject
-
-# Later items are overwritten by earlier ones.
-_FIRST_CASES = {case.family: name for name, case in reversed(EVERY.items()) if not case.thorough}
-ARCHITECTURES = {*_FIRST_CASES.values(), *(name for name, case in EVERY.items() if case.has_other_modules)}
-"""A case of each network; the others of its family have the same modules in other sizes, or another task."""
 
 
 def parameters(quick: set[str]) -> list[object]:
@@ -36,6 +32,31 @@ def subject(
     tiny_checkpoints: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Subject:
+    return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
+# With other fusible blocks, an fp16 emulation, or tokens of references among those of the sample.
+FUSIBLE = {"sana-1.5", "sana-fp16", "flux-kontext", "qwen-image-edit-plus-2-references", "ltx-2.3-ic_lora"}
+
+
+@pytest.fixture(params=parameters(ARCHITECTURES | FUSIBLE))
+def fusible_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what depends on the network and on which of its blocks are fused."""
+    return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
+# Its decoder takes a timestep, which no other variant's does.
+@pytest.fixture(params=parameters(ARCHITECTURES | {"ltx-video-0.9.1"}))
+def vae_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what depends on the VAE: one of each kind."""
     return opened(request.param, tiny_checkpoints, monkeypatch)
 
 

@@ -241,27 +241,27 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
     assert len(video.unique()) > 1
 
 
-def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> None:
+def test_latents_are_scaled_as_the_pipeline_unscales_them(vae_subject: Subject) -> None:
     """What training calls clean, decoded by the pipeline, is what the VAE alone decodes."""
-    batch = {name: tensor[:1] for name, tensor in encoded_batch(subject).items()}
+    batch = {name: tensor[:1] for name, tensor in encoded_batch(vae_subject).items()}
     if "latent_logvar" in batch:  # DC-AE has no posterior
         batch["latent_logvar"] = torch.full_like(batch["latent_logvar"], -60.0)  # no noise
     recorded = {}
-    original = subject.checkpoint.denoiser.objective.add_noise
+    original = vae_subject.checkpoint.denoiser.objective.add_noise
 
-    class Spy(type(subject.checkpoint.denoiser.objective)):  # type: ignore[misc]
+    class Spy(type(vae_subject.checkpoint.denoiser.objective)):  # type: ignore[misc]
         def add_noise(self, clean: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             recorded["clean"] = clean
             return original(clean, *rest)
 
-    spy = Spy(**vars(subject.checkpoint.denoiser.objective))
-    denoiser = replace(subject.checkpoint.denoiser, objective=spy)
+    spy = Spy(**vars(vae_subject.checkpoint.denoiser.objective))
+    denoiser = replace(vae_subject.checkpoint.denoiser, objective=spy)
     denoiser.losses(denoiser.load_transformer(torch.float32), batch, RandomStreams(0, [0]))
-    pipeline = stock_pipeline(subject)
+    pipeline = stock_pipeline(vae_subject)
     with torch.no_grad():
         pipeline.vae.double()  # in fp32 a decoder makes more of the latents' rounding
-        decoded = subject.case.decode(pipeline, recorded["clean"].double())
-        expected = subject.case.vae_decode(pipeline, batch["latent_mean"].double())
+        decoded = vae_subject.case.decode(pipeline, recorded["clean"].double())
+        expected = vae_subject.case.vae_decode(pipeline, batch["latent_mean"].double())
     # A pipeline may make fp32 pixels of it.
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 

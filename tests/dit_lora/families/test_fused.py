@@ -42,17 +42,17 @@ def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> V
     return {"losses": loss.detach(), **dict(zip(trained, gradients, strict=True))}
 
 
-def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -> None:
-    model, batch = adapted(subject).train(), encoded_batch(subject)
-    expected, emulated = run(subject, model, batch), has_fp16_saturation(model)
+def test_fused_it_is_the_same_model_and_undone_the_same_bits(fusible_subject: Subject) -> None:
+    model, batch = adapted(fusible_subject).train(), encoded_batch(fusible_subject)
+    expected, emulated = run(fusible_subject, model, batch), has_fp16_saturation(model)
     names = list(model.state_dict())
     fuse_all(model)
-    assert set(get_fusion(model).get_active_ops()) >= subject.case.takes, get_fusion(model).format_lines()
-    assert_equal(run(subject, model, batch), expected, 1e-4)
+    assert set(get_fusion(model).get_active_ops()) >= fusible_subject.case.takes, get_fusion(model).format_lines()
+    assert_equal(run(fusible_subject, model, batch), expected, 1e-4)
     assert list(model.state_dict()) == names
     assert has_fp16_saturation(model) == emulated
     unfuse(model)
-    assert_equal(run(subject, model, batch), expected, 0.0)
+    assert_equal(run(fusible_subject, model, batch), expected, 0.0)
     assert has_fp16_saturation(model) == emulated
 
 

@@ -4,6 +4,7 @@ What only a GPU can show: bf16 (the interpreter computes on its bits), speed, an
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import add_answer_losses
-from dit_lora.fuse import api, liger
+from dit_lora.fuse import api, first_forward, liger
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.patches import OPS, get_fusion
+from dit_lora.guard.comparison.block_parity import ComparisonOptions
 from dit_lora.guard.fallbacks import find_fallback, list_model_fallbacks
 from dit_lora_kernels import triton_support
 
@@ -266,6 +268,8 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
 
 @interpreted
 def test_the_first_training_forward_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the interpreter, the passes that ask whether a kernel repeats itself take most of the time.
+    monkeypatch.setattr(first_forward, "ComparisonOptions", partial(ComparisonOptions, min_passes=2))
     model = add_answer_losses(SMALL["llama"]())
     fuse(model, ON)
     gradients(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_steps import VARIANTS, TinyStep, tiny_step
+from tiny_steps import NETWORKS, TinyStep, tiny_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +57,7 @@ def calls(step: TinyStep, mode: CheckpointingMode) -> Counter[str]:
     return op_calls.ops
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NETWORKS)
 def test_no_mode_changes_a_bit_and_dropout_draws_the_same(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     step = tiny_step(tiny_checkpoints, variant, dropout=0.3)
     expected = step.gradients()

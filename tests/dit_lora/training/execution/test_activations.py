@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel
 from launching import ROOT
-from tiny_steps import CPU, VARIANTS, TinyStep, tiny_step
+from tiny_steps import CPU, NETWORKS, TinyStep, tiny_step
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -66,7 +66,7 @@ def saved_bytes(step: TinyStep) -> int:
 
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NETWORKS)
 def test_the_count_is_exactly_what_a_real_step_saves(
     tiny_checkpoints: dict[str, Path], variant: str, mixed: str
 ) -> None:
