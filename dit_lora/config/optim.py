@@ -178,7 +178,9 @@ class TrainConfig(Section):
     save_every: Count = 500
     """Steps between checkpoints; the last step and an interrupt save too."""
     keep: Count = 2
-    """Checkpoints kept: the newest."""
+    """Checkpoints kept: the newest. Of older ones only the adapter stays."""
+    keep_adapters: Annotated[int, Field(ge=0)] | None = None
+    """Adapters kept of older checkpoints: the newest; null for all."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Checkpoints kept besides: those with the lowest eval loss at their step, named in
     checkpoints/best.json. Needs validation.every."""

@@ -10,6 +10,8 @@ its file in checkpoints/files.py. Each part comes from one to three more files o
     place                checkpoints/files.py: `describe_launch_topology`, which a resume may change
 
 checkpoints/writer.py copies all fields of `SavedState` to host memory and needs no change for a new one.
+
+The adapter next to the state is made from the same copy, by the function that writes the run's result.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.files import write_json
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
 from dit_lora.training.checkpoints.files import (
+    AdapterFunction,
     LoadedCheckpoint,
     SavedState,
+    Tensors,
     checkpoint_path,
     describe_launch_topology,
     describe_topology_change,
@@ -37,6 +41,7 @@ from dit_lora.training.checkpoints.writer import CheckpointWriter
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.journal import read_eval_losses
+from dit_lora.training.result_metadata import build_metadata
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 
@@ -125,6 +130,7 @@ class Checkpoints:
         state = collect_state(self.setup.engine, self.ema)
         if session.is_main:
             launch_topology = describe_launch_topology(session)
+            write_adapter = self._build_adapter_writer(step)
 
             def write(copy: SavedState) -> None:
                 save_checkpoint(
@@ -134,8 +140,10 @@ class Checkpoints:
                     self.trajectory_config,
                     keep=train.keep,
                     best_steps=[entry["step"] for entry in find_best_checkpoints(session.dir, train.keep_best)],
+                    keep_adapters=train.keep_adapters,
                     guard_state=guard_state,
                     launch_topology=launch_topology,
+                    write_adapter=write_adapter,
                 )
                 # The last checkpoint's step is told by the run's closing lines.
                 if step < train.steps:
@@ -144,6 +152,25 @@ class Checkpoints:
             self.writer.save_async(step, state, write)
         if wait:
             self.wait_for_writes()
+
+    def _build_adapter_writer(self, step: int) -> AdapterFunction | None:
+        """Function that writes a step's adapter as the run's result is written; None if every weight trains.
+
+        Its header is the result's, without the output that only the result's verification compares.
+        """
+        setup = self.setup
+        if setup.recipe.train.mode == "full":
+            return None
+        metadata = {**build_metadata(setup), "steps": step}
+
+        def write_adapter(folder: Path, weights: Tensors) -> None:
+            try:
+                setup.task.write_adapter(setup, folder, metadata, weights)
+            except CheckFailedError as error:
+                # The state is complete and finite: only the adapter has no use yet, for example in a warm-up from 0.
+                setup.session.say(f"warning: step {step} has no adapter: {error}")
+
+        return write_adapter
 
     def update_best(self, step: int) -> None:
         """Write best.json after a validation or a rollback, and delete checkpoints that need not be kept."""
@@ -154,7 +181,7 @@ class Checkpoints:
             file = folder / "checkpoints" / BEST_FILE
             try:
                 write_json(file, best)
-                prune_checkpoints(folder, step, train.keep, [entry["step"] for entry in best])
+                prune_checkpoints(folder, step, train.keep, [entry["step"] for entry in best], train.keep_adapters)
             except OSError as error:
                 # The checkpoints themselves are whole.
                 self.setup.session.say(f"warning: cannot write {file}: {error.strerror or error}")

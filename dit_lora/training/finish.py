@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.kinds import get_alpha
-from dit_lora.adapters.start import build_saved_config
 from dit_lora.adapters.under import disable_frozen_adapters
-from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.recipe import Recipe
-from dit_lora.config.remedies import HUB_PREFIX
-from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.numerics.memory import unify_out_of_memory_errors
-from dit_lora.redact import redact_value
 from dit_lora.training.base_fingerprint import (
     BaseFingerprint,
     find_base_fault,
@@ -29,16 +22,15 @@ from dit_lora.training.base_fingerprint import (
     make_synthetic_inputs,
 )
 from dit_lora.training.fit import use_averaged_weights, validate
+from dit_lora.training.result_metadata import build_metadata
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import Session, share_errors
-from dit_lora.training.task import AnySetup, Setup
-from dit_lora.verify.checks import PATTERN_KEYS
+from dit_lora.training.task import AnySetup
 from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, record_output
 from dit_lora.verify.pipeline_checks import check_pipeline_files
 from dit_lora.verify.reference_model import find_sharing_obstacle, share_model_weights
 from dit_lora.verify.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
 from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline, fail_if_unreadable
-from dit_lora.version import __version__
 
 
 @dataclass(frozen=True)
@@ -101,46 +93,6 @@ def _try_verification(
             f"warning: wrote {path}, but ran out of memory while verifying it; run dit-lora verify {folder}"
         )
         return None
-
-
-def build_metadata(setup: Setup[Any, Any]) -> dict[str, Any]:
-    """Metadata for the adapter's header. A local checkpoint is named without its parent folders."""
-    recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
-    metadata = {
-        "version": __version__,
-        "family": recipe.model.family,
-        "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB_PREFIX),
-        "revision": recipe.model.revision,
-        "transformer_digest": setup.data.transformer_digest,
-        **_describe_lora(setup),
-        **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
-        "dtype": str(setup.dtype),
-        "quantize": recipe.model.quantize,
-        **setup.task.build_metadata(setup),
-        "packages": dict(probe_environment().versions),
-    }
-    return dict(redact_value(metadata))
-
-
-def _describe_lora(setup: AnySetup) -> dict[str, Any]:
-    recipe = setup.recipe
-    if recipe.train.mode == "full":
-        return {"mode": "full"}
-    lora = recipe.lora
-    if recipe.optim.groups.adapter is None:
-        return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
-    config = build_saved_config(setup.transformer, ADAPTER_NAME).to_dict()
-    # Checkpoints and files from before `kind` existed describe a LoRA without it: they must still match.
-    facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
-    if lora.kind == "oft":
-        return {**facts, "block_size": config["oft_block_size"]}
-    facts |= {"rank": config["r"], "alpha": get_alpha(config)}
-    facts |= {"dropout": lora.dropout} if "dropout" in lora.supported_options else {}
-    facts |= {"init": lora.init} if lora.init in WEIGHT_INITS else {}
-    facts |= {"rslora": True} if config.get("use_rslora") else {}
-    facts |= {"factor": lora.factor} if lora.factor else {}
-    # Layers whose rank or alpha differs from the common value.
-    return facts | {key: dict(config[key]) for key in PATTERN_KEYS if config[key]}
 
 
 def verify_result(

@@ -112,3 +112,12 @@ class Task(Protocol):
 
         `weights` are the trained weights, unsharded.
         """
+
+    def write_adapter(
+        self, setup: Setup[Any, Any], folder: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        """Write the adapter, and trained base weights, to `folder`; returns the path of the file.
+
+        Reads only names and configs of the live model, so a background thread may call it while the model trains.
+        Raises `CheckFailedError`, before anything is written, if it is not finite or has no effect.
+        """

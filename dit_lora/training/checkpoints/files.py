@@ -4,6 +4,9 @@ A checkpoint holds the trained weights, the optimizer state, the weights' averag
 independent of the number of ranks. Nothing else has state: random numbers, data order and learning rates are functions
 of the step. It never holds the frozen base. The launch that wrote it is recorded, so that a resume on another machine
 layout can say what differs.
+
+Its folder also has the adapter of that step, in the form of the run's result. Pruning deletes the state and leaves the
+adapter. The state does not depend on the adapter's files, which users may move.
 """
 
 import difflib
@@ -11,16 +14,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
 from dit_lora.environment.safetensors_files import read_tensors
@@ -46,6 +51,8 @@ _BATCH_SPLIT_KEYS = ("data_ranks", "train.accumulate", "train.batch_size")
 TrajectoryConfig = Mapping[str, Any]
 """Everything that determines a run's training trajectory; flat, with names as in the recipe."""
 Tensors = Mapping[str, torch.Tensor]
+AdapterFunction = Callable[[Path, Tensors], None]
+"""Writes the adapter of a step to a folder, from all trained weights or their averages."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class SavedState:
     """Optimizer state, named by `optimizer_state`."""
     averages: Tensors = field(default_factory=dict)
     """Moving averages, named by `TrainedEMA.named_averages`; empty for a run without an EMA."""
+
+    @property
+    def result_weights(self) -> Tensors:
+        """The weights that a run validates and saves as its result: the averages if it keeps an EMA."""
+        return {**self.weights, **{name.removeprefix("ema/"): average for name, average in self.averages.items()}}
 
 
 @dataclass(frozen=True)
@@ -86,8 +98,10 @@ def save_checkpoint(
     *,
     keep: int,
     best_steps: Collection[int] = (),
+    keep_adapters: int | None = None,
     guard_state: Mapping[str, Any] | None = None,
     launch_topology: Mapping[str, Any] | None = None,
+    write_adapter: AdapterFunction | None = None,
 ) -> Path:
     """Write a step's checkpoint to a staging folder, sync it, rename it, and prune old ones; returns its folder.
 
@@ -98,8 +112,10 @@ def save_checkpoint(
         trajectory_config: Compared when the checkpoint is resumed.
         keep: Number of newest checkpoints to keep.
         best_steps: Steps that are kept in addition.
+        keep_adapters: Number of adapters of pruned checkpoints to keep; None for all.
         guard_state: The guard's recovery state.
         launch_topology: The launch that writes it (`describe_launch_topology`).
+        write_adapter: Writes the step's adapter into the checkpoint's folder; None for no adapter.
 
     Raises:
         DitLoraError: It cannot be written, or a value is not finite. Earlier checkpoints are unchanged.
@@ -124,6 +140,10 @@ def save_checkpoint(
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
+        if write_adapter is not None:
+            write_adapter(staged, state.result_weights)
+            for path in set(staged.iterdir()) - {staged / name for name in contents}:
+                _sync_file(path)
         set_shared_permissions(staged)
         # Read back from the files: a digest of the tensors in memory would vouch for bytes that never arrived.
         digests = {name: compute_sha256(staged / name) for name in contents}
@@ -136,7 +156,7 @@ def save_checkpoint(
         staged.rename(final)
         sync_folder(final.parent)
         # Only now: the newer checkpoint is safe.
-        prune_checkpoints(run_dir, step, keep, best_steps)
+        prune_checkpoints(run_dir, step, keep, best_steps, keep_adapters)
     except (OSError, SafetensorError) as error:
         # A half-written folder would keep the space that the disk may lack.
         shutil.rmtree(staged, ignore_errors=True)
@@ -174,6 +194,8 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         newest = find_newest_checkpoint(run_dir)
         hint = f"the newest complete one is {newest}" if newest else f"{run_dir} has none"
         problem = "is incomplete or altered" if path.exists() else "does not exist"
+        if _has_only_adapter(path):
+            problem = f"has only the adapter, which a new run can start from (lora.init={path})"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
 
@@ -201,6 +223,11 @@ def describe_similar_run(resume: str, run_dir: Path) -> str | None:
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Every checkpoint of a run by step, ascending, complete or torn; reads no file."""
+    return {step: path for step, path in _list_saved_steps(run_dir).items() if not _has_only_adapter(path)}
+
+
+def _list_saved_steps(run_dir: Path) -> dict[int, Path]:
+    """The folders of all saved steps, ascending, with those that only have an adapter."""
     matched = ((_FOLDER_PATTERN.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*"))
     return dict(sorted((int(match[1]), path) for match, path in matched if match))
 
@@ -268,24 +295,33 @@ def _advise_on_steps(key: str, current: Mapping[str, Any], path: Path) -> str:
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
-    """Delete the checkpoints of later steps, which will be written again with other values; returns their folders."""
-    later = [path for number, path in list_checkpoints(run_dir).items() if number > step]
+    """Delete what was saved at later steps, which will be written again with other values; returns the folders."""
+    later = [path for number, path in _list_saved_steps(run_dir).items() if number > step]
     for path in later:
         _remove_checkpoint(path)
     return later
 
 
-def prune_checkpoints(run_dir: Path, step: int, keep: int, best_steps: Collection[int] = ()) -> None:
-    """Remove old checkpoints up to `step`.
+def prune_checkpoints(
+    run_dir: Path, step: int, keep: int, best_steps: Collection[int] = (), keep_adapters: int | None = None
+) -> None:
+    """Remove old checkpoints up to `step`; their adapters stay.
 
-    The `keep` newest and those of `best_steps` stay, and so do later checkpoints.
+    The `keep` newest and those of `best_steps` stay complete, and so do later checkpoints. Of the others, the
+    `keep_adapters` newest adapters stay; all if it is None.
     """
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in list_checkpoints(run_dir) if number <= step]
     # In ascending order, so these are all but the `keep` newest.
     for number in earlier[:-keep]:
         if number not in best_steps:
-            _remove_checkpoint(checkpoint_path(run_dir, number))
+            _delete_state(checkpoint_path(run_dir, number))
+    if keep_adapters is None:
+        return
+    saved_steps = _list_saved_steps(run_dir).items()
+    adapters = [path for number, path in saved_steps if number <= step and _has_only_adapter(path)]
+    for path in adapters[: max(0, len(adapters) - keep_adapters)]:
+        _remove_checkpoint(path)
 
 
 def is_complete_checkpoint(path: Path) -> bool:
@@ -321,6 +357,30 @@ def _remove_checkpoint(path: Path) -> None:
     shutil.rmtree(aside)
 
 
+def _has_adapter(path: Path) -> bool:
+    return any((path / name).is_file() for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME))
+
+
+def _has_only_adapter(path: Path) -> bool:
+    """True if a step's folder has no state but an adapter. Without an adapter it counts as a torn checkpoint."""
+    return _has_adapter(path) and not any((path / name).exists() for name in (MANIFEST, STATE_FILE))
+
+
+def _delete_state(path: Path) -> None:
+    """Delete the state of a checkpoint. Without an adapter, or with trained base weights, delete the whole folder.
+
+    A kill in between leaves a torn checkpoint, which the next call finishes.
+    """
+    # Base weights may be as large as the model: they are no small file that can stay for every step.
+    if not _has_adapter(path) or (path / BASE_FILE).exists():
+        _remove_checkpoint(path)
+        return
+    # The manifest goes first, so that the rest is never taken for a checkpoint; state.json goes last, so that the
+    # folder is listed as one until everything is deleted.
+    for name in (MANIFEST, _OPTIMIZER_FILE, AVERAGES_FILE, WEIGHTS_FILE, STATE_FILE):
+        (path / name).unlink(missing_ok=True)
+
+
 def _clear_leftovers(folder: Path) -> None:
     for pattern in _LEFTOVER_PATTERNS:
         for leftover in folder.glob(pattern):
@@ -337,6 +397,10 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
     else:
         # safetensors refuses strided views.
         save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

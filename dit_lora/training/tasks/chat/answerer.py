@@ -169,8 +169,9 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
         if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
             adapter = folder
             break
-    # `target` is a run's folder, or the folder `adapter` inside one.
+    # `target` is a run's folder, or the folder `adapter` or `checkpoints/step_NNNNNN` inside one.
     run = target if adapter in (None, target / "adapter") else target.parent
+    run = run.parent if run.name == "checkpoints" else run
     if (run / "config.yaml").is_file():
         return _read_run_origin(run, adapter, model)
     if adapter is None:

@@ -124,7 +124,12 @@ class ChatTask:
         return ChatReferenceModel(checkpoint)
 
     def save(self, setup: ChatSetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Path:
-        return save_chat_adapter(setup.transformer, setup.session.dir / "adapter", metadata, weights)
+        return self.write_adapter(setup, setup.session.dir / "adapter", metadata, weights)
+
+    def write_adapter(
+        self, setup: ChatSetup, folder: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        return save_chat_adapter(setup.transformer, folder, metadata, weights)
 
 
 def select_default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:

@@ -175,9 +175,14 @@ class DiffusionTask:
                 setup.transformer, checkpoint.path, folder / "model", metadata, index, gathered, checkpoint.info.part
             )
         require_changed_adapter(setup.recipe, checkpoint, setup.transformer, weights)
+        return self.write_adapter(setup, folder / "adapter", metadata, weights)
+
+    def write_adapter(
+        self, setup: DiffusionSetup, folder: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
-            return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
-        return save_adapter(setup.transformer, checkpoint.info.pipeline_class, folder / "adapter", metadata, weights)
+            return save_chat_adapter(setup.transformer, folder, metadata, weights)
+        return save_adapter(setup.transformer, setup.checkpoint.info.pipeline_class, folder, metadata, weights)
 
 
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
