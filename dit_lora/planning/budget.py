@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
@@ -304,15 +305,33 @@ def _compute_host_bytes(
 def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights) -> dict[str, int]:
     trained = weights.trained_bytes
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(_count_optimizer_bytes(recipe.optim.name, weights))
-    # An adapter, or the whole transformer.
-    result = trained if recipe.train.mode == "lora" else weights.frozen_bytes + trained
+    # An adapter, or the whole transformer. An adapter that started from the weights is saved with twice the rank.
+    result = trained * (2 if recipe.lora.init in WEIGHT_INITS else 1)
+    if recipe.train.mode == "full":
+        result = weights.frozen_bytes + trained
     # One more than the recipe keeps: the oldest is deleted after the newest is written.
     num_checkpoints = recipe.train.keep + recipe.train.keep_best + 1
     sizes = {"checkpoints": num_checkpoints * checkpoint, "result": result}
+    if recipe.train.mode == "lora":
+        # Every checkpoint has the step's adapter.
+        sizes["checkpoints"] += num_checkpoints * result
+        sizes["adapters of older checkpoints"] = _count_older_adapters(recipe, num_checkpoints) * result
     if estimator.is_chat or not recipe.data.precompute:
         return sizes
     sample_bytes = estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1)
     return {"cache, a clip": sample_bytes, **sizes}
+
+
+def _count_older_adapters(recipe: Recipe, num_checkpoints: int) -> int:
+    """Number of adapters that stay when their checkpoints are deleted."""
+    train, groups = recipe.train, recipe.optim.groups
+    # With trained base weights the whole folder is deleted.
+    if groups.connector is not None or groups.backbone is not None:
+        return 0
+    # One at each interval, and one at the last step.
+    num_saves = -(-train.steps // train.save_every)
+    num_older = max(0, num_saves - num_checkpoints)
+    return num_older if train.keep_adapters is None else min(num_older, train.keep_adapters)
 
 
 def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:
