@@ -32,7 +32,7 @@ from dit_lora.data.media.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.training.tasks.chat import training_set
-from dit_lora.training.tasks.chat.answerer import load_answerer
+from dit_lora.training.tasks.chat.answerer import find_origin, load_answerer
 
 VARIANTS = {
     "videochat2": "videochat2-mistral",
@@ -164,6 +164,11 @@ def test_the_average_of_the_weights_is_what_is_saved(lora_main: Main, videochat2
         saved_tensor = saved[name] if name in saved else saved[inside]
         assert torch.equal(saved_tensor, averaged_tensor)
         assert not torch.equal(saved_tensor, trained[name])
+    # The save of the same step has the same two files, and `chat` finds its base in the run.
+    at_save = load_file(folder / "adapter_model.safetensors") | load_file(folder / "base_weights.safetensors")
+    assert all(torch.equal(tensor, at_save[name]) for name, tensor in saved.items())
+    origin = find_origin(folder, None)
+    assert (origin.adapter, origin.model) == (folder, find_origin(run, None).model)
 
 
 def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(

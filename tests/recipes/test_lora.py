@@ -17,6 +17,7 @@ from launching import launch_environment, started
 from safetensors.torch import load_file
 
 from benchmarks import kill_nine
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 
@@ -140,6 +141,10 @@ def test_the_run_folder_holds_what_the_docs_say(lora_main: Main, smoke: list[str
     eval_losses = [json.loads(line) for line in (run / "eval_loss.jsonl").read_text().splitlines()]
     assert [line["step"] for line in eval_losses] == [0, 2, 4]
     assert eval_losses[-1]["eval_loss"] < eval_losses[0]["eval_loss"]
+    # The adapter at a save gives the sample of that step.
+    saved = run / "checkpoints" / "step_000002"
+    (sample,) = write_samples(SampleRequest(saved, ("a",), inference_steps=2, output_folder=tmp_path / "samples"))
+    assert sample.read_bytes() == (run / "samples" / "step_000002" / "prompt_00.mp4").read_bytes()
 
 
 SPLITS = {

@@ -23,6 +23,7 @@ from dit_lora.report.run.history import ensure_dict
 from dit_lora.report.run.phases import build_phase_charts
 from dit_lora.report.run.recipe_diff import compare_with_shipped, flatten_section
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
+from dit_lora.report.run.saves import list_saved_adapters
 from dit_lora.report.run.words import (
     MAX_BARS,
     STATE_TEXTS,
@@ -93,6 +94,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         more_events=events[NUM_VISIBLE_ROWS:],
         earlier_events=run.event_count - len(events),
         verified=build_verification_rows(run.verification),
+        saves=list_saved_adapters(run),
         phases=build_phase_charts(run),
         bars=MAX_BARS,
         data=describe_data(run),
