@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Two threads on busy cores can be a hundred times slower than one.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
+# Where it is set, every process compiles all that it imports: pip compiles nothing (--no-compile).
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all lint schema docs docs-serve build gpu-check gpu-check-more clean
 

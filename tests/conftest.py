@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 
     quick_interpreter.install()
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 from launching import ROOT, SCRIPT, launch_command, launch_environment, started
 
 from dit_lora.data.synthetic.clips import write_shapes
@@ -40,10 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Freeze imported modules, so that collections of garbage pass over them."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without collections of garbage, and freeze what was imported, so that later ones pass over it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,15 +69,17 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One tiny random checkpoint of every variant of every family."""
-    root = tmp_path_factory.mktemp("tiny")
-    folders = {}
-    for name in FAMILIES:
-        family = get_family(name)
-        for variant in family.tiny_variants:
-            family.build_tiny_checkpoint(variant, root / variant, 0)
-            folders[variant] = root / variant
-    return folders
+    """One tiny random checkpoint of every variant of every family; xdist's workers share them, and the work."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    root = tmp_path_factory.getbasetemp().parent / "tiny" if worker else tmp_path_factory.mktemp("tiny")
+    root.mkdir(exist_ok=True)
+    families = {variant: family for family in map(get_family, FAMILIES) for variant in family.tiny_variants}
+    # The second worker begins at the other end, so that neither waits for what the other builds.
+    for variant in reversed(families) if worker == "gw1" else families:
+        with FileLock(root / f"{variant}.lock"):
+            if not (root / variant).exists():
+                families[variant].build_tiny_checkpoint(variant, root / variant, 0)
+    return {variant: root / variant for variant in families}
 
 
 @pytest.fixture(scope="session")

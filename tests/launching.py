@@ -2,7 +2,8 @@
 
 A process that starts from nothing imports torch, Diffusers, Transformers and PEFT for seven seconds. A rank that
 `Ranks` starts is forked from a server which has imported them, and differs from one of torchrun's in this alone:
-imports happened before, and all ranks share one hash seed. It has a session, an environment and a stdin of its own.
+imports happened before, all ranks share one hash seed, and equal runs count their activations once (`quick_runs`).
+It has a session, an environment and a stdin of its own.
 """
 
 import atexit
@@ -29,6 +30,7 @@ from typing import Any, Self
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "recipes" / "lora.py"
 _PRELOADED = [
+    "without_collections",
     "pytest",
     "benchmarks.faults.suite",
     "dit_lora.report.run.page",
@@ -44,6 +46,7 @@ _PRELOADED = [
     "deepspeed",  # Accelerate imports it where it is installed
     "diffusers.guiders",
     "diffusers.schedulers",
+    "quick_runs",
 ]
 _GRACE = 5.0
 """Seconds that the other ranks have to end after one has failed, before they are killed."""
@@ -71,6 +74,8 @@ class Ranks:
     """
 
     def __init__(self, body: Callable[[], None], count: int = 1, env: Mapping[str, str] | None = None) -> None:
+        from quick_runs import get_counts_folder  # imports the library, as most tests do sooner or later
+
         self.body = body
         self._temporary = tempfile.TemporaryDirectory(prefix="ranks_")
         self._folder = Path(self._temporary.name)
@@ -87,7 +92,7 @@ class Ranks:
                 **(env or {}),
             }
             process = multiprocessing.get_context("forkserver").Process(
-                target=_rank, args=(body, self._folder, environment)
+                target=_rank, args=(body, self._folder, get_counts_folder(), environment)
             )
             process.start()
             self.processes.append(process)
@@ -261,9 +266,13 @@ class _Call:
             distributed.destroy_process_group()
 
 
-def _rank(body: Callable[[], None], folder: Path, environment: dict[str, str]) -> None:
+def _rank(body: Callable[[], None], folder: Path, counts: Path, environment: dict[str, str]) -> None:
     """Be a process of its own: session, environment, signals, streams; then do what it is for."""
+    from quick_runs import share_counts
+
+    share_counts(counts)
     gc.freeze()  # what the server has imported stays
+    gc.enable()
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
