@@ -24,7 +24,12 @@ def write_untrained(folder: Path, vae: AutoencoderKLCogVideoX, seed: int = 0) ->
         tokenizer=tokenizer,
         text_encoder=T5EncoderModel(
             T5Config(
-                vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=16, d_ff=128, num_layers=1, num_heads=4,
+                vocab_size=len(tokenizer),
+                d_model=TEXT_WIDTH,
+                d_kv=16,
+                d_ff=128,
+                num_layers=1,
+                num_heads=4,
                 feed_forward_proj="gated-gelu",
             )  # fmt: skip
         ).eval(),

@@ -16,7 +16,7 @@ _TEMPLATE = 48  # pixels of a template's side
 _MIN_CHROMA = 55  # difference between the strongest and the weakest channel of a pixel that belongs to the shape
 _MIN_AREA = 20  # pixels
 _MAX_SHARE = 0.5  # of the picture
-_MIN_OVERLAP = 0.72  # intersection over union with a template, below which a shape is "unclear"
+_MIN_OVERLAP = 0.62  # intersection over union with a template, below which a shape is "unclear"
 _MIN_MARGIN = 0.02  # by which the best template must be better than the second
 
 
@@ -120,7 +120,7 @@ def _name_motion(masks: np.ndarray, areas: np.ndarray) -> str:
     rows, columns = np.indices(masks.shape[1:])
     centres = np.stack([[columns[mask].mean(), rows[mask].mean()] for mask in masks]) / side
     # (x, y) as shares of the picture's side; first and last frames averaged in pairs against noise.
-    moved = (centres[-2:].mean(0) - centres[:2].mean(0))
+    moved = centres[-2:].mean(0) - centres[:2].mean(0)
     length = np.linalg.norm(np.diff(centres, axis=0), axis=1).sum()
     growth = areas[-2:].mean() / areas[:2].mean()
     distance = np.abs(moved).max()

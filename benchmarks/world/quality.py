@@ -1,6 +1,6 @@
 """How often a model's clips show what their captions say, judged by `benchmarks.world.judge`.
 
-    python -m benchmarks.world.quality MODEL [--adapter RUN] [--new star] [--per-group 24] [--seed 0]
+python -m benchmarks.world.quality MODEL [--adapter RUN] [--new star] [--per-group 24] [--seed 0]
 """
 
 import argparse
@@ -93,7 +93,10 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
-    groups = {"new": draw_scenes(args.new, args.per_group, args.seed), "others": draw_scenes(None, args.per_group, args.seed)}
+    groups = {
+        "new": draw_scenes(args.new, args.per_group, args.seed),
+        "others": draw_scenes(None, args.per_group, args.seed),
+    }
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for name, adapter in {"before": None, "after": args.adapter}.items():
         if name == "after" and adapter is None:

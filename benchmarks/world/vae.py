@@ -1,10 +1,10 @@
 """Trains a small CogVideoX VAE on rendered clips: 4 x 4 pixels and up to 4 frames to 8 channels."""
 
-import time
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from torch import nn
 from tqdm import tqdm
 
 from dit_lora.data.synthetic.scenes import SHAPES, draw_scene, render_scene
@@ -12,42 +12,63 @@ from dit_lora.data.synthetic.scenes import SHAPES, draw_scene, render_scene
 LATENT_CHANNELS = 8
 _SIDE = 64
 _CROP = 32
-# Weights of the loss's parts beside the mean absolute error of pixels.
-_EDGES, _KL = 0.3, 3e-4
 # How much more a fully saturated pixel counts than a grey one: shapes cover few pixels.
 _CHROMA = 5.0
-# Share of the steps on crops; the last ones see whole pictures, whose normalisation differs.
-_CROPPED = 0.9
+_KL = 3e-4
+# Deviation of the noise on latents while the decoder trains alone: those that a denoiser makes are not exact.
+_LATENT_NOISE = 0.03
 
 
-def train_vae(folder: Path, steps: int, clips: int, seed: int = 0) -> AutoencoderKLCogVideoX:
-    """Train a VAE and save it in `folder`, in fp32 and with the scaling factor that gives latents a deviation of 1."""
+def train_vae(folder: Path, steps: int, decoder_steps: int, clips: int, seed: int = 0) -> AutoencoderKLCogVideoX:
+    """Train a VAE, then its decoder alone, and save it in `folder`.
+
+    It is saved in fp32, with the scaling factor that gives latents a deviation of 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     videos = render_clips(clips, generator)
     torch.manual_seed(seed)
     vae = build_vae()
-    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=0)
-    progress = tqdm(range(steps), desc="VAE", mininterval=10)
-    for step in progress:
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, (step + 1) / 50) * (1 - step / steps) + 1e-5
-        is_cropped = step < _CROPPED * steps
-        batch = draw_batch(videos, 8 if is_cropped else 3, _CROP if is_cropped else _SIDE, generator)
-        loss = compute_loss(vae, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0:
-            progress.set_postfix(loss=f"{loss.item():.3f}")
-    deviation = measure_deviation(vae, videos[:64])
-    vae.register_to_config(scaling_factor=1 / deviation)
+    _train(vae, vae, videos, steps, 2e-3, generator)
+    vae.register_to_config(scaling_factor=1 / measure_deviation(vae, videos[:64]))
+    vae.encoder.requires_grad_(False)
+    _train(vae, vae.decoder, videos, decoder_steps, 1.2e-3, generator)
     vae.save_pretrained(folder)
     return vae
 
 
+def _train(
+    vae: AutoencoderKLCogVideoX,
+    trained: nn.Module,
+    videos: torch.Tensor,
+    steps: int,
+    lr: float,
+    generator: torch.Generator,
+) -> None:
+    optimizer = torch.optim.AdamW(trained.parameters(), betas=(0.9, 0.99), weight_decay=0)
+    progress = tqdm(range(steps), desc="VAE" if trained is vae else "decoder", mininterval=10)
+    for step in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 50) * (1 - step / steps) + 1e-5
+        # Crops first; the last steps see whole pictures, which group normalisation treats differently.
+        is_cropped = step < 0.85 * steps
+        pixels = draw_batch(videos, 8 if is_cropped else 3, _CROP if is_cropped else _SIDE, generator)
+        posterior = vae.encode(pixels).latent_dist
+        latents = posterior.sample()
+        if trained is vae:
+            loss = _KL * 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+        else:
+            latents, loss = latents + _LATENT_NOISE * torch.randn_like(latents), torch.zeros(())
+        loss = loss + compute_reconstruction_loss(vae.decode(latents).sample, pixels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0:
+            progress.set_postfix(loss=f"{loss.item():.3f}")
+
+
 def build_vae() -> AutoencoderKLCogVideoX:
-    """Build an untrained VAE of 0.64 million parameters."""
+    """Build an untrained VAE of 0.65 million parameters."""
     return AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 3,
         up_block_types=("CogVideoXUpBlock3D",) * 3,
@@ -63,7 +84,7 @@ def build_vae() -> AutoencoderKLCogVideoX:
 
 
 def render_clips(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Clips of known scenes, uint8 (count, 9, 64, 64, 3)."""
+    """Clips of scenes that the base may know, uint8 (count, 9, 64, 64, 3)."""
     scenes = [draw_scene(generator, SHAPES[:-1]) for _ in range(count)]
     return torch.stack([render_scene(scene, generator) for scene in tqdm(scenes, desc="clips", mininterval=10)])
 
@@ -82,15 +103,13 @@ def draw_batch(videos: torch.Tensor, count: int, size: int, generator: torch.Gen
     return torch.stack(crops).permute(0, 4, 1, 2, 3) / 127.5 - 1
 
 
-def compute_loss(vae: AutoencoderKLCogVideoX, pixels: torch.Tensor) -> torch.Tensor:
-    """Reconstruction, edges and KL of clips (B, 3, F, H, W)."""
-    posterior = vae.encode(pixels).latent_dist
-    error = vae.decode(posterior.sample()).sample - pixels
+def compute_reconstruction_loss(decoded: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    """Errors of clips (B, 3, F, H, W), in which saturated pixels count more, and errors of edges."""
+    error = decoded - pixels
     weights = 1 + _CHROMA * (pixels.amax(1, keepdim=True) - pixels.amin(1, keepdim=True))
     # Differences between neighbours in time, in y and in x.
-    edges = sum(error.diff(dim=dim).abs().mean() for dim in (2, 3, 4))
-    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
-    return (weights * (error.abs() + error.square())).mean() + _EDGES * edges + _KL * kl
+    edges = torch.stack([error.diff(dim=dim).abs().mean() for dim in (2, 3, 4)]).sum()
+    return (weights * (error.abs() + error.square())).mean() + 0.4 * edges
 
 
 @torch.no_grad()

@@ -86,7 +86,11 @@ def tiny(
         return
     _refuse_options(context, _CHECKPOINT_OPTIONS, "a checkpoint")
     if shape is not None:
-        _refuse_options(context, ("frames", "height", "width", "fps", "classes", "pairs", "sound", "chat"), "shapes without --shape")
+        _refuse_options(
+            context,
+            ("frames", "height", "width", "fps", "classes", "pairs", "sound", "chat"),
+            "shapes without --shape",
+        )
         _write_scenes(out, shape, clips)
         return
     _write_shapes(

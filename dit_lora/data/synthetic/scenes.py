@@ -99,7 +99,10 @@ def render_scene(
     # (F, H, W): pixels from the shape's centre, and then the distance to its outline, negative inside.
     offsets = [(x - cx, y - cy) for cx, cy in centres.tolist()]
     distances = torch.stack(
-        [measure_distance(scene.shape, dx, dy, radius) for (dx, dy), radius in zip(offsets, radii.tolist(), strict=True)]
+        [
+            measure_distance(scene.shape, dx, dy, radius)
+            for (dx, dy), radius in zip(offsets, radii.tolist(), strict=True)
+        ]
     )
     cover = (0.5 - distances).clamp(0, 1)[..., None]
     video = torch.lerp(background.expand(frames, -1, -1, -1), colour.expand(frames, height, width, 3), cover)
@@ -135,7 +138,9 @@ def _render_background(name: str, generator: torch.Generator, height: int, width
     shift_x, shift_y = (_draw_between(0, period, generator) for _ in range(2))
     dark, pale = _draw_between(25, 50, generator), _draw_between(185, 215, generator)
     # Triangle waves of the period, 0 at a stripe's middle and 1 between two stripes.
-    wave_x, wave_y = ((((place + shift) / period) % 1 - 0.5).abs() * 2 for place, shift in ((x, shift_x), (y, shift_y)))
+    wave_x, wave_y = (
+        (((place + shift) / period) % 1 - 0.5).abs() * 2 for place, shift in ((x, shift_x), (y, shift_y))
+    )
     # Pixels from an edge to antialiased shares of the second tone.
     if name == "dark":
         share = torch.zeros_like(x)
