@@ -31,7 +31,7 @@ def write_untrained(folder: Path, vae: AutoencoderKLCogVideoX, seed: int = 0) ->
                 num_layers=1,
                 num_heads=4,
                 feed_forward_proj="gated-gelu",
-            )  # fmt: skip
+            )
         ).eval(),
         vae=vae,
         transformer=CogVideoXTransformer3DModel(

@@ -34,6 +34,14 @@ def complete_tiny_names(incomplete: str) -> list[str]:
     return _filter_by_prefix([*names, "moving-shapes", "shapes"], incomplete)
 
 
+def complete_scene_shapes(incomplete: str) -> list[str]:
+    """Names of the shapes in the world of `moving-shapes`."""
+    # Imports torch, which completion of other words does not need.
+    from dit_lora.data.synthetic.scenes import SHAPES
+
+    return _filter_by_prefix(SHAPES, incomplete)
+
+
 def complete_recipe_files(incomplete: str) -> list[str]:
     """YAML files and folders. A folder that is the only choice is entered."""
     entries = _list_entries(incomplete)

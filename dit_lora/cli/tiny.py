@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import NewFolder, complete_tiny_names, make_folder
+from dit_lora.cli.arguments import NewFolder, complete_scene_shapes, complete_tiny_names, make_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_families
 from dit_lora.terminal import echo
@@ -61,7 +61,7 @@ def tiny(
         str | None,
         _shapes_option(
             help="Clips of this shape, such as star, in the world of moving-shapes: 9 frames of 64x64 pixels.",
-            autocompletion=_complete_scene_shapes,
+            autocompletion=complete_scene_shapes,
         ),
     ] = None,
     classes: Annotated[
@@ -105,12 +105,6 @@ def tiny(
         sound=sound,
         chat=chat,
     )
-
-
-def _complete_scene_shapes(incomplete: str) -> list[str]:
-    from dit_lora.data.synthetic.scenes import SHAPES
-
-    return [name for name in SHAPES if name.startswith(incomplete)]
 
 
 def copy_trained_base(folder: Path) -> None:
