@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import CogVideoXPipeline
+from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.world.judge import Judgement, judge_clip
@@ -28,6 +29,7 @@ from dit_lora.data.synthetic.scenes import (
 )
 
 _BATCH = 8
+_COLUMNS = 6  # of a picture
 GUIDANCE = 3.0
 INFERENCE_STEPS = 20
 
@@ -92,25 +94,40 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--picture", type=Path, help="GIF: clips of the new concept before and, below them, after")
     args = parser.parse_args()
     groups = {
         "new": draw_scenes(args.new, args.per_group, args.seed),
         "others": draw_scenes(None, args.per_group, args.seed),
     }
     figures: dict[str, dict[str, dict[str, float]]] = {}
+    rows = []
     for name, adapter in {"before": None, "after": args.adapter}.items():
         if name == "after" and adapter is None:
             continue
         pipeline = open_pipeline(args.model, adapter)
-        figures[name] = {
-            group: compare(scenes, sample_clips(pipeline, [s.caption for s in scenes], args.seed, args.guidance))
+        videos = {
+            group: sample_clips(pipeline, [scene.caption for scene in scenes], args.seed, args.guidance)
             for group, scenes in groups.items()
         }
-        print(name, figures[name])
+        figures[name] = {group: compare(scenes, videos[group]) for group, scenes in groups.items()}
+        rows.append(videos["new"][:_COLUMNS])
+        print(f"{name}:", json.dumps(figures[name]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if args.picture:
+        save_picture(args.picture, rows)
     if args.adapter:
         print(format_line(figures))
+
+
+def save_picture(path: Path, rows: Sequence[np.ndarray]) -> None:
+    """Save rows of clips, each (n, F, H, W, 3), as one animated GIF at twice their size."""
+    # (F, rows * H, n * W, 3)
+    grid = np.concatenate([np.concatenate(list(clips), axis=2) for clips in rows], axis=1)
+    frames = [Image.fromarray(frame).resize((frame.shape[1] * 2, frame.shape[0] * 2)) for frame in grid]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=125, loop=0)
 
 
 def format_line(figures: dict[str, dict[str, dict[str, float]]]) -> str:
