@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
