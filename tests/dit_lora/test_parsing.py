@@ -125,8 +125,8 @@ def test_a_value_within_a_text_is_found_with_its_end_or_its_fault() -> None:
         parse_json_at(f"  {levels(5000)}", 2)
 
 
-OWN = {"run.py", "journal.py", "trackers.py", "card.py"}
-"""Of what the same run wrote."""
+OWN = {"run.py", "journal.py", "trackers.py", "card.py", "catalog.py"}
+"""Modules that read what the same run wrote, or the recipes of this package."""
 
 
 def test_nobody_else_reads_json_or_yaml() -> None:

@@ -259,7 +259,7 @@ def walked(module: Any, parts: list[str]) -> str:
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: ExportFormat) -> None:
-    reasons = {"comfyui": "ComfyUI does not support Sana", "kohya": "kohya's layout is written for"}
+    reasons = {"comfyui": "ComfyUI does not support Sana", "kohya": "kohya's layout is only written for"}
     adapter = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as error:
         exported(adapter, form)

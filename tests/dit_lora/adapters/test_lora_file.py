@@ -378,7 +378,7 @@ def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None
     message = refusal(adapter, {n: t for n, t in tensors.items() if n != f"{layer}.lora_B.weight"})
     assert "transformer_blocks.0.attn1.to_q: no lora_B" in message
     message = refusal(adapter, {**tensors, f"{layer}.dora_scale": torch.ones(4)})
-    assert "(lora_A, lora_B) alone; it has\n" in message
+    assert "(lora_A, lora_B) are supported here; it has\n" in message
     assert f"  - {layer}.dora_scale" in message
     message = refusal(adapter, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)})
     assert "not finite" in message
@@ -404,7 +404,7 @@ def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> No
     message = refusal(adapter, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
     assert message.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
     message = refusal(adapter, {**tensors, f"{layer}.diff": torch.ones(4, 4)})
-    assert message.endswith(f"(lora_A, lora_B) alone; it has\n  - {layer}.diff: a full difference")
+    assert message.endswith(f"(lora_A, lora_B) are supported here; it has\n  - {layer}.diff: a full difference")
 
 
 def test_prefixes_may_differ_within_a_file(make: Make, tmp_path: Path) -> None:

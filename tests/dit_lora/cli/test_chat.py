@@ -128,7 +128,7 @@ def test_export_writes_a_checkpoint_that_is_the_tuned_model(adapter: Path, base:
     repeated_out = ("--out", tmp_path / "again")
     with pytest.raises(DitLoraError, match="is neither an adapter nor a run with one"):
         invoke("export", base, *repeated_out)
-    with pytest.raises(DitLoraError, match="whose adapter is in PEFT's own format already"):
+    with pytest.raises(DitLoraError, match="which is already in PEFT's format"):
         invoke("export", adapter, "--to", "peft", *repeated_out)
     with pytest.raises(DitLoraError, match="--to kohya is for diffusion models"):
         invoke("export", adapter / "adapter_model.safetensors", "--to", "kohya", *repeated_out)

@@ -53,7 +53,7 @@ def kept(model: nn.Module) -> int:
 
 def test_a_machine_without_it_is_named(tiny_checkpoints: dict[str, Path]) -> None:
     step = step_of(tiny_checkpoints)
-    with pytest.raises(DitLoraError, match=r"kernels.fp8: .*8\.9 or more, and there is no GPU; set"):
+    with pytest.raises(DitLoraError, match=r"kernels.fp8: .*8\.9 or more; torch finds no GPU; set"):
         fuse(step.transformer, WITH)
     report = fuse(step.transformer, {"fp8": "auto"}, check=False)
     assert "fp8: off: fp8 products need a GPU" in str(report)
