@@ -38,7 +38,7 @@ def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
     scenes = spread_scenes("star", 12)
     paths = write_scenes(tmp_path, scenes, torch.Generator().manual_seed(3))
     videos = [read_frames(path, frames=9, height=64, width=64, fps=8).permute(0, 2, 3, 1).numpy() for path in paths]
-    assert compare(scenes, np.stack(videos))["all"] == 1
+    assert compare(scenes, np.stack(videos))["all"] >= 0.99
 
 
 def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
