@@ -27,8 +27,9 @@ def train(
 ) -> None:
     """Train with a recipe. Ctrl-C saves and stops; train.resume=auto continues.
 
-    Exit code 3 if the guard stopped the run.
+    Runs the script of the package. Exit code 3 if the guard stopped the run.
     """
+    from dit_lora.config.catalog import is_edited_script
     from dit_lora.config.load import load_recipe
     from dit_lora.environment.versions import read_launch_config
     from dit_lora.families import get_family
@@ -39,6 +40,11 @@ def train(
     if config_file is not None:
         read_launch_config(config_file)
     echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
+    # `dit-lora init` puts a copy beside the recipe, which people edit.
+    script = Path(recipe).parent / "lora.py"
+    if script.is_file() and is_edited_script(script):
+        echo(f"note: {script} differs from the package's script, which is used", err=True)
+        echo(f"      to run yours: accelerate launch {script} {recipe}", err=True)
 
     from dit_lora.training.session.accelerate import launch_training
 

@@ -1,5 +1,6 @@
 """Recipes, the training script and Accelerate configs that come with the package: find, describe and copy them."""
 
+import ast
 import difflib
 import re
 import shlex
@@ -180,6 +181,18 @@ def write_run_folder(recipe: PackagedRecipe, output_folder: Path, config: str) -
     except OSError as error:
         raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
     return [output_folder / name for name in files]
+
+
+def is_edited_script(script: Path) -> bool:
+    """True if a training script in a run's folder has other code than the one that `write_run_folder` writes."""
+    texts = [path.read_bytes() for path in (script, find_packaged_files() / "recipes" / "lora.py")]
+    try:
+        # Only the docstring, which comes first, and the usage name the recipe and the script.
+        modules = [ast.parse(text.replace(b"recipes/lora.py", b"lora.py")) for text in texts]
+    except (SyntaxError, ValueError):
+        return True
+    edited, original = (ast.dump(ast.Module(module.body[1:], [])) for module in modules)
+    return edited != original
 
 
 def _adapt_to_run_folder(recipe: PackagedRecipe, config: str) -> str:

@@ -420,7 +420,7 @@ def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatc
         return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
     # Samples that are healthy with other noise and timesteps.
     noise_dependent = [sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)]
-    # Of the others, some are healthy at another position in the run, and the rest fails at any.
+    # The other samples: some are healthy at another position in the run, and some fail at every position.
     remaining = [sample for sample in failing if sample not in noise_dependent]
     position_dependent = [sample for sample in remaining if pending.run_is_healthy(_move_to_unused_step(sample))]
     always_failing = [sample for sample in remaining if sample not in position_dependent]

@@ -45,7 +45,7 @@ class Action:
     reason: str = ""
     """Reasons for not continuing, for `stop`."""
     description: str = ""
-    """What was done, appended to the step and its kind in the message."""
+    """End of the message about the step: the action taken, in words."""
     notes: Sequence[str] = ()
     """Further lines of the message."""
     facts: Mapping[str, Any] = field(default_factory=dict)

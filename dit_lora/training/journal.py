@@ -237,15 +237,15 @@ def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[
 
     A line without a step, which is not the run's own, stays in the file and is not returned.
     """
-    numbered, kept = [], []
+    step_lines, all_lines = [], []
     for line in read_json_lines(path).objects:
         step = line.get("step")
         if not isinstance(step, int):
-            kept.append(line)
+            all_lines.append(line)
         elif first_step <= step <= last_step:
-            numbered.append(line)
-            kept.append(line)
+            step_lines.append(line)
+            all_lines.append(line)
     if path.exists():
         # Replaced as a whole: a kill in between leaves the old lines or the new ones.
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return numbered
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in all_lines))
+    return step_lines

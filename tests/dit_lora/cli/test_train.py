@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,24 @@ def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
         app(["train", SMOKE, "run.dir=runs/x", "--config-file", str(CPU)])
     assert ended.value.code == 3
     assert launched == [([SMOKE, "run.dir=runs/x"], CPU, f"training with {SMOKE}; results go to runs/x\n")]
+
+
+def test_an_edited_script_beside_the_recipe_is_said_not_to_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate, "launch_training", lambda arguments, config_file: 0)
+    recipe, script = tmp_path / "smoke.yaml", tmp_path / "lora.py"
+    shutil.copyfile(SMOKE, recipe)
+    # As `dit-lora init` writes it.
+    text = (ROOT / "recipes" / "lora.py").read_text(encoding="utf-8")
+    script.write_text(text.replace("recipes/lora.py", "lora.py"), encoding="utf-8")
+    unedited = CliRunner().invoke(app, ["train", str(recipe)])
+    assert "differs" not in unedited.stderr
+    with script.open("a", encoding="utf-8") as file:
+        file.write("print('mine')\n")
+    edited = CliRunner().invoke(app, ["train", str(recipe)])
+    assert f"{script} differs from the package's script, which is used" in edited.stderr
+    assert f"accelerate launch {script} {recipe}" in edited.stderr
 
 
 def test_the_machine_decides_how_it_is_launched() -> None:

@@ -117,8 +117,8 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_its_eval_losses(tmp_pa
 
 def test_lines_that_are_not_the_runs_own_stay_and_are_not_read(tmp_path: Path) -> None:
     losses = {0: 1.5, 2: 1.25, 4: 1.0}
-    own = [json.dumps({"step": step, "eval_loss": loss}) for step, loss in losses.items()]
-    lines = "\n".join([own[0], '{"note": "mine"}', *own[1:], ""])
+    written_lines = [json.dumps({"step": step, "eval_loss": loss}) for step, loss in losses.items()]
+    lines = "\n".join([written_lines[0], '{"note": "mine"}', *written_lines[1:], ""])
     (tmp_path / "eval_loss.jsonl").write_text(lines)
     (tmp_path / "metrics.jsonl").write_text('{"note": "mine too"}\n')
     journal = Journal(tmp_path, start_step=2)
