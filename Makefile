@@ -27,7 +27,7 @@ demo: $(VENV)/.base
 	$(BIN)/dit-lora tiny moving-shapes demo/model
 	$(BIN)/dit-lora tiny shapes demo/clips --shape star --clips 24
 	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
-	$(LAUNCH) recipes/lora.py recipes/cogvideox/demo.yaml
+	$(LAUNCH) recipes/lora.py recipes/demo/star.yaml
 	@echo
 	@echo 'A LoRA has taught a small trained CogVideoX what a star is. The stock Diffusers pipeline samples with it and'
 	@echo 'without it; open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'

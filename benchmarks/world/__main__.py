@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ PROMPTS = [
 ]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--vae-steps", type=int, default=5000)
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--clips", type=int, default=5000)
     parser.add_argument("--judged", type=int, default=64, help="samples that are judged at the end")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     work = args.work
     if not (work / "clips").exists():
         generator = torch.Generator().manual_seed(11)

@@ -85,7 +85,7 @@ def compare(scenes: Sequence[Scene], videos: np.ndarray) -> dict[str, float]:
     return {**shares, "all": float(np.mean([a == b for a, b in zip(judged, wanted, strict=True)]))}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--adapter", type=Path, help="run folder or adapter; then the base alone is judged as well")
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--picture", type=Path, help="GIF: clips of the new concept before and, below them, after")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     groups = {
         "new": draw_scenes(args.new, args.per_group, args.seed),
         "others": draw_scenes(None, args.per_group, args.seed),

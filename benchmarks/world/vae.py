@@ -49,8 +49,8 @@ def _train(
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 50) * (1 - step / steps) + 1e-5
-        # Crops first; the last steps see whole pictures, which group normalisation treats differently.
-        is_cropped = step < 0.85 * steps
+        # Crops first; then whole pictures, which group normalisation treats differently.
+        is_cropped = trained is vae and step < 0.85 * steps
         pixels = draw_batch(videos, 8 if is_cropped else 3, _CROP if is_cropped else _SIDE, generator)
         posterior = vae.encode(pixels).latent_dist
         latents = posterior.sample()
