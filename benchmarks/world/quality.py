@@ -27,6 +27,7 @@ from dit_lora.data.synthetic.scenes import (
     Scene,
     draw_scene,
 )
+from dit_lora.export.export import find_adapter
 
 _BATCH = 8
 _COLUMNS = 6  # of a picture
@@ -47,7 +48,7 @@ def open_pipeline(model: Path, adapter: Path | None) -> Any:
     """Open the stock pipeline in fp32, with the adapter of a run if one is given."""
     pipeline = CogVideoXPipeline.from_pretrained(model, torch_dtype=torch.float32, local_files_only=True)
     if adapter:
-        load_adapter(pipeline, adapter)
+        load_adapter(pipeline, find_adapter(adapter).file)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -115,6 +115,11 @@ SMALL_RUNS = (
         r"\{'shape': N, 'colour': N, 'motion': N, 'all': N\}",
     ),
     SmallRun(
+        "world.settings",
+        "{work} --settings 'rank 4' --seeds 0 --steps 1 --clips 2 --per-group 1",
+        r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \|",
+    ),
+    SmallRun(
         "world.quality",
         "dit_lora/models/moving_shapes --per-group 1",
         r'before: \{"new": \{"shape": N, .*\}, "others": \{.*\}\}',
