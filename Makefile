@@ -19,7 +19,6 @@ $(VENV)/.installed: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-LAUNCH := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml
 
 # Needs the package alone, without what tests and docs need.
 demo: $(VENV)/.base
@@ -27,7 +26,7 @@ demo: $(VENV)/.base
 	$(BIN)/dit-lora tiny moving-shapes demo/model
 	$(BIN)/dit-lora tiny shapes demo/clips --shape star --clips 24
 	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
-	$(LAUNCH) recipes/lora.py recipes/demo/star.yaml
+	$(BIN)/dit-lora train recipes/demo/star.yaml
 	@echo
 	@echo 'A LoRA has taught a small trained CogVideoX what a star is. The stock Diffusers pipeline samples with it and'
 	@echo 'without it; open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
