@@ -114,19 +114,19 @@ def _draw_path(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres (F, 2) as shares of the picture's side, x first, and radii (F,) in pixels."""
     still = torch.ones_like(progress)
-    place = torch.stack([_draw_between(0.42, 0.58, generator), _draw_between(0.42, 0.58, generator)])
-    radius = _draw_between(0.22, 0.28, generator) * size
+    place = torch.stack([_draw_between(0.46, 0.54, generator), _draw_between(0.46, 0.54, generator)])
+    radius = _draw_between(0.24, 0.27, generator) * size
     if motion in DIRECTIONS:
         direction = torch.tensor(DIRECTIONS[motion])
-        reach = _draw_between(0.16, 0.22, generator)
+        reach = _draw_between(0.18, 0.2, generator)
         # Along the motion the path is centred, across it the place is free.
         start = torch.where(direction != 0, 0.5 - reach * direction, place)
         return start + 2 * reach * progress[:, None] * direction, radius * still
     if motion == NEW_MOTION:
-        reach = _draw_between(0.15, 0.2, generator)
+        reach = _draw_between(0.16, 0.18, generator)
         angle = 2 * math.pi * (progress + _draw_between(0, 1, generator))
         return 0.5 + reach * torch.stack([angle.cos(), angle.sin()], 1), 0.9 * radius * still
-    least, most = 0.14 * size, _draw_between(0.29, 0.34, generator) * size
+    least, most = 0.14 * size, _draw_between(0.31, 0.33, generator) * size
     share = progress if motion == "grows" else 1 - progress
     return place.expand(len(progress), 2), torch.lerp(torch.tensor(least), most, share)
 
