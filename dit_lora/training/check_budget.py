@@ -29,11 +29,25 @@ def get_full_eval_size(recipe: Recipe, num_clips: int) -> EvalSize:
     return EvalSize(min(num_clips, recipe.validation.eval_clips), recipe.validation.eval_draws)
 
 
-def is_eval_size_fixed(recipe: Recipe) -> bool:
-    """True if the recipe sets the eval loss itself: its draws or clips, or losses during training."""
-    validation = recipe.validation
-    has_losses_between = validation.every is not None and validation.every < recipe.train.steps
-    return has_losses_between or bool({"eval_draws", "eval_clips"} & validation.model_fields_set)
+def find_reduced_eval_size(recipe: Recipe, num_clips: int, num_trained_samples: int) -> EvalSize | None:
+    """The size of the eval losses of a new run; None for the recipe's own size.
+
+    Args:
+        recipe: Losses during training are measured in full, because the recipe asks for them.
+        num_clips: Number of clips in the data.
+        num_trained_samples: See `limit_eval_size`.
+    """
+    every = recipe.validation.every
+    if every is not None and every < recipe.train.steps:
+        return None
+    full = get_full_eval_size(recipe, num_clips)
+    limited = limit_eval_size(full, num_trained_samples)
+    return limited if limited != full else None
+
+
+def has_own_eval_size(recipe: Recipe) -> bool:
+    """True if the recipe sets the clips or draws of the eval loss."""
+    return bool({"eval_draws", "eval_clips"} & recipe.validation.model_fields_set)
 
 
 def limit_eval_size(full: EvalSize, num_trained_samples: int) -> EvalSize:

@@ -10,7 +10,8 @@ from dit_lora.training.check_budget import (
     CHECK_SHARE,
     EvalSize,
     count_affordable_passes,
-    is_eval_size_fixed,
+    find_reduced_eval_size,
+    has_own_eval_size,
     limit_eval_size,
 )
 from dit_lora.training.journal import Journal, read_reduced_eval_size
@@ -43,21 +44,24 @@ def test_passes_of_a_comparison_stay_within_the_share(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("validation", "is_fixed"),
+    ("validation", "is_own", "size"),
     [
-        ({}, False),
-        ({"eval_draws": 4}, True),
-        ({"eval_clips": 16}, True),
-        ({"every": 2}, True),
-        ({"every": 500}, False),
+        ({}, False, (4, 1)),
+        ({"eval_draws": 4}, True, (4, 1)),
+        ({"eval_clips": 16}, True, (4, 1)),
+        ({"every": 2}, False, None),
+        ({"every": 500}, False, (4, 1)),
     ],
 )
 def test_what_the_recipe_sets_is_measured_as_asked(
-    recipe_values: dict[str, Any], validation: dict[str, Any], is_fixed: bool
+    recipe_values: dict[str, Any], validation: dict[str, Any], is_own: bool, size: tuple[int, int] | None
 ) -> None:
     recipe_values["validation"] = validation
     recipe_values["train"]["steps"] = 20
-    assert is_eval_size_fixed(parse_recipe(recipe_values, "recipe")) is is_fixed
+    recipe = parse_recipe(recipe_values, "recipe")
+    assert has_own_eval_size(recipe) is is_own
+    assert find_reduced_eval_size(recipe, 99, 40) == size
+    assert find_reduced_eval_size(recipe, 99, 10**6) is None
 
 
 def test_a_resumed_run_continues_with_the_size_it_began_with(tmp_path: Path) -> None:

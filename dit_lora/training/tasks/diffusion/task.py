@@ -24,7 +24,12 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
 from dit_lora.numerics.streams import derive_seed
-from dit_lora.training.check_budget import EvalSize, get_full_eval_size, is_eval_size_fixed, limit_eval_size
+from dit_lora.training.check_budget import (
+    EvalSize,
+    find_reduced_eval_size,
+    get_full_eval_size,
+    has_own_eval_size,
+)
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
 from dit_lora.training.journal import read_reduced_eval_size
 from dit_lora.training.session.session import Session
@@ -148,18 +153,17 @@ class DiffusionTask:
 
     def find_reduced_eval_size(self, setup: DiffusionSetup) -> EvalSize | None:
         recipe, session = setup.recipe, setup.session
-        full = get_full_eval_size(recipe, len(setup.data.training_set.entries))
+        if has_own_eval_size(recipe):
+            return None
         # Eval losses of one run must be comparable, also after a resume with more steps.
         recorded = read_reduced_eval_size(session.dir) if session.is_main else None
         has_losses, reduced = broadcast_object(recorded) or (False, None)
-        if is_eval_size_fixed(recipe):
-            return None
         if has_losses:
             return reduced
         # In a collective forward, all ranks run every draw; otherwise they share the draws.
         num_sharing = session.num_data_ranks if needs_all_ranks(setup.model) else 1
-        limited = limit_eval_size(full, recipe.train.steps * session.samples_per_step // num_sharing)
-        return limited if limited != full else None
+        num_trained_samples = recipe.train.steps * session.samples_per_step // num_sharing
+        return find_reduced_eval_size(recipe, len(setup.data.training_set.entries), num_trained_samples)
 
     def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
         full = get_full_eval_size(setup.recipe, len(setup.data.training_set.entries))
