@@ -121,6 +121,14 @@ def bare(work: Path, model: Path, clips: Path, steps: int) -> Times:
 
 def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]) -> Times:
     folder = work / f"run_{name}"
+    return timed(build_command(tree, work, name, model, clips, options), tree, folder)
+
+
+def build_command(
+    tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]
+) -> tuple[str, ...]:
+    """Arguments of a run of our recipe, in a new folder."""
+    folder = work / f"run_{name}"
     shutil.rmtree(folder, ignore_errors=True)
     values = (
         f"model.path={model}",
@@ -131,12 +139,23 @@ def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: S
         f"run.dir={folder}",
     )
     recipe = str(tree / "recipes" / "smoke" / "cogvideox.yaml")
-    return timed([str(tree / "recipes" / "lora.py"), recipe, *values, *options], tree, folder)
+    return (str(tree / "recipes" / "lora.py"), recipe, *values, *options)
 
 
 def timed(arguments: Sequence[str], tree: Path, run_dir: Path) -> Times:
     """Run it to its end, and look at the clocks whenever it writes a step."""
-    path = os.pathsep.join([str(tree), str(tree / "kernels")])
+    step_clocks, (wall, cpu) = watch_process(arguments, tree, run_dir)
+    after = wall - step_clocks[-1][0], cpu - step_clocks[-1][1]
+    overlapping = _overlap_seconds(run_dir)
+    step = (step_clocks[-1][1] - step_clocks[0][1] - overlapping) / max(1, len(step_clocks) - 1)
+    return Times(step_clocks[0], step, overlapping, after)
+
+
+def watch_process(
+    arguments: Sequence[str], tree: Path, run_dir: Path
+) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """Run a Python script to its end. Returns (wall, CPU) seconds at each line of metrics.jsonl and at the end."""
+    path = os.pathsep.join(filter(None, [str(tree), str(tree / "kernels"), os.environ.get("PYTHONPATH", "")]))
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -153,11 +172,7 @@ def timed(arguments: Sequence[str], tree: Path, run_dir: Path) -> Times:
         step_clocks += [clocks] * (_steps(run_dir) - len(step_clocks))
     if process.returncode != 0:
         raise SystemExit(f"{arguments[0]} ended with {process.returncode}: see {run_dir}.log")
-    wall = time.perf_counter() - began
-    after = wall - step_clocks[-1][0], clocks[1] - step_clocks[-1][1]
-    overlapping = _overlap_seconds(run_dir)
-    step = (step_clocks[-1][1] - step_clocks[0][1] - overlapping) / max(1, len(step_clocks) - 1)
-    return Times(step_clocks[0], step, overlapping, after)
+    return step_clocks, (time.perf_counter() - began, clocks[1])
 
 
 def _overlap_seconds(run_dir: Path) -> float:

@@ -124,10 +124,12 @@ class GuardConfig(Section):
     """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
     preflight: bool | Literal["anew"] = True
     """Check model, precision, attention, gradient flow and kernels before the first step. What depends on model,
-    versions, device and shapes alone is remembered beside the cache; `anew` takes nothing from there."""
+    versions, device and shapes alone is remembered beside the cache; `anew` takes nothing from there. A short
+    run repeats kernels less often unless the recipe sets this."""
     parity_every: Annotated[int, Field(ge=0)] = 500
     """Steps between comparisons of the fused kernels with the stock model, on the weights and a batch of then, and
-    once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""
+    once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before.
+    The last comparison of a short run is smaller unless the recipe sets this."""
     quarantine: str | None = None
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
     allow_extreme_update: bool = False

@@ -42,7 +42,8 @@ class ValidationConfig(Section):
     """Adapter of the expert that does not train (Wan 2.2 A14B), which samples are made with: a run's or an adapter's
     folder, its file, or a repository on the Hub; null for that expert as the checkpoint has it."""
     eval_draws: Annotated[int, Field(ge=0)] = 4
-    """Noise and timestep draws per clip, never trained on, for the eval loss; 0 turns it off."""
+    """Noise and timestep draws per clip, never trained on, for the eval loss; 0 turns it off. A short run takes
+    fewer unless the recipe sets this, `eval_clips`, or an `every` below its steps."""
     eval_clips: Count = 16
     """Clips in the eval loss."""
 

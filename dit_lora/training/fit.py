@@ -14,6 +14,7 @@ from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_obs
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
+from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
 from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line, read_eval_losses
@@ -62,6 +63,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         phases.begin_first_step()
         with run.saved_checkpoints.finish_writes():
             train(_build_loop(run, callbacks), start_step=run.start_step, steps=steps)
+    # Also here: a run that was finished before has taken no step.
     phases.end_steps()
 
 
@@ -83,6 +85,7 @@ class RunCallbacks(LoopCallbacks):
         run = self.run
         session = run.session
         recipe = run.recipe
+        session.phases.resume_steps()
         sampler = PositionSampler(
             start_step=start_step,
             steps=recipe.train.steps,
@@ -123,6 +126,9 @@ class RunCallbacks(LoopCallbacks):
             if run.ema is not None:
                 run.ema.step(result.step)
             _log_step(run, self.bar, result)
+        if result.step == recipe.train.steps:
+            # Here and not when the loop returns: the last checks and the last checkpoint come after the last step.
+            session.phases.end_steps()
         if self.base_waits and not result.stop_code:
             # The base is validated before anything is saved: failing samples end the run in its first minutes.
             self.base_waits = False
@@ -293,12 +299,21 @@ def validate(run: Run, step: int) -> None:
         if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
         with phases.timing("eval loss"):
-            measure = partial(run.task.compute_eval_loss, run)
-            loss = optional.attempt("eval losses", step, measure, is_collective=is_collective)
+            result = optional.attempt(
+                "eval losses", step, partial(_measure_eval_loss, run), is_collective=is_collective
+            )
+        reduced_size, loss = result or (None, None)
+        if reduced_size is not None:
+            num_clips, num_draws = reduced_size
+            full_draws = run.recipe.validation.eval_draws
+            phases.reductions["eval loss"] = (
+                f"{num_clips} clips, {num_draws} of {full_draws} noise draws each; in full with "
+                f"validation.eval_draws={full_draws}"
+            )
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
             if math.isfinite(loss):
-                run.journal.write_eval_loss(step, loss)
+                run.journal.write_eval_loss(step, loss, reduced_size)
                 first_loss = run.journal.base_eval_loss
                 change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
                 run.session.say(f"step {step}: eval loss {loss:.4f}{change}")
@@ -310,6 +325,11 @@ def validate(run: Run, step: int) -> None:
             write = partial(run.task.write_samples, run, step)
             optional.attempt("samples", step, write, is_collective=is_collective)
         run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
+
+
+def _measure_eval_loss(run: Run) -> tuple[EvalSize | None, float | None]:
+    """The eval loss, and its size if the run is too short for the recipe's. Collective."""
+    return run.task.find_reduced_eval_size(run), run.task.compute_eval_loss(run)
 
 
 def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
+from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
@@ -125,15 +126,17 @@ class Journal:
                 self._num_idle_steps[name] = MAX_IDLE_STEPS + 1
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
-    def write_eval_loss(self, step: int, loss: float) -> None:
+    def write_eval_loss(self, step: int, loss: float, size: EvalSize | None = None) -> None:
         """Write the eval loss of a step to the log, only once per step.
 
-        A finished run that is resumed computes the same value again.
+        `size` is its size if the run is too short for the recipe's. A finished run that is resumed computes the same
+        value again.
         """
         if step in self._eval_losses:
             return
         self._eval_losses[step] = loss
-        self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss})
+        reduced_size = {} if size is None else {"clips": size.num_clips, "draws": size.num_draws}
+        self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss, **reduced_size})
         if self.trackers is not None:
             self.trackers.log_scalars({"eval_loss": loss}, step)
 
@@ -204,6 +207,14 @@ def read_eval_losses(run_dir: Path) -> dict[int, float]:
     """Eval losses of a run so far, by step."""
     lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
     return {line["step"]: get_eval_loss(line) for line in lines if isinstance(line.get("step"), int)}
+
+
+def read_reduced_eval_size(run_dir: Path) -> tuple[bool, EvalSize | None]:
+    """Whether the run has eval losses, and their size if it was reduced: a resumed run continues with that size."""
+    all_lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
+    lines = [line for line in all_lines if get_eval_loss(line) is not None]
+    clips, draws = (lines[-1].get(name) if lines else None for name in ("clips", "draws"))
+    return bool(lines), EvalSize(clips, draws) if isinstance(clips, int) and isinstance(draws, int) else None
 
 
 def get_eval_loss(line: Mapping[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.families.base import TrainableCheckpoint
+from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
@@ -95,6 +96,9 @@ class Task(Protocol):
 
     def loss_parts(self, setup: Setup[Any, Any], result: StepResult) -> dict[str, dict[str, float]]:
         """Mean losses of a step by category (for example by timestep), for metrics.jsonl."""
+
+    def find_reduced_eval_size(self, setup: Setup[Any, Any]) -> EvalSize | None:
+        """The size of this run's eval losses if it is too short for the recipe's size, else None. Collective."""
 
     def compute_eval_loss(self, setup: Setup[Any, Any]) -> float | None:
         """The validation loss; None if the recipe defines none. Collective."""

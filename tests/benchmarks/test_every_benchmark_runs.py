@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 from benchmark_stand_ins import exit_code_of, processes_in_this_one, scikit_learn, write_small_videos
 from launching import ROOT
 
+from benchmarks import first_step
 from benchmarks.faults.world import World
 from benchmarks.loops.loop_file import find_loops
 from dit_lora.errors import DitLoraError
@@ -99,6 +100,11 @@ SMALL_RUNS = (
     SmallRun("media_corpus", "{work}/media", r"33 videos with their frames, \d+ kB"),
     SmallRun("overhead", "--rounds 5 --batch 1", r"ours over bare: +N \(by round N \+- N\)"),
     SmallRun(
+        "race",
+        "--work {work} --rounds 1 --steps 2 --layers 1 --size 32 48",
+        r"\| 2 \| warm \| N \| N \| N \| 1\.25 \| before: .*; training:.*; after: .* \|",
+    ),
+    SmallRun(
         "snapshot",
         "--rounds 1 --pairs 2 --device cpu",
         r"\| restore \| N \| N \| N to N \| N \|",
@@ -172,8 +178,10 @@ def test_its_smallest_form_prints_a_figure(
     work.mkdir()
     arguments = shlex.split(small_run.arguments.replace("{work}", str(work)))
     benchmark = importlib.import_module(f"benchmarks.{small_run.module}")
-    if hasattr(benchmark, "subprocess"):
-        monkeypatch.setattr(benchmark, "subprocess", processes_in_this_one(lora_main))
+    # `race` starts its processes by `first_step`.
+    for module in (benchmark, first_step):
+        if hasattr(module, "subprocess"):
+            monkeypatch.setattr(module, "subprocess", processes_in_this_one(lora_main))
     code = exit_code_of(lambda: benchmark.main(arguments))
     output = capsys.readouterr()
     assert code == 0, output.out + output.err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_LINES, MAX_COLUMNS = 15, 80
+MAX_LINES, MAX_COLUMNS = 17, 80
 OPTIONS = ["train.steps=8", "train.save_every=4", "validation.every=2", "validation.eval_draws=1"]
 
 
@@ -30,6 +30,8 @@ def test_the_log_of_a_normal_run(
         *(f"step {step}: eval loss" for step in (6, 8)),
     ]
     assert "% since step 0)" in next(line for line in lines if line.startswith("step 8: eval loss"))
+    assert lines[-7].startswith("after the last step ")
+    assert lines[-6].startswith("reduced in a short run (see the report): ")
     assert [line.partition(":")[0] for line in lines[-5:-3]] == ["adapter", "verified"]
     assert lines[-3:] == [
         "next: dit-lora sample runs/demo --prompt '...'",

@@ -20,7 +20,7 @@ from dit_lora.report.run.data import MAX_ROWS as DATA_ROWS
 from dit_lora.report.run.data import describe_data
 from dit_lora.report.run.files import OBJECT_FILES, RunFiles, RunReader, RunState
 from dit_lora.report.run.history import ensure_dict
-from dit_lora.report.run.phases import build_phase_charts
+from dit_lora.report.run.phases import build_phase_charts, list_reductions
 from dit_lora.report.run.recipe_diff import compare_with_shipped, flatten_section
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
 from dit_lora.report.run.saves import list_saved_adapters
@@ -96,6 +96,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         verified=build_verification_rows(run.verification),
         saves=list_saved_adapters(run),
         phases=build_phase_charts(run),
+        reductions=list_reductions(run),
         bars=MAX_BARS,
         data=describe_data(run),
         data_rows=DATA_ROWS,

@@ -49,6 +49,11 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
     return charts
 
 
+def list_reductions(run: RunFiles) -> dict[str, str]:
+    """The checks that the run reduced because it is short, each with its size, from phases.json."""
+    return {str(name): str(text) for name, text in ensure_dict(run.phases.get("reductions")).items()}
+
+
 def _build_bar(phase: dict[str, Any]) -> Bar:
     name, count = str(phase.get("name")), phase.get("count")
     parent, _, part = name.partition("/")

@@ -15,7 +15,7 @@ import torch
 from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import format_list
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
-from dit_lora.guard.comparison.block_kinds import BlockInputs
+from dit_lora.guard.comparison.block_kinds import BlockInputs, select_block_per_kind
 from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
 from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
 from dit_lora.guard.diagnosis import make_kernel_event
@@ -24,11 +24,17 @@ from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.ranks import gather_object
+from dit_lora.training.check_budget import count_affordable_passes
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
 from dit_lora.training.loop import RolledBackError
-from dit_lora.training.recovery.parity_batches import disable_for_run, ensure_min_samples, make_micro_batch
+from dit_lora.training.recovery.parity_batches import (
+    MIN_SAMPLES,
+    disable_for_run,
+    ensure_min_samples,
+    make_micro_batch,
+)
 from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.task import AnySetup
@@ -126,18 +132,60 @@ class ParityWatch:
         if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
             return
         began = time.perf_counter()
-        self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
+        num_passes = self._choose_blocks(step)
         # A bad sample's NaN would look like the kernel's.
         good = [batch for batch in self._recent_batches if not batch.faults]
         # The newest good batch; if it is too small, the next newest that fits is joined to it.
         batch = ensure_min_samples(good[-1], good[:-1][::-1])
         differing = []
-        for switch, difference, rank in self.find_differing([make_micro_batch(self.setup, batch)]):
+        for switch, difference, rank in self.find_differing([make_micro_batch(self.setup, batch)], num_passes):
             disable_for_run(self.recovery, switch)
             differing.append((switch.name, difference, rank))
         if differing:
             self._handle_differences(step, differing, time.perf_counter() - began)
         self._take_snapshot(step)
+
+    def _choose_blocks(self, step: int) -> int:
+        """Choose the blocks to compare after this step, and how often a kernel is compared with itself.
+
+        A comparison that only the end of the run asks for is limited by the steps since the last one. Collective.
+        """
+        config = self.setup.recipe.guard
+        is_requested = step % config.parity_every == 0 or "parity_every" in config.model_fields_set
+        self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
+        affordable = self.count_affordable_passes(step - (self.recovery.state.passed or 0))
+        if is_requested or affordable >= MIN_PASSES + len(self.selected_blocks):
+            return MIN_PASSES
+        self.selected_blocks = self.select_block_per_kind()
+        num_passes = min(MIN_PASSES, max(0, affordable - len(self.selected_blocks)))
+        self.setup.session.phases.reductions["last kernel comparison"] = (
+            f"{len(self.selected_blocks)} of {len(self.blocks)} blocks, {max(2, num_passes)} of {MIN_PASSES} "
+            f"repetitions; in full with guard.parity_every={step}"
+        )
+        return num_passes
+
+    def choose_preflight_passes(self) -> int:
+        """Number of passes that compare a kernel with itself in preflight: fewer in a short run by default."""
+        if not self.fallbacks or "preflight" in self.setup.recipe.guard.model_fields_set:
+            return MIN_PASSES
+        affordable = self.count_affordable_passes(self.setup.recipe.train.steps - self.start_step)
+        # One pass of the kernel is compared with the reference, and at least one with the kernel itself.
+        return min(MIN_PASSES, max(2, affordable - 1))
+
+    def count_affordable_passes(self, num_steps: int) -> int:
+        """Number of block passes that the comparison of each kernel may take in a run of so many steps."""
+        train = self.setup.recipe.train
+        # Kernels are compared on at least `MIN_SAMPLES` samples, also if a step has fewer.
+        steps_of_compared_batch = num_steps * train.accumulate * train.batch_size / max(MIN_SAMPLES, train.batch_size)
+        num_blocks = sum(map(is_list_element, find_blocks(self.setup.transformer)))
+        num_kernels = sum(switch.parent is None for switch in self.fallbacks)
+        return count_affordable_passes(steps_of_compared_batch, max(1, num_blocks), max(1, num_kernels))
+
+    def select_block_per_kind(self) -> set[str]:
+        """Names of blocks that represent all others, on any rank. Collective."""
+        local_names = select_block_per_kind(self.setup.transformer, self.blocks, self.block_calls, self.replaced_ops)
+        names_by_rank: list[list[str]] = gather_object([local_names])
+        return {name for names in names_by_rank for name in names}
 
     @property
     def blocks(self) -> list[str]:
@@ -148,10 +196,13 @@ class ParityWatch:
             return names
         return [name for name in names if any(_contains_module(name, module) for module in replaced_modules)]
 
-    def find_differing(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Fallback, Difference, int]]:
+    def find_differing(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int
+    ) -> Iterator[tuple[Fallback, Difference, int]]:
         """Yield (switch, difference, rank) for each kernel that differs on any rank. Collective.
 
-        Switch it off before requesting the next.
+        Switch it off before requesting the next. `num_passes` is the minimum number of block passes that test whether
+        a kernel repeats itself.
         """
         self.coverage = Coverage()
         self.selected_blocks = self.blocks if self.selected_blocks is None else self.selected_blocks
@@ -161,7 +212,7 @@ class ParityWatch:
             for index, micro_batch in enumerate(micro_batches):
                 # The first batch tests whether a kernel repeats itself. A kernel with occasional errors needs more
                 # passes when tested by itself, to be caught as it was among all.
-                passes = 0 if index else 4 * MIN_PASSES if fallback.parent else MIN_PASSES
+                passes = 0 if index else 4 * MIN_PASSES if fallback.parent else num_passes
                 difference = self._compare_kernel(micro_batch, fallback, other_fallbacks, passes)
                 # A kernel may be wrong on a single GPU: all ranks must switch it off together.
                 by_rank: list[Difference | None] = gather_object([difference])

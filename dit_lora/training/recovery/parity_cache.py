@@ -34,15 +34,23 @@ class ParityCache:
     """
 
     def __init__(
-        self, setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
+        self,
+        setup: AnySetup,
+        recovery: RunRecovery,
+        parity_watch: ParityWatch,
+        batches: Sequence[MicroBatch],
+        num_passes: int,
     ) -> None:
         self.file = get_preflight_cache_path(setup)
-        self._cache_key = _build_cache_key(setup, parity_watch, batches)
+        key = _build_cache_key(setup, parity_watch, batches)
+        self._cache_key = {**key, "passes": num_passes}
         # If weights have trained since the last comparison, their values were never compared.
         weights_compared = parity_watch.start_step in (0, recovery.state.passed)
         is_known = weights_compared and setup.recipe.guard.preflight != REMEASURE
         # Without switches there is nothing to compare, and nothing to look up.
-        is_remembered = bool(parity_watch.fallbacks) and is_known and is_cached(self.file, self._cache_key)
+        is_remembered = bool(parity_watch.fallbacks) and is_known
+        # A full comparison also stands for the shorter one of a short run.
+        is_remembered &= is_cached(self.file, self._cache_key) or is_cached(self.file, {**key, "passes": MIN_PASSES})
         # One rank without a cached result makes all ranks compare, because comparing is collective.
         self.has_passed_before: bool = is_true_on_all_ranks(is_remembered)
         """True if every rank has made the same comparison before, and found no difference."""
@@ -76,7 +84,6 @@ def _build_cache_key(setup: AnySetup, parity_watch: ParityWatch, batches: Sequen
         "shapes": [{n: list(x.shape) for n, x in micro_batch.tensors.items()} for micro_batch in batches],
         "switches": sorted(switch.name for switch in parity_watch.fallbacks),
         "places": sorted(parity_watch.replaced_ops),
-        "passes": MIN_PASSES,
         "kernels": recipe.kernels.model_dump(mode="json"),
         "lora": recipe.lora.model_dump(mode="json"),
         "quantize": recipe.model.quantize,

@@ -25,8 +25,8 @@ from dit_lora.guard.checks import (
     check_with_cache,
     find_wrong_backends,
 )
-from dit_lora.guard.comparison.block_kinds import record_block_inputs, select_block_per_kind
-from dit_lora.guard.comparison.block_parity import record_grad_flags
+from dit_lora.guard.comparison.block_kinds import record_block_inputs
+from dit_lora.guard.comparison.block_parity import MIN_PASSES, record_grad_flags
 from dit_lora.guard.diagnosis import Event, make_kernel_event
 from dit_lora.guard.fallbacks import disable_compile, list_attention_fallbacks
 from dit_lora.guard.monitor import Monitor
@@ -262,26 +262,30 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     too, unless the recipe requires them.
     """
     batches = build_micro_batches(setup, recovery.quarantine)
-    memory = ParityCache(setup, recovery, parity_watch, batches)
+    num_passes = parity_watch.choose_preflight_passes()
+    memory = ParityCache(setup, recovery, parity_watch, batches, num_passes)
     if memory.has_passed_before:
         setup.session.say(
             f"guard: kernels match the reference (cached result); guard.preflight={REMEASURE} compares again"
         )
         return []
-    local_names = select_block_per_kind(
-        setup.transformer, parity_watch.blocks, parity_watch.block_calls, parity_watch.replaced_ops
-    )
-    # Blocks that represent all others, on any rank.
-    names_by_rank: list[list[str]] = gather_object([local_names])
-    parity_watch.selected_blocks = {name for names in names_by_rank for name in names}
-    events = _compare_kernels(setup, recovery, parity_watch, batches)
+    if num_passes < MIN_PASSES:
+        setup.session.phases.reductions["first kernel comparison"] = (
+            f"{num_passes} of {MIN_PASSES} repetitions; in full with guard.preflight={REMEASURE}"
+        )
+    parity_watch.selected_blocks = parity_watch.select_block_per_kind()
+    events = _compare_kernels(setup, recovery, parity_watch, batches, num_passes)
     # Only a comparison that covered everything and found nothing may be skipped at the next start.
     memory.store(is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped)
     return events
 
 
 def _compare_kernels(
-    setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
+    setup: AnySetup,
+    recovery: RunRecovery,
+    parity_watch: ParityWatch,
+    batches: Sequence[MicroBatch],
+    num_passes: int,
 ) -> list[Event]:
     """Compare the kernels with the unpatched model on these micro-batches.
 
@@ -289,7 +293,7 @@ def _compare_kernels(
     """
     start, events = parity_watch.start_step, list[Event]()
     # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
-    for switch, difference, rank in parity_watch.find_differing(batches):
+    for switch, difference, rank in parity_watch.find_differing(batches, num_passes):
         # A kernel that the recipe requires by name is not switched off silently: the run is refused.
         refused = DitLoraError(format_required_error(switch, difference.message)) if switch.required else None
         raise_on_all_ranks(setup.session.accelerator, refused)

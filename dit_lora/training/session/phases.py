@@ -19,6 +19,8 @@ _MIN_SHOWN_S = 0.05
 """Phases shorter than this (seconds) are not listed."""
 _NUM_SHOWN = 3
 """Number of phases in the line of the first step; phases.json and the report have all of them."""
+_MAX_END_COLUMNS = 50
+"""Maximum length of the phases after the last step in a line, without `other`: the line fits 80 columns."""
 
 Stage = Literal["before", "training", "after"]
 
@@ -47,6 +49,8 @@ class Phases:
     stage: Stage = "before"
     seconds: dict[Stage, float] = field(default_factory=dict)
     """Wall time of the stages that have ended, including time in no named phase."""
+    reductions: dict[str, str] = field(default_factory=dict)
+    """Checks that were reduced because the run is short, each with its size and the option that makes it full."""
     _open_names: list[str] = field(default_factory=list)
     _stage_start: float = field(default_factory=time.perf_counter)
     _first_step_start: tuple[float, float] = (0.0, 0.0)
@@ -104,28 +108,54 @@ class Phases:
         return True
 
     def end_steps(self) -> None:
-        """End the training stage of the time measurements."""
-        self._end_stage("after")
+        """End the training stage of the time measurements: there is no step left."""
+        if self.stage != "after":
+            self._end_stage("after")
+
+    def resume_steps(self) -> None:
+        """Return to the training stage: steps are repeated, because a check after the last step rolled back."""
+        if self.stage == "after":
+            self._end_stage("training")
 
     def _end_stage(self, next_stage: Stage) -> None:
         now = time.perf_counter()
-        self.seconds[self.stage] = now - self._stage_start
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._stage_start
         self.stage, self._stage_start = next_stage, now
 
     def format_start(self) -> str:
         """The time until the first step, and the phases that took most of it."""
-        total = self.seconds.get("before", time.perf_counter() - self._stage_start)
-        phases = [phase for phase in self.entries if phase.stage == "before" and "/" not in phase.name]
-        longest = sorted(phases, key=lambda phase: phase.seconds, reverse=True)[:_NUM_SHOWN]
-        parts = [f"{phase.name} {phase.seconds:.1f}" for phase in longest if phase.seconds >= _MIN_SHOWN_S]
-        return f"{total:.1f} s: {', '.join(parts)}" if parts else f"{total:.1f} s"
+        phases = [f"{phase.name} {phase.seconds:.1f}" for phase in self._list_longest("before")[:_NUM_SHOWN]]
+        total = f"{self._measure_stage_s('before'):.1f} s"
+        return f"{total}: {', '.join(phases)}" if phases else total
+
+    def format_end(self) -> str:
+        """The time since the last step by phase, the longest first. What does not fit the line is `other`."""
+        total = self._measure_stage_s("after")
+        text, remaining = f"{total:.1f} s: ", total
+        for phase in self._list_longest("after"):
+            part = f"{phase.name} {phase.seconds:.1f}, "
+            if len(text) + len(part) > _MAX_END_COLUMNS:
+                break
+            text += part
+            remaining -= phase.seconds
+        return f"{text}other {max(0.0, remaining):.1f}"
+
+    def _list_longest(self, stage: Stage) -> list[Phase]:
+        """The phases of a stage that are not nested in others and long enough to be shown, the longest first."""
+        phases = [phase for phase in self.entries if phase.stage == stage and "/" not in phase.name]
+        shown = [phase for phase in phases if phase.seconds >= _MIN_SHOWN_S]
+        return sorted(shown, key=lambda phase: phase.seconds, reverse=True)
+
+    def _measure_stage_s(self, stage: Stage) -> float:
+        running = time.perf_counter() - self._stage_start if stage == self.stage else 0.0
+        return self.seconds.get(stage, 0.0) + running
 
     def write(self, folder: Path) -> None:
         """Write phases.json with this process's phases."""
-        stages = dict(self.seconds)
-        stages.setdefault(self.stage, time.perf_counter() - self._stage_start)
+        stages = {name: self._measure_stage_s(name) for name in (*self.seconds, self.stage)}
         record = {
             "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
+            "reductions": self.reductions,
             "phases": [
                 {**asdict(phase), "seconds": round(phase.seconds, 3), "cpu_seconds": round(phase.cpu_seconds, 3)}
                 for phase in self.entries

@@ -20,6 +20,7 @@ from dit_lora.data.sources.clips import Clip
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint
 from dit_lora.families.family import ChatFamily
+from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
@@ -107,6 +108,10 @@ class ChatTask:
     def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
         """The step's loss by kind of media; all samples of a step are of the same kind."""
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
+
+    def find_reduced_eval_size(self, setup: ChatSetup) -> EvalSize | None:
+        # A recipe asks for this eval loss by naming its conversations.
+        return None
 
     def compute_eval_loss(self, setup: ChatSetup) -> float | None:
         """Loss over answer tokens of `eval_clips` conversations, with middle frames and turns in order."""

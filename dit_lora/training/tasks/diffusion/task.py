@@ -20,9 +20,18 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
 from dit_lora.numerics.streams import derive_seed
+from dit_lora.training.check_budget import (
+    EvalSize,
+    find_reduced_eval_size,
+    get_full_eval_size,
+    has_own_eval_size,
+)
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
+from dit_lora.training.journal import read_reduced_eval_size
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
@@ -142,10 +151,24 @@ class DiffusionTask:
             "drawn_by_timestep": count_by_timestep(result, timesteps),
         }
 
+    def find_reduced_eval_size(self, setup: DiffusionSetup) -> EvalSize | None:
+        recipe, session = setup.recipe, setup.session
+        if has_own_eval_size(recipe):
+            return None
+        # Eval losses of one run must be comparable, also after a resume with more steps.
+        recorded = read_reduced_eval_size(session.dir) if session.is_main else None
+        has_losses, reduced = broadcast_object(recorded) or (False, None)
+        if has_losses:
+            return reduced
+        # In a collective forward, all ranks run every draw; otherwise they share the draws.
+        num_sharing = session.num_data_ranks if needs_all_ranks(setup.model) else 1
+        num_trained_samples = recipe.train.steps * session.samples_per_step // num_sharing
+        return find_reduced_eval_size(recipe, len(setup.data.training_set.entries), num_trained_samples)
+
     def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
-        settings = setup.recipe.validation
-        entries = setup.data.training_set.entries[: settings.eval_clips]
-        num_draws = settings.eval_draws
+        full = get_full_eval_size(setup.recipe, len(setup.data.training_set.entries))
+        num_clips, num_draws = self.find_reduced_eval_size(setup) or full
+        entries = setup.data.training_set.entries[:num_clips]
         # Each clip is measured with several noises, which have consecutive numbers.
         eval_samples = [
             EvalSample(entry, index * num_draws + draw)

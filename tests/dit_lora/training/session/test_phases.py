@@ -58,6 +58,25 @@ def test_a_run_writes_its_phases_by_stage(tmp_path: Path) -> None:
     assert set(record["stages"]) == {"before", "training", "after"}
 
 
+def test_the_closing_line_has_all_phases_after_the_last_step() -> None:
+    phases = Phases()
+    phases.begin_first_step()
+    phases.end_first_step()
+    phases.end_steps()
+    phases.add_time("kernel parity", 2.0, 2.0)
+    # The comparison has rolled the run back: its steps are taken again.
+    phases.resume_steps()
+    phases.add_time("saving", 7.0, 7.0)
+    phases.end_steps()
+    for name, seconds in (("samples", 3.0), ("a phase that does not fit the line", 1.0)):
+        phases.add_time(name, seconds, seconds)
+    # Time that no phase has, such as that of Python's exit, is in `other` too.
+    phases._stage_start -= 7.0
+    line = phases.format_end()
+    assert line.partition(": ")[2] == "samples 3.0, kernel parity 2.0, other 2.0"
+    assert {phase.name for phase in phases.entries if phase.stage == "training"} == {"saving"}
+
+
 def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> None:
     waits: list[str] = []
     phases = Phases(synchronize=lambda: waits.append("waited"))

@@ -1,0 +1,111 @@
+"""Whole time of a run with all its checks, over that of the script that Diffusers publishes.
+
+    python -m benchmarks.race [--script train_cogvideox_lora.py] [--work FOLDER] [--rounds 3] [--steps 12 200]
+                              [--layers 12] [--size HEIGHT WIDTH]
+
+The model, clips and recipe are those of `benchmarks.first_step`. `script` is the file given by `--script`, which
+needs torchvision and decord, and else `benchmarks.bare_start`. `cold` finds no cache, `warm` the cache of the run
+before. The runs of a round follow each other; medians are taken over rounds. The ratio is of CPU time, which a busy
+machine does not change. The last column is the time outside of steps by phase.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.first_step import ROOT, build_command, make_clips, make_model, watch_process
+
+LIMITS = {"cold": 1.5, "warm": 1.25}
+"""Highest ratio that a run of `SHORT` steps should have."""
+SHORT = 12
+LONG_LIMIT = 1.05
+"""Highest ratio that a longer run should have, with a warm cache."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--script", type=Path, help="Diffusers' train_cogvideox_lora.py.")
+    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, nargs="+", default=[SHORT], help="of each run; several: one race each")
+    parser.add_argument("--layers", type=int, default=12, help="of the transformer")
+    parser.add_argument("--size", type=int, nargs=2, default=(128, 192), help="height and width of clips")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        run(arguments.work or Path(folder), arguments)
+
+
+def run(work: Path, arguments: argparse.Namespace) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+    print("| steps | run | whole, s | CPU s | CPU over the script's | limit | outside of steps, CPU s |")
+    print("|---:|---|---:|---:|---:|---:|---|")
+    for steps in arguments.steps:
+        times: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(arguments.rounds):
+            times.setdefault("script", []).append(race_script(work, model, clips, steps, arguments))
+            shutil.rmtree(work / "cache_race", ignore_errors=True)
+            for name in ("cold", "warm"):
+                times.setdefault(name, []).append(race_recipe(work, model, clips, steps, arguments))
+                if len(times[name]) == arguments.rounds:
+                    print_row(name, steps, times, describe_phases(work / "run_race"))
+
+
+def print_row(name: str, steps: int, times: dict[str, list[tuple[float, float]]], phases: str) -> None:
+    """Print the medians of one kind of run, after those of the script when it is the first kind."""
+    script_wall, script_cpu = (statistics.median(column) for column in zip(*times["script"], strict=True))
+    if name == "cold":
+        print(f"| {steps} | script | {script_wall:.1f} | {script_cpu:.1f} | 1.00 | | |")
+    wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
+    limit = LIMITS[name] if steps <= SHORT else LONG_LIMIT
+    print(f"| {steps} | {name} | {wall:.1f} | {cpu:.1f} | {cpu / script_cpu:.2f} | {limit} | {phases} |", flush=True)
+
+
+def race_script(
+    work: Path, model: Path, clips: Path, steps: int, arguments: argparse.Namespace
+) -> tuple[float, float]:
+    """Wall and CPU seconds of Diffusers' script with the settings of our recipe."""
+    folder = work / "run_script"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
+    if arguments.script is not None:
+        lines = [json.loads(line) for line in (clips / "metadata.jsonl").read_text().splitlines()]
+        (clips / "prompts.list").write_text("".join(f"{line['text']}\n" for line in lines))
+        (clips / "videos.list").write_text("".join(f"{line['file_name']}\n" for line in lines))
+        height, width = map(str, arguments.size)
+        command = [
+            str(arguments.script.absolute()), "--pretrained_model_name_or_path", str(model), "--output_dir",
+            str(folder), "--instance_data_root", str(clips), "--caption_column", "prompts.list", "--video_column",
+            "videos.list", "--height", height, "--width", width, "--max_num_frames", "9", "--train_batch_size", "2",
+            "--max_train_steps", str(steps), "--rank", "16", "--lora_alpha", "16", "--learning_rate", "1e-3",
+            "--lr_scheduler", "constant", "--optimizer", "adamw", "--mixed_precision", "no", "--seed", "42",
+        ]  # fmt: skip
+    return watch_process(command, ROOT, folder)[1]
+
+
+def race_recipe(
+    work: Path, model: Path, clips: Path, steps: int, arguments: argparse.Namespace
+) -> tuple[float, float]:
+    """Wall and CPU seconds of our recipe as it comes, all checks on."""
+    height, width = arguments.size
+    options = (f"data.height={height}", f"data.width={width}", f"train.steps={steps}")
+    command = build_command(ROOT, work, "race", model, clips, options)
+    return watch_process(command, ROOT, work / "run_race")[1]
+
+
+def describe_phases(run_dir: Path) -> str:
+    """CPU seconds of each phase of a run, by stage, without those below a tenth of a second."""
+    phases = json.loads((run_dir / "phases.json").read_text())["phases"]
+    parts = []
+    for stage in ("before", "training", "after"):
+        stage_phases = [p for p in phases if p["stage"] == stage and "/" not in p["name"] and p["cpu_seconds"] >= 0.1]
+        parts.append(f"{stage}: " + ", ".join(f"{p['name']} {p['cpu_seconds']:.1f}" for p in stage_phases))
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    main()
