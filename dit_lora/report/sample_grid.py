@@ -37,6 +37,7 @@ def write_sample_grid(
             label = "without the adapter"
         # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
+    # One model makes either videos or images.
     is_video = samples[0][3].suffix == ".mp4"
     grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
     page = render_page(

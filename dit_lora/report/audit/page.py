@@ -113,8 +113,8 @@ def _choose_samples(samples: Sequence[AuditedSample]) -> list[AuditedSample]:
     chosen += [sample for code, group in warned.items() for sample in group[: max_cards[code]]]
     chosen += choose_pairs(samples, MAX_CARDS - len(chosen))
     files = {sample.file for sample in chosen}
-    others = [sample for sample in samples if sample.verdict == "ok" and sample.file not in files]
-    return chosen + choose_evenly(others, MAX_CARDS - len(chosen))
+    good_samples = [sample for sample in samples if sample.verdict == "ok" and sample.file not in files]
+    return chosen + choose_evenly(good_samples, MAX_CARDS - len(chosen))
 
 
 def _group_by_first_code(samples: Sequence[AuditedSample], verdict: Verdict) -> dict[str, list[AuditedSample]]:
@@ -145,24 +145,21 @@ def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int)
     return shares
 
 
-def _count_codes(samples: Sequence[AuditedSample], verdict: Verdict) -> Counter[str]:
-    """Number of samples with each finding, by finding code."""
-    return Counter(
-        code for sample in samples for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
-    )
-
-
 def _list_codes(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, int, str]]:
     """Rows of the findings table: verdict, code, number of samples and remedy, the worst and most frequent first."""
     remedies: dict[str, str] = {}
+    counts: Counter[tuple[Verdict, str]] = Counter()
     for sample in samples:
+        # A code counts once per sample, however many findings have it.
+        counts.update({(finding.verdict, finding.code): 1 for finding in sample.findings})
         for finding in sample.findings:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
         (verdict, code, count, remedies[code])
         for verdict in verdicts
-        for code, count in _count_codes(samples, verdict).most_common()
+        for (counted_verdict, code), count in counts.most_common()
+        if counted_verdict == verdict
     ]
 
 

@@ -137,16 +137,13 @@ def build_run_charts(run: RunFiles) -> list[ChartGroup]:
         _build_chart("Time waiting for data", "percent of the step", [percentage], from_zero=True),
         _build_chart("Peak memory so far", "GiB", [peak], from_zero=True),
     ]
-    groups = {"": training, "Loss at the end": ends, _describe_device(run): device}
+    devices = run.environment.get("devices")
+    names = [str(ensure_dict(entry).get("name")) for entry in devices] if isinstance(devices, list) else []
+    # Several equal devices are named once; a CPU is not listed.
+    device_title = f"Device: {', '.join(dict.fromkeys(names))}" if names else "Device"
+    groups = {"": training, "Loss at the end": ends, device_title: device}
     filled = {title: [chart for chart in charts if chart is not None] for title, charts in groups.items()}
     return [ChartGroup(title, charts) for title, charts in filled.items() if charts]
-
-
-def _describe_device(run: RunFiles) -> str:
-    devices = run.environment.get("devices")
-    names = [str(ensure_dict(device).get("name")) for device in devices] if isinstance(devices, list) else []
-    # Several equal devices are named once.
-    return f"Device: {', '.join(dict.fromkeys(names))}" if names else "Device"
 
 
 def build_axes(run: RunFiles) -> list[dict[str, object]]:

@@ -33,7 +33,7 @@ _UNCHANGED = 0.005  # a smaller relative change of the eval loss is no change
 
 
 @dataclass(frozen=True)
-class Action:
+class Suggestion:
     """A suggestion to the reader of a report: a link within the page, or a line to run."""
 
     title: str
@@ -49,7 +49,7 @@ class RunSummary:
     badge: str
     badge_color: str
     """Color class: `ok`, `warn` if steps were lost, `reject` if the guard stopped the run."""
-    actions: Sequence[Action]
+    actions: Sequence[Suggestion]
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,26 @@ def find_lost_steps(events: Sequence[dict[str, Any]]) -> LostSteps:
     by_action: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_action.setdefault(str(event.get("action")), []).append(event)
-    without = [event for event in events if event.get("action") in ("skip", "quarantine")]
-    samples = list(dict.fromkeys(name for event in without for name in _list_samples(event)))
+    # Both leave the batch's bad samples out when they repeat the step.
+    replays = [event for event in events if event.get("action") in ("skip", "quarantine")]
+    samples = list(dict.fromkeys(name for event in replays for name in _list_samples(event)))
     fallbacks = by_action.get("fallback", ())
     switches = list(dict.fromkeys(format_value(_get_diagnosis(event).get("switch")) for event in fallbacks))
     rollbacks = len(by_action.get("rollback", ()))
     texts = [
-        _count_repeated(without, f"without {join_first(samples, _MAX_SAMPLES) if samples else 'a sample'}"),
+        _count_repeated(replays, f"without {join_first(samples, _MAX_SAMPLES) if samples else 'a sample'}"),
         _count_repeated(fallbacks, f"with {join_first(switches, _MAX_SAMPLES)} switched off"),
         _count_repeated(by_action.get("retry", ()), "unchanged"),
         f"rolled back {'once' if rollbacks == 1 else f'{rollbacks:,} times'}" if rollbacks else "",
     ]
-    reason = next((format_value(_get_diagnosis(event).get("words")) for event in without if _list_samples(event)), "")
+    reason = next((format_value(_get_diagnosis(event).get("words")) for event in replays if _list_samples(event)), "")
     return LostSteps([text for text in texts if text], samples, reason)
 
 
-def _count_repeated(events: Sequence[dict[str, Any]], how: str) -> str:
+def _count_repeated(events: Sequence[dict[str, Any]], condition: str) -> str:
     # A step that was repeated twice counts once.
     count = len({str(event.get("step")) for event in events})
-    return f"{count:,} {'step was' if count == 1 else 'steps were'} repeated {how}" if count else ""
+    return f"{count:,} {'step was' if count == 1 else 'steps were'} repeated {condition}" if count else ""
 
 
 def _get_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
@@ -130,13 +131,14 @@ def _describe_eval_loss(run: RunFiles) -> str:
     losses = run.eval_losses
     if not losses:
         return ""
-    first, last = losses[min(losses)], losses[max(losses)]
-    if len(losses) == 1 or not (math.isfinite(first) and math.isfinite(last)):
-        return f"eval loss is {format_number(last)}"
+    # The first one is from before the first step, if it was measured.
+    first_loss, last_loss = losses[min(losses)], losses[max(losses)]
+    if len(losses) == 1 or not (math.isfinite(first_loss) and math.isfinite(last_loss)):
+        return f"eval loss is {format_number(last_loss)}"
     # Relative to the larger one, which can be zero only if both are.
-    is_equal = abs(last - first) <= _UNCHANGED * max(abs(first), abs(last))
-    verb = "stayed" if is_equal else "fell" if last < first else "rose"
-    return f"eval loss {verb} from {format_number(first)} to {format_number(last)}"
+    is_equal = abs(last_loss - first_loss) <= _UNCHANGED * max(abs(first_loss), abs(last_loss))
+    verb = "stayed" if is_equal else "fell" if last_loss < first_loss else "rose"
+    return f"eval loss {verb} from {format_number(first_loss)} to {format_number(last_loss)}"
 
 
 def _build_badge(run: RunFiles, lost: LostSteps) -> tuple[str, str]:
@@ -157,53 +159,60 @@ def _name_result(run: RunFiles) -> str:
     return "model" if ensure_dict(run.config.get("train")).get("mode") == "full" else "adapter"
 
 
-def _list_actions(run: RunFiles, target: str, checkpoint_steps: Sequence[int], lost: LostSteps) -> list[Action]:
+def _list_actions(run: RunFiles, target: str, checkpoint_steps: Sequence[int], lost: LostSteps) -> list[Suggestion]:
     """The most useful actions in this state of the run, the most urgent first."""
     actions = []
+    # A result that must not be used comes before everything else.
     if run.verification and run.verification.get("passed") is not True:
-        actions.append(Action(f"Read why the {_name_result(run)} failed its checks", link="result"))
+        actions.append(Suggestion(f"Read why the {_name_result(run)} failed its checks", link="result"))
     if run.state == "stopped" and run.events:
         message = format_value(_get_diagnosis(run.events[-1]).get("words"))
-        actions.append(Action("Read what stopped it", clip_text(message), link="guard"))
+        actions.append(Suggestion("Read what stopped it", clip_text(message), link="guard"))
+        # Bundles are limited in number, so this one may be gone.
         bundle = run.events[-1].get("bundle")
         if isinstance(bundle, str) and can_open_inside(run.folder, run.folder / bundle / "bundle.json"):
-            actions.append(Action("Repeat the failed step", command=f"dit-lora replay {target}/{shlex.quote(bundle)}"))
+            actions.append(
+                Suggestion("Repeat the failed step", command=f"dit-lora replay {target}/{shlex.quote(bundle)}")
+            )
     elif lost.samples:
         title = f"Look at {join_first(lost.samples, _MAX_SAMPLES)}"
-        actions.append(Action(title, clip_text(lost.reason), link="guard"))
+        actions.append(Suggestion(title, clip_text(lost.reason), link="guard"))
     if run.state == "running":
-        actions.append(Action("Follow it", command=f"dit-lora report {target} --serve"))
+        actions.append(Suggestion("Follow it", command=f"dit-lora report {target} --serve"))
     elif run.state != "finished" and checkpoint_steps:
         command = f"dit-lora train {target}/config.yaml train.resume=auto"
-        actions.append(Action(f"Continue it after step {checkpoint_steps[-1]:,}", command=command))
+        actions.append(Suggestion(f"Continue it after step {checkpoint_steps[-1]:,}", command=command))
     return [*actions, *_list_uses(run, target, checkpoint_steps)][:_MAX_ACTIONS]
 
 
-def _list_uses(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -> list[Action]:
+def _list_uses(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -> list[Suggestion]:
     """What a result can be used for: sampling, loading, and more steps."""
     model, lora = (ensure_dict(run.config.get(name)) for name in ("model", "lora"))
     if not (run.folder / _name_result(run)).is_dir():
         return []
     is_full = _name_result(run) == "model"
+    # Facts of a chat model's run have no pipeline.
     pipeline = ensure_dict(run.facts.get("pipeline"))
     prompts = ensure_dict(run.config.get("validation")).get("prompts")
+    # The run's own first prompt, which its samples can be compared with.
     prompt = shlex.quote(str(prompts[0])) if isinstance(prompts, list) and prompts else "PROMPT"
     actions = []
     if model.get("family") in CHAT_FAMILIES:
-        actions.append(Action("Ask it", command=f"dit-lora chat {target} --prompt QUESTION"))
+        actions.append(Suggestion("Ask it", command=f"dit-lora chat {target} --prompt QUESTION"))
     elif pipeline:
+        # Placeholders for files that the model starts from.
         count = pipeline.get("references")
         inputs = " --image IMAGE" if pipeline.get("from_image") else ""
         inputs += " --reference FILE" * (count if isinstance(count, int) else 0)
-        actions.append(Action("Sample it", command=f"dit-lora sample {target} --prompt {prompt}{inputs}"))
+        actions.append(Suggestion("Sample it", command=f"dit-lora sample {target} --prompt {prompt}{inputs}"))
         # A second expert, or changed base weights, need more than the pipeline's own loader.
         needs_ours = lora.get("kind", "lora") != "lora" or lora.get("init") in WEIGHT_INITS or bool(model.get("part"))
         # A shell's quotes are no part of a Python string.
         path = json.dumps(f"{shlex.split(target)[0]}/adapter", ensure_ascii=False)
         if not is_full and not needs_ours and pipeline.get("loads_lora"):
-            actions.append(Action("Load it", command=f"pipe.load_lora_weights({path})"))
+            actions.append(Suggestion("Load it", command=f"pipe.load_lora_weights({path})"))
         elif not is_full and lora.get("kind") not in PEFT_ONLY_KINDS:
-            actions.append(Action("Load it", command=f"dit_lora.load_adapter(pipe, {path})"))
+            actions.append(Suggestion("Load it", command=f"dit_lora.load_adapter(pipe, {path})"))
     optim = ensure_dict(run.config.get("optim"))
     groups = map(ensure_dict, ensure_dict(optim.get("groups")).values())
     # With another schedule, the learning rate depends on the number of steps.
@@ -213,5 +222,5 @@ def _list_uses(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -> l
     is_complete = run.num_steps_taken == run.max_steps and run.max_steps in checkpoint_steps
     if run.max_steps and is_complete and is_constant:
         settings = f"train.steps={2 * run.max_steps} train.resume=auto"
-        actions.append(Action("Train it further", command=f"dit-lora train {target}/config.yaml {settings}"))
+        actions.append(Suggestion("Train it further", command=f"dit-lora train {target}/config.yaml {settings}"))
     return actions
