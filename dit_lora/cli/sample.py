@@ -89,13 +89,14 @@ def _write_samples(request: "SampleRequest") -> None:
     from dit_lora.report.sample_grid import write_sample_grid
 
     # Written before the page, which refers to the files.
-    cells = write_sample_cells(request)
+    written = write_sample_cells(request)
+    cells = written.cells
     for cell in cells:
         echo(cell.path)
     if len(cells) > 1:
         rows = [(cell.prompt, cell.seed, cell.strength, cell.path) for cell in cells]
         page = cells[0].path.parent / "samples.html"
-        echo(write_sample_grid(page, request.target.name, rows))
+        echo(write_sample_grid(page, request.target.name, rows, written.settings))
 
 
 def _parse_strengths(text: str | None) -> tuple[float, ...]:

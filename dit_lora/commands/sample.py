@@ -74,12 +74,20 @@ class WrittenSample:
     path: Path
 
 
+@dataclass(frozen=True)
+class WrittenSamples:
+    """All samples of a request, and its settings as text by name."""
+
+    cells: list[WrittenSample]
+    settings: Mapping[str, str]
+
+
 def write_samples(request: SampleRequest) -> list[Path]:
     """Write a video or image for each prompt, seed and strength, and return the files."""
-    return [cell.path for cell in write_sample_cells(request)]
+    return [cell.path for cell in write_sample_cells(request).cells]
 
 
-def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
+def write_sample_cells(request: SampleRequest) -> WrittenSamples:
     """Write an mp4 (png for image models) for each prompt, seed and strength, in this order.
 
     Each sample is bit-identical to the one that a request with only its prompt, seed and strength gives.
@@ -135,7 +143,23 @@ def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
     output_folder = request.output_folder or folder / "samples"
     if output_folder.exists() and not output_folder.is_dir():
         raise DitLoraError(f"--out {output_folder} is a file; give a folder")
-    return list(_iterate_samples(request, sampler, pipeline, sampling, output_folder))
+    cells = list(_iterate_samples(request, sampler, pipeline, sampling, output_folder))
+    return WrittenSamples(cells, _describe_settings(request, source, model.path))
+
+
+def _describe_settings(request: SampleRequest, source: ResultSource, model: str) -> dict[str, str]:
+    # A checkpoint's or an export's folder has the step in its name; a run's result is of its last step.
+    match = re.fullmatch(r"step_(\d+)", source.file.parent.name)
+    step = int(match[1]) if match else source.metadata.get("steps")
+    last_seed = request.seed + request.count - 1
+    settings = {
+        "Model": model,
+        "Trained for": f"{step:,} steps" if isinstance(step, int) else "",
+        "Denoising steps": f"{request.inference_steps:,}",
+        "Guidance": f"{request.guidance_scale:g}",
+        "Seed": str(request.seed) if request.count == 1 else f"{request.seed} to {last_seed}",
+    }
+    return {name: text for name, text in settings.items() if text}
 
 
 def _iterate_samples(

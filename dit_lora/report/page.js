@@ -22,6 +22,7 @@ const make = (name, className, text = '') => {
 // Curves: uPlot draws them. Smoothing and zoom are the same for all, and outlive a served page's new data.
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const read = (element) => JSON.parse(element.querySelector('script').textContent);
+const value = (id) => document.getElementById(id)?.value;
 let plots = [];
 let zoomed = null;
 const zoom = (range) => {
@@ -47,7 +48,15 @@ const columnsOf = (curve, count) => {
     { curve, label: curve.name, y: curve.sparse ? shown.map((y) => y ?? undefined) : shown, faint: false },
   ];
 };
-const seriesOf = ({ curve, label, y, faint }) => {
+// Where a step is on the axis that is chosen: between two recorded steps in proportion.
+const placeOn = ({ x }, { steps }) => (step) => {
+  if (!x || !steps.length) return step;
+  const index = steps.findIndex((recorded) => recorded >= step);
+  if (index < 0) return x.at(-1);
+  const [step0, x0] = index ? [steps[index - 1], x[index - 1]] : [0, 0];
+  return x0 + (x[index] - x0) * (step - step0) / (steps[index] - step0 || 1);
+};
+const seriesOf = (axis) => ({ curve, label, y, faint }) => {
   const alone = y.filter((value) => value != null).length === 1; // no line would show it
   const stroke = () => color(`--c${curve.color}`) + (faint ? '4d' : '');
   return {
@@ -62,7 +71,7 @@ const seriesOf = ({ curve, label, y, faint }) => {
     value: (plot, _, index, at) => {
       const place = at ?? plot.data[index].findLastIndex((y) => y != null); // the last ones, with no pointer there
       const apart = at !== null && place !== plot.cursor.idx;
-      return words(plot.data[index][place] ?? null) + (apart ? ` at step ${words(plot.data[0][place], 9)}` : '');
+      return words(plot.data[index][place] ?? null) + (apart ? ` at ${axis.name} ${words(plot.data[0][place], axis.x ? 4 : 9)}` : '');
     },
   };
 };
@@ -89,15 +98,15 @@ const logTicks = (plot, axis, low, high) => {
   }
   return ticks.filter((value) => value >= low && value <= high);
 };
-const uprights = (plot, steps, name, dash) => {
+const uprights = (plot, places, name, dash) => {
   const { ctx, bbox } = plot;
   ctx.save();
   ctx.strokeStyle = color(name);
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash(dash.map((part) => part * devicePixelRatio));
   ctx.beginPath();
-  for (const step of new Set(steps)) {
-    const x = plot.valToPos(step, 'x', true);
+  for (const place of new Set(places)) {
+    const x = plot.valToPos(place, 'x', true);
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
@@ -106,45 +115,49 @@ const uprights = (plot, steps, name, dash) => {
   ctx.restore();
 };
 // Guard events near the pointer.
-const tell = (plot, run, tip) => {
+const tell = (plot, run, place, tip) => {
   const { left } = plot.cursor;
-  const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(step, 'x') - left) < 6);
+  const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(place(step), 'x') - left) < 6);
   tip.replaceChildren(...near.slice(0, 3).map(([step, said]) => make('div', '', `step ${words(step, 9)}: ${said}`)));
   tip.hidden = !near.length;
   tip.classList.toggle('left', left > plot.over.clientWidth / 2);
 };
-const drawCurves = (figure, run, count) => {
+const drawCurves = (figure, run, axis, count) => {
   const chart = read(figure);
   const box = figure.querySelector('.plot');
-  const view = () => zoomed ?? [0, Math.max(1, run.end)];
+  const place = placeOn(axis, run);
+  const digits = axis.x ? 4 : 9;
+  const view = () => zoomed ?? [0, axis.x ? place(run.end) : Math.max(1, run.end)];
   const columns = chart.curves.flatMap((curve) => columnsOf(curve, count));
-  const tables = columns.map(({ curve, y }) => [curve.steps ?? run.steps, y]);
+  const tables = columns.map(({ curve, y }) => [curve.steps?.map(place) ?? axis.x ?? run.steps, y]);
   const gaps = columns.flatMap(({ y }, index) => tables[index][0].filter((_, at) => y[at] === null));
   figure.querySelector('.not-finite').hidden = !gaps.length;
   const tip = make('output', 'tip');
   const paint = (plot, index) => plot.series[index].paint;
   const line = { width: 1, size: 5, stroke: () => color('--line') };
   const none = { show: false };
-  const axis = { stroke: () => color('--soft'), font: '12px system-ui, sans-serif' };
+  const font = '12px system-ui, sans-serif';
+  const scale = { stroke: () => color('--soft'), font, labelFont: font, labelSize: 18, labelGap: 0 };
   const plot = new uPlot({
     width: box.clientWidth,
     height: Number(getComputedStyle(box).getPropertyValue('--height')),
     padding: [10, 22, 0, 0],
     scales: { x: { time: false, range: view }, y: { distr: chart.log ? 3 : 1, range: (self) => heightOf(chart, self, view()) } },
     axes: [
-      { ...axis, size: 30, gap: 2, grid: none, ticks: line, values: (_, steps) => steps.map((step) => (step % 1 ? '' : words(step, 9))) },
-      { ...axis, size: 52, grid: line, ticks: none, values: (_, ticks) => ticks.map((value) => words(value, 6)),
+      { ...scale, label: axis.name, size: 28, gap: 2, grid: none, ticks: line,
+        values: (_, ticks) => ticks.map((tick) => (!axis.x && tick % 1 ? '' : words(tick, digits))) },
+      { ...scale, label: chart.unit, size: 52, grid: line, ticks: none, values: (_, ticks) => ticks.map((value) => words(value, 6)),
         ...(chart.log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}) },
     ],
-    series: [{ label: 'step', value: (self, step) => words(step ?? self.data[0].at(-1), 9) }, ...columns.map(seriesOf)],
+    series: [{ label: axis.name, value: (self, x) => words(x ?? self.data[0].at(-1), digits) }, ...columns.map(seriesOf(axis))],
     legend: { markers: { width: 0, fill: paint } },
     cursor: { y: false, drag: { setScale: false }, bind: { dblclick: () => () => zoom(null) }, points: { size: 7, fill: paint } },
     hooks: {
       drawAxes: [(self) => {
         uprights(self, gaps, '--bad', [4, 3]);
-        uprights(self, run.marks.map(([step]) => step), '--mark', [2, 3]);
+        uprights(self, run.marks.map(([step]) => place(step)), '--mark', [2, 3]);
       }],
-      setCursor: [(self) => tell(self, run, tip)],
+      setCursor: [(self) => tell(self, run, place, tip)],
       setSelect: [(self) => {
         const { left, width } = self.select;
         if (width > 5) zoom([self.posToVal(left, 'x'), self.posToVal(left + width, 'x')]);
@@ -188,8 +201,9 @@ const curves = () => {
   plots = [];
   if (!run) return;
   const data = JSON.parse(run.textContent);
+  const axis = data.axes[value('axis') ?? 0];
   const points = Math.max(1, Math.round(count / data.stepsPerPoint));
-  plots = all('figure.curves').map((figure) => drawCurves(figure, data, points));
+  plots = all('figure.curves').map((figure) => drawCurves(figure, data, axis, points));
   for (const plot of plots) resized.observe(plot.root.parentElement);
 };
 for (const query of ['(prefers-color-scheme: dark)', 'print']) {
@@ -267,33 +281,40 @@ const chooseHeat = () => {
   }
 };
 
-// Samples: two steps beside each other, played together.
-const value = (id) => document.getElementById(id)?.value;
-const shownVideos = () => all('.pair figure:not([hidden]) video');
+// Samples: all steps as a filmstrip, or two of them beside each other, played together.
+const isFilm = () => (value('mode') ?? 'film') === 'film';
+const inView = new Set();
+const watched = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    inView[isIntersecting ? 'add' : 'delete'](target);
+    if (!isIntersecting) target.pause();
+  }
+  if (playing()) play();
+});
+// A page can have thousands of clips: only those in view are played.
+const shownVideos = () => [...inView].filter((video) => video.isConnected && !video.closest('figure').hidden);
 const chooseSamples = () => {
-  const mode = value('mode');
+  const film = isFilm();
+  const slider = value('mode') === 'slider';
   const steps = [value('left'), value('right')];
+  for (const label of all('.tools .chosen')) label.hidden = film;
   for (const pair of all('.pair')) {
     const figures = all('figure', pair);
-    for (const figure of figures) {
-      figure.hidden = mode !== 'all' && !steps.includes(figure.dataset.step);
-      if (figure.hidden) figure.querySelector('video')?.pause();
-    }
-    const two = figures.filter((one) => !one.hidden).length === 2;
-    pair.classList.toggle('slider', mode === 'slider' && two);
-    pair.classList.toggle('strip', mode === 'all');
+    for (const figure of figures) figure.hidden = !film && !steps.includes(figure.dataset.step);
+    const two = figures.filter((figure) => !figure.hidden).length === 2;
+    pair.classList.toggle('slider', slider && two);
     // A row for each prompt, so that the steps are columns.
-    pair.closest('.samples').classList.toggle('rows', mode === 'all');
+    pair.closest('.samples').classList.toggle('film', film);
     const cut = pair.closest('.sample').querySelector('.cut');
-    cut.hidden = !(mode === 'slider' && two);
+    cut.hidden = !(slider && two);
     pair.style.setProperty('--cut', `${cut.value}%`);
   }
   if (playing()) play();
 };
 // The rows of a grid are scrolled together.
 document.addEventListener('scroll', ({ target }) => {
-  if (!target.matches?.('.pair.strip')) return;
-  for (const other of all('.pair.strip')) if (other.scrollLeft !== target.scrollLeft) other.scrollLeft = target.scrollLeft;
+  if (!target.matches?.('.film .pair')) return;
+  for (const other of all('.film .pair')) if (other.scrollLeft !== target.scrollLeft) other.scrollLeft = target.scrollLeft;
 }, true);
 
 // Taking a step: by the server, or by a line to type.
@@ -337,9 +358,11 @@ const said = (on) => {
 };
 const play = () => {
   said(true);
-  const [first, ...others] = shownVideos();
-  for (const video of others) video.currentTime = first.currentTime;
-  for (const video of shownVideos()) video.play().catch(() => {});
+  const videos = shownVideos();
+  for (const video of videos) {
+    if (video.paused) video.currentTime = videos[0].currentTime;
+    video.play().catch(() => {});
+  }
 };
 const pause = () => {
   said(false);
@@ -373,7 +396,8 @@ document.addEventListener('keydown', (event) => {
 });
 document.addEventListener('input', (event) => {
   const { id } = event.target;
-  if (id === 'smoothing') curves();
+  if (id === 'axis') zoomed = null;
+  if (['axis', 'smoothing'].includes(id)) curves();
   if (id.startsWith('heat-')) chooseHeat();
   if (['left', 'right', 'mode'].includes(id) || event.target.matches('.cut')) chooseSamples();
   if (id === 'take') tellTake();
@@ -386,9 +410,25 @@ document.addEventListener('click', (event) => {
 });
 addEventListener('beforeprint', () => all('details').forEach((one) => { one.open = true; }));
 
-const begin = () => { curves(); drawHeats(); chooseHeat(); chooseSamples(); };
+// A link to a folded section opens it.
+const unfold = (id) => document.getElementById(id)?.querySelector(':scope > details.fold')?.setAttribute('open', '');
+document.addEventListener('click', (event) => {
+  const link = event.target.closest?.('a[href^="#"]');
+  if (link) unfold(link.hash.slice(1));
+});
+unfold(location.hash.slice(1));
+
+const begin = () => {
+  curves();
+  drawHeats();
+  chooseHeat();
+  chooseSamples();
+  inView.clear();
+  watched.disconnect();
+  for (const video of all('.sample video')) watched.observe(video);
+};
+if (document.querySelector('.sample video') && !matchMedia('(prefers-reduced-motion: reduce)').matches) said(true);
 begin();
-if (shownVideos().length && !matchMedia('(prefers-reduced-motion: reduce)').matches) play();
 
 // A served page: sections that changed are put in place of the old ones, with what was chosen in them.
 const live = document.querySelector('main').dataset.live;

@@ -1,8 +1,9 @@
 'use strict';
 (() => {
+document.documentElement.classList.add('js');
 const button = document.getElementById('play');
 if (!button) return;
-const videos = [...document.querySelectorAll('video')];
+const videos = [...document.querySelectorAll('.cells video')];
 button.addEventListener('click', () => {
   const playing = button.getAttribute('aria-pressed') !== 'true';
   button.setAttribute('aria-pressed', playing);

@@ -1,6 +1,6 @@
 """Samples of one adapter in a grid: one row per prompt and seed, one column per LoRA scale."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -22,10 +22,13 @@ class GridRow:
     is_video: bool
 
 
-def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> Path:
+def write_sample_grid(
+    path: Path, title: str, samples: Sequence[GridSample], settings: Mapping[str, str] | None = None
+) -> Path:
     """Write an HTML page that shows samples as a grid.
 
-    It links to the files in the same folder; `samples` are in the order of rows and columns.
+    It links to the files in the same folder; `samples` are in the order of rows and columns. `settings` are shown at
+    the top, by name.
     """
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
@@ -34,14 +37,16 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
             label = "without the adapter"
         # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
+    # One model makes either videos or images.
     is_video = samples[0][3].suffix == ".mp4"
     grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
     page = render_page(
         "sample_grid.html",
-        scripts=["sample_grid.js"],
+        scripts=["viewer.js", "sample_grid.js"],
         # Allow files in the page's folder.
         sources="img-src data: file: 'self'; media-src file: 'self'",
         title=title,
+        settings=settings or {},
         rows=grid_rows,
         columns=max(len(row.cells) for row in grid_rows),
         is_video=is_video,

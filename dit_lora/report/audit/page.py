@@ -17,7 +17,7 @@ from dit_lora.report.audit.charts import (
     make_count_chart,
     make_histogram,
 )
-from dit_lora.report.audit.pairs import Card, choose_pairs, make_card
+from dit_lora.report.audit.pairs import choose_evenly, choose_pairs, make_card
 from dit_lora.report.charts.bars import BarChart, format_number
 from dit_lora.report.pages import PagePictures, clip_text, render_page, write_page
 
@@ -26,21 +26,8 @@ MAX_CARDS = 200
 _MAX_REJECT_CARDS = 140  # the other cards are reserved for warnings, however many rejects there are
 _MAX_NAMES = 24  # file names in one line
 _MAX_LINES = 50  # lines of one list
-_MAX_PAIRS = 12  # good samples with references or masks
 _MAX_FINDINGS = 6  # findings on one card
 _MAX_CHANNELS = 128
-
-
-@dataclass(frozen=True)
-class AuditGroup:
-    """Samples of the audit page whose first finding has this code, and the names of those shown under another code."""
-
-    code: str
-    count: int
-    cards: Sequence[Card]
-    """The samples shown on the page."""
-    hidden: int
-    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,8 @@ def write_audit_page(
         DitLoraError: If the file cannot be written.
     """
     pictures = PagePictures()
-    rejects, warnings = _build_groups(samples, pictures)
+    shown_samples = _choose_samples(samples)
+    hidden = Counter(sample.verdict for sample in samples) - Counter(sample.verdict for sample in shown_samples)
     # Findings about latents or embeddings.
     outliers = [
         (finding.verdict, sample.file, finding.words)
@@ -90,12 +78,12 @@ def write_audit_page(
     ]
     page = render_page(
         "audit_page.html",
+        scripts=("viewer.js", "audit_page.js"),
         title=title,
         totals=totals,
         notes=notes,
-        rejects=rejects,
-        warnings=warnings,
-        pairs=[make_card(sample, pictures) for sample in choose_pairs(samples, _MAX_PAIRS)],
+        cards=[make_card(sample, pictures) for sample in shown_samples],
+        hidden=hidden,
         findings_of_a_card=_MAX_FINDINGS,
         worst_first=_sort_worst_first,
         facts=_format_facts,
@@ -113,27 +101,20 @@ def write_audit_page(
     return write_page(path, page)
 
 
-def _build_groups(samples: Sequence[AuditedSample], pictures: PagePictures) -> tuple[AuditGroup, list[AuditGroup]]:
-    """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
+def _choose_samples(samples: Sequence[AuditedSample]) -> list[AuditedSample]:
+    """Choose the samples that the page shows, the worst first, up to its limit and with some of every code."""
     rejected, warned = _group_by_first_code(samples, "reject"), _group_by_first_code(samples, "warn")
-    count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     # Rejected samples may use the cards that warnings leave free.
-    max_cards = _divide_cards(rejected, max(_MAX_REJECT_CARDS, MAX_CARDS - warnings))
-    shown_samples = [sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]]
-    cards = [make_card(sample, pictures) for sample in shown_samples]
-    rejects = AuditGroup("reject", count, cards, count - len(cards))
-    # Warnings share what is left.
-    max_cards = _divide_cards(warned, MAX_CARDS - len(cards))
-    groups = []
-    for code, count in _count_codes(samples, "warn").most_common():
-        code_samples = warned.get(code, [])
-        # A sample with several findings is shown once, under its first code. The others are listed by name.
-        files = {sample.file for sample in code_samples}
-        having = [sample.file for sample in samples if any(f.code == code for f in sample.findings)]
-        elsewhere = join_first([file for file in having if file not in files], _MAX_NAMES)
-        cards = [make_card(sample, pictures) for sample in code_samples[: max_cards.get(code, 0)]]
-        groups.append(AuditGroup(code, count, cards, len(code_samples) - len(cards), elsewhere))
-    return rejects, groups
+    num_reject_cards = max(_MAX_REJECT_CARDS, MAX_CARDS - sum(map(len, warned.values())))
+    max_cards = _divide_cards(rejected, num_reject_cards)
+    chosen = [sample for code, group in rejected.items() for sample in group[: max_cards[code]]]
+    # Warnings share what is left, and samples without findings what is left after them.
+    max_cards = _divide_cards(warned, MAX_CARDS - len(chosen))
+    chosen += [sample for code, group in warned.items() for sample in group[: max_cards[code]]]
+    chosen += choose_pairs(samples, MAX_CARDS - len(chosen))
+    files = {sample.file for sample in chosen}
+    good_samples = [sample for sample in samples if sample.verdict == "ok" and sample.file not in files]
+    return chosen + choose_evenly(good_samples, MAX_CARDS - len(chosen))
 
 
 def _group_by_first_code(samples: Sequence[AuditedSample], verdict: Verdict) -> dict[str, list[AuditedSample]]:
@@ -164,24 +145,21 @@ def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int)
     return shares
 
 
-def _count_codes(samples: Sequence[AuditedSample], verdict: Verdict) -> Counter[str]:
-    """Number of samples with each finding, by finding code."""
-    return Counter(
-        code for sample in samples for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
-    )
-
-
 def _list_codes(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, int, str]]:
     """Rows of the findings table: verdict, code, number of samples and remedy, the worst and most frequent first."""
     remedies: dict[str, str] = {}
+    counts: Counter[tuple[Verdict, str]] = Counter()
     for sample in samples:
+        # A code counts once per sample, however many findings have it.
+        counts.update({(finding.verdict, finding.code): 1 for finding in sample.findings})
         for finding in sample.findings:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
         (verdict, code, count, remedies[code])
         for verdict in verdicts
-        for code, count in _count_codes(samples, verdict).most_common()
+        for (counted_verdict, code), count in counts.most_common()
+        if counted_verdict == verdict
     ]
 
 

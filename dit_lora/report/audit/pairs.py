@@ -40,9 +40,14 @@ def choose_pairs(samples: Sequence[AuditedSample], max_pairs: int) -> list[Audit
         for sample in samples
         if sample.verdict == "ok" and sample.thumbnail and (sample.references or sample.mask)
     ]
-    if len(pairs) <= max_pairs:
-        return pairs
-    return [pairs[round(position)] for position in np.linspace(0, len(pairs) - 1, max_pairs)]
+    return choose_evenly(pairs, max_pairs)
+
+
+def choose_evenly(samples: Sequence[AuditedSample], count: int) -> list[AuditedSample]:
+    """Choose at most `count` samples, evenly spaced from the first to the last."""
+    if len(samples) <= count:
+        return list(samples)
+    return [samples[round(position)] for position in np.linspace(0, len(samples) - 1, count)]
 
 
 def tint_picture(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:

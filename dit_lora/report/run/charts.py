@@ -16,7 +16,7 @@ from dit_lora.report.charts.data import (
     group_values,
 )
 from dit_lora.report.run.files import RunFiles
-from dit_lora.report.run.history import Metrics, ensure_dict
+from dit_lora.report.run.history import Metrics, ensure_dict, to_float_or_nan
 
 _WINDOW_SIZES = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _NUM_COLORS = 6  # --c0 to --c5 in style.css
@@ -67,7 +67,21 @@ class LineChart:
 
     def data(self) -> dict[str, object]:
         """A line chart as JSON values for the script page.js."""
-        return {"log": self.log, "fromZero": self.from_zero, "curves": [curve.data() for curve in self.curves]}
+        unit = f"{self.unit} (log)" if self.log else self.unit
+        return {
+            "unit": unit,
+            "log": self.log,
+            "fromZero": self.from_zero,
+            "curves": [curve.data() for curve in self.curves],
+        }
+
+
+@dataclass(frozen=True)
+class ChartGroup:
+    """Charts below one heading, which is empty for the first group."""
+
+    title: str
+    charts: Sequence[LineChart | BarChart]
 
 
 def choose_window(run: RunFiles) -> int:
@@ -82,8 +96,8 @@ def list_windows(run: RunFiles) -> list[int]:
     return sorted({choose_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))})
 
 
-def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
-    """The report's charts in order; charts without data are left out."""
+def build_run_charts(run: RunFiles) -> list[ChartGroup]:
+    """The report's charts in order; charts and groups without data are left out."""
     metrics = run.metrics
     losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
     if run.eval_losses:
@@ -106,21 +120,52 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     whole_step, waiting_part = Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)
     percentage = Curve("waiting for data", share, 1)
     peak = Curve("peak", metrics.get_column("peak_gib"), 4, smooth=False)
-    charts = [
+    training = [
         _build_chart("Loss", "loss", losses),
         _build_line_chart(metrics, "loss_by_timestep", "Loss by timestep, over the run"),
-        _build_bar_chart(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
-        _build_timestep_chart(metrics),
         _build_line_chart(metrics, "loss_by_media", "Loss by kind of media, over the run"),
-        _build_bar_chart(metrics, "loss_by_media", "Loss by kind of media, at the end"),
         _build_chart("Gradient norm", "norm before clipping", gradients),
         _build_chart("Learning rate", "learning rate", rate_curves, log=log, from_zero=True),
+    ]
+    ends = [
+        _build_bar_chart(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
+        _build_bar_chart(metrics, "loss_by_media", "Loss by kind of media, at the end"),
+    ]
+    device = [
         _build_chart("Throughput", "samples per second", [throughput], from_zero=True),
         _build_chart("Time per step", "seconds", [whole_step, waiting_part], from_zero=True),
         _build_chart("Time waiting for data", "percent of the step", [percentage], from_zero=True),
         _build_chart("Peak memory so far", "GiB", [peak], from_zero=True),
     ]
-    return [chart for chart in charts if chart is not None]
+    devices = run.environment.get("devices")
+    names = [str(ensure_dict(entry).get("name")) for entry in devices] if isinstance(devices, list) else []
+    # Several equal devices are named once; a CPU is not listed.
+    device_title = f"Device: {', '.join(dict.fromkeys(names))}" if names else "Device"
+    groups = {"": training, "Loss at the end": ends, device_title: device}
+    filled = {title: [chart for chart in charts if chart is not None] for title, charts in groups.items()}
+    return [ChartGroup(title, charts) for title, charts in filled.items() if charts]
+
+
+def build_axes(run: RunFiles) -> list[dict[str, object]]:
+    """What the charts can be drawn over: steps, epochs, and the time in steps.
+
+    Each is a name, and the position of each point on this axis; None for steps, which are their own position.
+    """
+    metrics = run.metrics
+    axes: list[dict[str, object]] = [{"name": "step", "x": None}]
+    per_epoch = to_float_or_nan(run.data.get("samples"))
+    elapsed = np.cumsum(metrics.get_column("seconds"))
+    total = elapsed[-1] if elapsed.size else math.nan
+    scale, unit = (3600, "hours") if total >= 10_800 else (60, "minutes") if total >= 180 else (1, "seconds")
+    samples = np.asarray(metrics.get_column("samples"))
+    columns = {f"{unit} in steps": elapsed / scale}
+    if per_epoch > 0:
+        columns = {"epoch": samples / per_epoch, **columns}
+    for name, column in columns.items():
+        # An axis needs a new position for each step.
+        if len(column) and np.isfinite(column).all() and (np.diff(column, prepend=0.0) > 0).all():
+            axes.append({"name": name, "x": [float(f"{value:.7g}") for value in group_values(column)[:, -1]]})
+    return axes
 
 
 def build_curve_data(run: RunFiles) -> dict[str, object]:
@@ -129,6 +174,7 @@ def build_curve_data(run: RunFiles) -> dict[str, object]:
     return {
         # Each point stands at the last of the steps that it combines.
         "steps": group_values(steps)[:, -1].astype(int).tolist() if steps else [],
+        "axes": build_axes(run),
         "end": run.last_step,
         "stepsPerPoint": count_values_per_point(len(steps)),
         "marks": list_event_marks(run)[:_MARKS],
@@ -185,7 +231,7 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
     return BarChart(title, bars, f"mean loss, steps {metrics.steps[start]:,} to {metrics.steps[-1]:,}")
 
 
-def _build_timestep_chart(metrics: Metrics) -> BarChart | None:
+def build_timestep_chart(metrics: Metrics) -> BarChart | None:
     """Bar chart of the fraction of all samples so far with a timestep in each range; None without data."""
     parts = _sort_parts(metrics.get_groups("drawn_by_timestep"))
     # NaN for steps without a sample in this range.

@@ -1,6 +1,5 @@
 """The report of a run, finished or not, as one self-contained page."""
 
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,13 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import make_redactor
 from dit_lora.report.charts.heat_map import build_heat_maps
 from dit_lora.report.pages import render_page, write_page
-from dit_lora.report.run.charts import build_curve_data, build_run_charts, choose_window, list_windows
+from dit_lora.report.run.charts import (
+    build_curve_data,
+    build_run_charts,
+    build_timestep_chart,
+    choose_window,
+    list_windows,
+)
 from dit_lora.report.run.data import MAX_ROWS as DATA_ROWS
 from dit_lora.report.run.data import describe_data
 from dit_lora.report.run.files import OBJECT_FILES, RunFiles, RunReader, RunState
@@ -24,6 +29,7 @@ from dit_lora.report.run.phases import build_phase_charts, list_reductions
 from dit_lora.report.run.recipe_diff import compare_with_shipped, flatten_section
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
 from dit_lora.report.run.saves import list_saved_adapters
+from dit_lora.report.run.summary import build_summary, choose_target
 from dit_lora.report.run.words import (
     MAX_BARS,
     STATE_TEXTS,
@@ -68,9 +74,10 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
     # Packages have a table of their own.
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
     state, color = STATE_TEXTS[run.state]
+    target, sampled = choose_target(run), find_samples(run.folder, prompts, embed=embed)
     return render_page(
         "page.html",
-        scripts=("vendor/uPlot.iife.min.js", "page.js"),
+        scripts=("vendor/uPlot.iife.min.js", "viewer.js", "page.js"),
         sources=_SERVED_POLICY if fingerprint else _FILE_POLICY,
         run=run,
         live=fingerprint,
@@ -80,14 +87,16 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         about=_describe_run(run),
         figures=build_figures(run),
         charts=build_run_charts(run),
+        timesteps=build_timestep_chart(run.metrics),
         curve_data=build_curve_data(run),
         window=choose_window(run),
         windows=list_windows(run),
         heat=build_heat_maps(run.metrics.modules),
-        sampled=find_samples(run.folder, prompts, embed=embed),
+        summary=build_summary(run, target, sampled.checkpoint_steps),
+        sampled=sampled,
         token=token,
         form=choose_export_format(run.config),
-        name=shlex.quote(run.folder.resolve().name),
+        target=target,
         limit_mib=EMBED_LIMIT_BYTES // 2**20,
         embedding=embed,
         events=events[:NUM_VISIBLE_ROWS],

@@ -1,5 +1,6 @@
 """`dit-lora sample`: seeds in a row, strengths, several adapters; each cell is what stock Diffusers makes of it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_strengths_are_the_base_the_adapter_and_stock_weights_between(
         return put
 
     sample_request = request(adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5))
-    cells = {cell.strength: cell.path for cell in write_sample_cells(sample_request)}
+    cells = {cell.strength: cell.path for cell in write_sample_cells(sample_request).cells}
     assert np.array_equal(pixels(cells[0]), stock(base, 3, lambda pipeline: None))
     (plain,) = write_samples(request(adapters[0], base, tmp_path / "plain", seed=3))
     assert plain.read_bytes() == cells[1].read_bytes()
@@ -128,7 +129,7 @@ def test_other_kinds_are_sampled_and_left_out_at_strength_0(kind: Any, base: Pat
     folder = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
     target = folder if kind in PEFT_ONLY_KINDS else folder / "pytorch_lora_weights.safetensors"
     sample_request = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
-    base_pixels, adapter_pixels = (pixels(cell.path) for cell in write_sample_cells(sample_request))
+    base_pixels, adapter_pixels = (pixels(cell.path) for cell in write_sample_cells(sample_request).cells)
     assert np.array_equal(base_pixels, stock(base, 2, lambda pipeline: None))
     assert not np.array_equal(adapter_pixels, base_pixels)
     if kind == "oft":
@@ -191,5 +192,9 @@ def test_a_grid_is_a_page_beside_its_files(base: Path, adapters: tuple[Path, Pat
     page = (tmp_path / "samples.html").read_text()
     assert all(f'src="{name}"' in page for name in files)
     assert page.count('<section class="row">') == 4
+    head = " ".join(re.sub(r"<[^>]*>", " ", page.partition("<h1>")[2].partition("</dl>")[0]).split())
+    assert re.search(r"Model \S+ Trained for \d+ steps Denoising steps 1 Guidance 6 Seed 0 to 1", head), head
+    assert re.search(r"<(img|video) ", page)
+    assert not re.search(r"<video[^>]* controls", page)
     assert "<b>a</b>" not in page
     assert result.stdout.splitlines()[-1] == str(tmp_path / "samples.html")

@@ -13,7 +13,10 @@ import torch
 from PIL import Image
 from report_runs import metrics_line, write_lines, write_run
 
+from dit_lora.data.audit.finding import AuditedSample, Finding
+from dit_lora.data.audit.summary import compute_totals
 from dit_lora.data.media.video import write_video
+from dit_lora.report.audit.page import write_audit_page
 from dit_lora.report.run.page import write_report
 from dit_lora.report.run.serve import ReportServer
 
@@ -75,6 +78,7 @@ class Opened:
         self.asked: list[str] = []
         how = {"viewport": {"width": 1280, "height": 900}, **how}
         self.page = browser.new_context(**how).new_page()
+        self.page.set_default_timeout(100_000)
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -130,6 +134,7 @@ def luminance(color: str) -> float:
 def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) -> None:
     opened_page = Opened(browser, report)
     page = opened_page.page
+    page.select_option("#mode", "two")
     if not page.evaluate("document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.42E01E\"')"):
         pytest.skip("this Chromium has no H.264")
     opened_page.wait_for(f"{VIDEOS}.length === 2 && {VIDEOS}.every((one) => one.currentTime > 0.3)")
@@ -147,8 +152,76 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.select_option("#mode", "slider")
     boxes = [figure.bounding_box() for figure in page.query_selector_all(".pair figure:not([hidden])")]
     assert boxes[0] == boxes[1]
-    page.select_option("#mode", "all")
+    page.select_option("#mode", "film")
     assert page.evaluate(script) == ["0", "10", "20"]
+
+
+def test_a_filmstrip_is_shown_first_and_a_click_shows_a_tile_at_full_size(browser: Any, report: str) -> None:
+    opened_page = Opened(browser, report)
+    page = opened_page.page
+    tiles = page.locator(".film .pair .tile")
+    boxes = [tile.bounding_box() for tile in tiles.all()]
+    assert len(boxes) == 3
+    assert len({box["y"] for box in boxes}) == 1, "one row"
+    assert page.locator(".tile video[controls]").count() == 0
+    assert not page.locator("#left").is_visible(), "steps are chosen in the other views only"
+    tiles.nth(1).click()
+    large = page.locator("dialog[open] video[controls]")
+    assert large.bounding_box()["width"] > 3 * boxes[1]["width"]
+    assert page.locator("dialog .title").inner_text().startswith("after step 10: ")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("dialog .title").inner_text().startswith("after step 20: ")
+    page.keyboard.press("ArrowRight")  # there is no further one
+    page.keyboard.press("Escape")
+    assert page.locator("dialog[open]").count() == 0
+    assert page.evaluate("document.activeElement.closest('figure').dataset.step") == "20"
+    assert opened_page.is_quiet(report)
+
+
+def test_the_badge_is_amber_after_a_lost_step_and_leads_to_the_guards_events(browser: Any, folder: Path) -> None:
+    lost = write_run(folder.parent / "lost")
+    event = {"step": 3, "kind": "non_finite_loss", "action": "skip", "sample_ids": ["horse.mp4"]}
+    write_lines(lost / "events.jsonl", [event])
+    colors = {}
+    for run in (lost, write_run(folder.parent / "sound")):
+        page = Opened(browser, write_report(run).as_uri()).page
+        badge = page.locator("#guard-badge")
+        colors[badge.inner_text()] = badge.evaluate("(badge) => getComputedStyle(badge).color")
+    assert colors == {
+        "guard: 1 step was repeated without horse.mp4": "rgb(160, 95, 0)",
+        "guard: no step failed": "rgb(43, 122, 58)",
+    }
+    page.click("#guard-badge")
+    assert page.evaluate("location.hash") == "#guard"
+
+
+def test_charts_can_be_drawn_over_epochs_and_time(browser: Any, folder: Path) -> None:
+    run = write_run(folder.parent / "axes")
+    (run / "data.json").write_text('{"samples": 10}')
+    opened_page = Opened(browser, write_report(run).as_uri())
+    page = opened_page.page
+    legend_table = page.locator(".u-legend").first
+    page.locator(".u-over").first.scroll_into_view_if_needed()
+    texts = {}
+    for number, name in enumerate(page.locator("#axis option").all_inner_texts()):
+        page.select_option("#axis", str(number))
+        box = page.locator(".u-over").first.bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 50)
+        texts[name] = legend(legend_table)
+    assert texts["step"].startswith("step 20 training 1.1 eval 2 ")
+    assert texts["epoch"].startswith("epoch 4 training 1.1 eval 2 ")  # 20 steps of 2 of 10 samples
+    # The first step takes 9 seconds, and each of the others a quarter.
+    assert texts["seconds in steps"].startswith("seconds in steps 13.75 training 1.1 eval 2 ")
+    page.mouse.move(box["x"] + 1, box["y"] + 50)
+    assert legend(legend_table).startswith("seconds in steps 0 ")
+    assert opened_page.is_quiet(run.as_uri())
+
+
+def test_a_link_to_a_folded_section_unfolds_it(browser: Any, report: str) -> None:
+    page = Opened(browser, report).page
+    assert not page.locator("#fold-recipe").get_attribute("open")
+    page.click("nav a[href='#recipe']")
+    assert page.locator("#fold-recipe").evaluate("(fold) => fold.open")
 
 
 def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(browser: Any, report: str) -> None:
@@ -177,6 +250,7 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(browser:
     page.dispatch_event("#smoothing", "input")
     assert page.inner_text("#smoothing-is") == "none"
     assert legend(page.locator(".u-legend").first) == "step 20 training 1 eval 2"
+    page.click("nav a[href='#modules']")  # it is folded
     heat = page.locator(".heat-map:not([hidden]) .heat")
     heat.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):
@@ -220,6 +294,29 @@ def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(browser
     assert opened_page.is_quiet(report)
 
 
+def test_the_audits_sheet_is_filtered_by_severity_finding_and_name(browser: Any, tmp_path: Path) -> None:
+    black, cut = Finding("black", "all black", "reject", "remove it"), Finding("hard_cut", "a cut", "warn", "split it")
+    findings = {"a.mp4": (black, cut), "b.mp4": (cut,), "c.mp4": (), "cb.mp4": ()}
+    samples = [AuditedSample(file, found) for file, found in findings.items()]
+    path = write_audit_page(tmp_path / "audit.html", samples, title="clips", totals=compute_totals(samples))
+    opened_page = Opened(browser, path.as_uri(), viewport={"width": 390, "height": 800})
+    page = opened_page.page
+
+    def list_shown() -> list[str]:
+        return [card.get_attribute("data-name") for card in page.locator("article:visible").all()]
+
+    assert list_shown() == ["a.mp4", "b.mp4", "c.mp4", "cb.mp4"]
+    page.select_option("#level", "ok")
+    assert list_shown() == ["c.mp4", "cb.mp4"]
+    page.fill("#name", "B")
+    assert list_shown() == ["cb.mp4"]
+    assert page.inner_text("#count") == "1 of 4 shown"
+    page.click("a[data-code=hard_cut]")  # in the table of findings
+    assert list_shown() == ["a.mp4", "b.mp4"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert opened_page.is_quiet(path.as_uri())
+
+
 def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) -> None:
     """Zero has its own, what nobody measured none, and the others get lighter with the value."""
     lines = [metrics_line(step) for step in (10, 20, 30)]
@@ -261,6 +358,7 @@ def test_a_served_page_follows_the_run_and_keeps_what_was_chosen(
 ) -> None:
     opened_page = Opened(browser, server.url)
     page = opened_page.page
+    page.select_option("#mode", "two")
     page.select_option("#left", "10")
     page.evaluate("window.scrollTo(0, 700)")
     page.evaluate("document.querySelector('#samples').mine = true")

@@ -91,6 +91,9 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
     assert "29.to_q 0.2900" in result
     assert "All modules 30" in result
     assert "from epoch 2 on data NaN" in page.text
+    folded = {str(tag["id"]): "open" in tag for tag in page.all("details") if tag.get("class") == "fold"}
+    assert [id for id, is_open in folded.items() if is_open] == ["fold-result"], "only a failed result is unfolded"
+    assert set(folded) >= {"fold-modules", "fold-data", "fold-recipe"}
     section_text = page.section("Data")
     for expected_text in (
         "samples 4",
@@ -101,7 +104,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
         "699 more",
     ):
         assert expected_text in section_text
-    assert page.source.count("<script>") == 2
+    assert page.source.count("<script>") == 3
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
     assert [heat_map["steps"] for heat_map in heat] == [[5, 10, 15, 20]] * 2
     assert [len(heat_map["rows"]) for heat_map in heat] == [3, 1]  # by block, by layer
     assert [row[-1] for row in heat[0]["values"]] == [0.0, 0.1, 0.2]
-    assert page.source.count("<script>") == 2
+    assert page.source.count("<script>") == 3
 
 
 def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:

@@ -135,8 +135,7 @@ def test_the_button_exports_the_step_that_is_chosen(served: tuple[ReportServer, 
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         page.goto(server.url)
-        page.select_option("#mode", "all")
-        assert page.locator(".pair.strip figure:visible").count() == 4
+        assert page.locator(".film .pair figure:visible").count() == 4
         page.select_option("#take", "4")
         page.click("#export")
         sync_api.expect(page.locator("#exported")).to_have_text("saved in exports/step_000004")
