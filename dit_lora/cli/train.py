@@ -33,12 +33,14 @@ def train(
     from dit_lora.config.load import load_recipe
     from dit_lora.environment.versions import read_launch_config
     from dit_lora.families import get_family
+    from dit_lora.training.session.early_checks import require_paths
 
     # All of this is checked again by the run, a dozen seconds of imports later.
     settings = load_recipe(recipe, overrides or [])
     get_family(settings.model.family)
     if config_file is not None:
         read_launch_config(config_file)
+    require_paths(settings)
     echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
     # `dit-lora init` puts a copy beside the recipe, which people edit.
     script = Path(recipe).parent / "lora.py"
