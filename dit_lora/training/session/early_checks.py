@@ -24,8 +24,15 @@ def require_paths(recipe: Recipe) -> None:
 
     Names on the Hub are not looked up. The run checks all paths again, with their contents.
     """
-    problems = [*_iterate_missing_paths(recipe)]
+    problems = [*_iterate_missing_sources(recipe)]
+    if get_hub_name(recipe.model.path) is None and not Path(recipe.model.path).expanduser().is_dir():
+        problems.insert(0, describe_missing_model(recipe.model.path))
     folder = Path(recipe.run.dir)
+    resume, quarantine = recipe.train.resume, recipe.guard.quarantine
+    if resume not in ("none", "auto") and not Path(resume).exists():
+        problems.append(f"train.resume: {resume} does not exist; give auto, or a folder in {folder / 'checkpoints'}")
+    if quarantine is not None and not Path(quarantine).exists():
+        problems.append(f"guard.quarantine: {quarantine} does not exist; give the quarantine.jsonl of a run")
     try:
         require_run_folder(folder)
         # Both experts have folders of their own, which are checked together when the run starts.
@@ -59,27 +66,18 @@ def require_no_steps(recipe: Recipe, folder: Path) -> None:
     raise DitLoraError(message)
 
 
-def _iterate_missing_paths(recipe: Recipe) -> Iterator[str]:
-    model = recipe.model.path
-    if get_hub_name(model) is None and not Path(model).expanduser().is_dir():
-        yield describe_missing_model(model)
+def _iterate_missing_sources(recipe: Recipe) -> Iterator[str]:
     for number, source in enumerate(recipe.data.all_sources):
-        problem = _describe_data_problem(source.path, is_chat=recipe.model.family in CHAT_FAMILIES)
+        name = f"data.sources[{number}]" if recipe.data.sources else "data.path"
+        path = Path(source.path).expanduser()
         # The model itself fills the folder of a source that is generated.
-        if problem and source.generate is None:
-            yield f"data.sources[{number}]: {problem}" if recipe.data.sources else f"data.path: {problem}"
-    if recipe.train.resume not in ("none", "auto") and not Path(recipe.train.resume).exists():
-        checkpoints = Path(recipe.run.dir) / "checkpoints"
-        yield f"train.resume: {recipe.train.resume} does not exist; give auto, or a folder in {checkpoints}"
-    if recipe.guard.quarantine is not None and not Path(recipe.guard.quarantine).exists():
-        yield f"guard.quarantine: {recipe.guard.quarantine} does not exist; give the quarantine.jsonl of a run"
-
-
-def _describe_data_problem(location: str, *, is_chat: bool) -> str | None:
-    """What is wrong with the path of a data source; None if nothing is, or if it is a name on the Hub."""
-    path = Path(location).expanduser()
-    if is_chat:
-        return None if path.is_file() else describe_missing_conversations(location)
-    if is_tar(path):
-        return None if path.is_file() else f"no file {location}"
-    return None if path.is_dir() or get_hub_name(location) else describe_missing_clips(location)
+        if source.generate is not None:
+            continue
+        if recipe.model.family in CHAT_FAMILIES:
+            if not path.is_file():
+                yield f"{name}: {describe_missing_conversations(source.path)}"
+        elif is_tar(path):
+            if not path.is_file():
+                yield f"{name}: no file {source.path}"
+        elif not path.is_dir() and get_hub_name(source.path) is None:
+            yield f"{name}: {describe_missing_clips(source.path)}"
