@@ -113,5 +113,5 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
 
 
 if __name__ == "__main__":
-    with reported_errors():
+    with reported_errors("interrupted; to continue from the last checkpoint, add train.resume=auto"):
         main(sys.argv[1:])

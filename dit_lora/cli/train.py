@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
+from dit_lora.errors import InterruptedRunError
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -50,4 +51,8 @@ def train(
 
     from dit_lora.training.session.accelerate import launch_training
 
-    raise typer.Exit(launch_training([recipe, *(overrides or [])], config_file))
+    try:
+        code = launch_training([recipe, *(overrides or [])], config_file)
+    except KeyboardInterrupt as error:
+        raise InterruptedRunError("training had not started; to continue, add train.resume=auto", 130) from error
+    raise typer.Exit(code)

@@ -221,7 +221,7 @@ def test_mistakes_are_one_line(
 
 
 def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
-    command = [sys.executable, "-c", "from dit_lora.cli.app import main; main()", "tiny", "x", "y"]
+    command = [sys.executable, "-c", "from dit_lora.cli import main; main()", "tiny", "x", "y"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2
     assert process.stderr.startswith("error: unknown tiny checkpoint 'x'")
