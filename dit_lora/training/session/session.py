@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,10 +121,15 @@ class Session:
             tqdm.write(make_printable(line), file=sys.stderr)
 
     def say_once(self, line: str) -> None:
-        """Write a line for the user, unless this process has written the same line before, as for the first expert."""
+        """Write a line for the user, unless this process has written the same line before, as for the first expert.
+
+        It is wrapped to 80 columns.
+        """
         if line not in self.shown_lines:
             self.shown_lines.add(line)
-            self.say(line)
+            # Hyphens and long words, such as paths, stay whole: they are copied.
+            wrapper = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            self.say("\n".join(map(wrapper.fill, line.splitlines())))
 
 
 @contextmanager
@@ -264,7 +270,8 @@ def open_run_folder(session: Session) -> None:
         environment = asdict(probe_environment())
         environment["packages"] = environment.pop("versions")
         environment["processes"] = session.accelerator.num_processes
-        environment["precision"] = f"{session.precision.dtype}: {session.precision.reason}"
+        dtype = str(session.precision.dtype).removeprefix("torch.")
+        environment["precision"] = f"{dtype}: {session.precision.reason}"
         write_atomically(session.dir / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
     wait_for_all_ranks(session.accelerator)
 
@@ -280,6 +287,22 @@ def hide_progress_bars() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
+    """A handler of SIGINT that raises `KeyboardInterrupt`, but not again for the same signal from a launcher.
+
+    The second one would come while the first is reported, or while Python ends, and show a traceback.
+    """
+    last_signal = -math.inf
+
+    def handle_signal(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last_signal
+        before, last_signal = last_signal, time.monotonic()
+        if last_signal - before >= _FORWARDED_SIGNAL_S:
+            raise KeyboardInterrupt
+
+    return handle_signal
 
 
 @contextmanager
