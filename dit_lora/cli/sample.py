@@ -40,7 +40,8 @@ def sample(
     fps: Annotated[
         float | None, typer.Option(min=1, max=240, help="Frames per second. Default: as in training.")
     ] = None,
-    inference_steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
+    # Schedulers have 1000 training timesteps, and some refuse more.
+    inference_steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 50,
     guidance_scale: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,

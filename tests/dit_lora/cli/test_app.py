@@ -216,6 +216,10 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
         (["replay", "notes.bin"], "notes.bin is not a complete bundle: it has no"),
         (["plan", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
         (["train", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
+        (["guard", "notes.bin"], "notes.bin is not valid Python: "),
+        (["guard", "half.py"], "half.py is not valid Python: .*line 1"),
+        (["guard", "folder.yaml"], "folder.yaml is a folder without __main__.py; give a Python script"),
+        (["caption", "notes.bin", "--model", "tiny"], "notes.bin is not a folder; give the folder with your clips"),
         (["plan", "notes.bin"], "notes.bin is not UTF-8 text"),
         (["doctor", "--config-file", "folder.yaml"], "cannot read the Accelerate config folder.yaml: Is a directory"),
     ],
@@ -225,6 +229,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "half.py").write_text("def train(:\n")
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(DitLoraError, match=message.replace("(", r"\(")) as refused:
         runner.invoke(app, arguments, catch_exceptions=False)
