@@ -54,5 +54,6 @@ def train(
     try:
         code = launch_training([recipe, *(overrides or [])], config_file)
     except KeyboardInterrupt as error:
-        raise InterruptedRunError("training had not started; to continue, add train.resume=auto", 130) from error
+        # Before the run could handle it, or while its process ended.
+        raise InterruptedRunError("to continue, add train.resume=auto", 130) from error
     raise typer.Exit(code)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.config.catalog import list_accelerate_configs
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.training.session import accelerate
 from dit_lora.training.session.accelerate import choose_launch_options, launch_training
 
@@ -226,6 +226,17 @@ def test_ctrl_c_before_the_run_handles_it_is_an_interrupt(script: Path) -> None:
     script.write_text("import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)")
     with pytest.raises(KeyboardInterrupt):
         launch_training([], CPU)
+
+
+@pytest.mark.usefixtures("smoke_paths")
+def test_ctrl_c_before_the_run_handles_it_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(arguments: list[str], config_file: Path | None) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accelerate, "launch_training", interrupt)
+    with pytest.raises(InterruptedRunError, match="to continue, add train") as interrupted:
+        CliRunner().invoke(app, ["train", SMOKE], catch_exceptions=False)
+    assert interrupted.value.exit_code == 130
 
 
 def test_a_config_that_accelerate_refuses_is_one_line(script: Path, tmp_path: Path) -> None:
