@@ -110,7 +110,13 @@ def _load_code(script: str, *, module: bool) -> tuple[CodeType, ModuleType]:
                 return compile(file.read(), script, "exec"), scope
             except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in some versions of Python
                 raise DitLoraError(f"{script} is not valid Python: {error}") from error
-    spec = find_spec(script)
+    try:
+        spec = find_spec(script)
+    except ModuleNotFoundError as error:
+        # A package that contains the module is missing. Anything else is an error of that package.
+        if not f"{script}.".startswith(f"{error.name}."):
+            raise
+        spec = None
     if spec is not None and spec.submodule_search_locations is not None:
         # `python -m package` runs the package's `__main__` module.
         spec = find_spec(f"{script}.__main__")

@@ -217,6 +217,7 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
         (["plan", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
         (["train", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
         (["guard", "notes.bin"], "notes.bin is not valid Python: "),
+        (["guard", "-m", "no_such.module"], "no module named no_such.module can be run"),
         (["guard", "half.py"], "half.py is not valid Python: .*line 1"),
         (["guard", "folder.yaml"], "folder.yaml is a folder without __main__.py; give a Python script"),
         (["caption", "notes.bin", "--model", "tiny"], "notes.bin is not a folder; give the folder with your clips"),
