@@ -18,6 +18,8 @@ _DISK_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    # A path of the user's that is of the wrong kind.
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
 }
 
 # Time for rank 0 to report an error before other ranks do.
@@ -97,8 +99,11 @@ def print_error(error: DitLoraError) -> None:
 
 
 @contextmanager
-def reported_errors() -> Iterator[None]:
-    """Context manager that turns a `DitLoraError`, or an error of the disk, into a message and an exit code."""
+def reported_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Context manager that turns a `DitLoraError`, or an error of the disk, into a message and an exit code.
+
+    `interrupted` is the message for Ctrl-C.
+    """
     try:
         yield
     except DitLoraError as error:
@@ -116,6 +121,6 @@ def reported_errors() -> Iterator[None]:
         )
         sys.exit(DitLoraError.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        sys.stderr.write(f"{interrupted}\n")
         # 128 + SIGINT, as shells report it.
         sys.exit(130)

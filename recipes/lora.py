@@ -28,7 +28,7 @@ from dit_lora.training.finish import finish, format_next_commands, require_verif
 from dit_lora.training.fit import fit
 from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.prepare import prepare
-from dit_lora.training.session.session import Session, require_free_folder, running
+from dit_lora.training.session.session import Session, make_interrupt_handler, require_free_folder, running
 from dit_lora.training.status import status_noted, write_data_record
 from dit_lora.training.tasks.diffusion.model import require_quantization
 from dit_lora.training.tasks.facts import write_facts
@@ -37,7 +37,7 @@ from dit_lora.training.tasks.registry import task_of
 gc.freeze()
 gc.enable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, make_interrupt_handler())
 atexit.register(gc.unfreeze)  # otherwise extensions report the remaining objects as leaks
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
@@ -116,5 +116,5 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
 
 
 if __name__ == "__main__":
-    with reported_errors():
+    with reported_errors("interrupted; to continue from the last checkpoint, add train.resume=auto"):
         main(sys.argv[1:])

@@ -32,6 +32,14 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines(run, "metrics.jsonl")]
 
 
+def require_short_log(log: str, run: Path) -> list[str]:
+    """The lines of a normal run's log, of which there are at most 15, with at most 80 columns."""
+    log_lines = log.replace(str(run), "runs/demo").splitlines()
+    assert len(log_lines) <= 15, log
+    assert max(map(len, log_lines)) <= 80, log
+    return log_lines
+
+
 def poison(cache: Path, sample: str) -> StoredEntry:
     """Put one NaN into a clip's cached latent, with the digest in the header left as it was."""
     for entry in TensorCache(cache / "videos").iter_entries():

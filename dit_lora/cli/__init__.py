@@ -1,5 +1,20 @@
-"""The `dit-lora` command: one file a verb."""
+"""The `dit-lora` command: one file per verb."""
 
-from dit_lora.cli.app import main
+import sys
 
-__all__ = ["main"]
+from dit_lora.errors import reported_errors
+
+
+def main() -> None:
+    """Run the console script: errors, and Ctrl-C during the imports, are one line and an exit code."""
+    with reported_errors():
+        # Inside, so that Ctrl-C during these imports shows no traceback.
+        from dit_lora.cli.app import app
+        from dit_lora.cli.json_output import divert_exit_output
+
+        try:
+            app()
+        finally:
+            # Also after an error: libraries print at exit in any case.
+            if "--json" in sys.argv[1:]:
+                divert_exit_output()

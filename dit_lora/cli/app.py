@@ -1,15 +1,12 @@
 """The `dit-lora` command: the table of verbs. Each verb is a file of that name, with its help and examples."""
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import divert_exit_output
 from dit_lora.cli.plain_help import PlainCommand, PlainGroup
-from dit_lora.errors import reported_errors
 from dit_lora.terminal import echo
 from dit_lora.version import __version__
 
@@ -43,18 +40,6 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
 )
-
-
-def main() -> None:
-    """Run the console script: errors are one line and an exit code."""
-    # Around everything, so that no error of ours is shown with a traceback.
-    with reported_errors():
-        try:
-            app()
-        finally:
-            # Also after an error: libraries print at exit in any case.
-            if "--json" in sys.argv[1:]:
-                divert_exit_output()
 
 
 @app.callback(invoke_without_command=True)

@@ -30,6 +30,9 @@ def quarantine(
 
     if not run.is_dir():
         raise DitLoraError(f"{run} is not a folder; give a run's folder (run.dir of its recipe)")
+    # A run without a list leaves no sample out; a mistyped folder is an error.
+    if not any((run / name).exists() for name in (QUARANTINE_FILE, "config.yaml")):
+        raise DitLoraError(f"{run} is not a run: it has no config.yaml; give the folder in run.dir")
     # The run keeps the list in memory and writes it again, so a change here would be lost.
     if release and is_live(run):
         raise DitLoraError(f"{run} is in use by {read_holder(run)}; release samples when that process has ended")

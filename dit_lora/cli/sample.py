@@ -34,13 +34,14 @@ def sample(
     prompt: Annotated[list[str], typer.Option(help="Prompt, or the name of a class. Repeat for several.")],
     model: BaseModel = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    frames: Annotated[int | None, typer.Option(help="Number of frames. Default: as in training.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels. Default: as in training.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels. Default: as in training.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Number of frames. Default: as in training.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Height in pixels. Default: as in training.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width in pixels. Default: as in training.")] = None,
     fps: Annotated[
         float | None, typer.Option(min=1, max=240, help="Frames per second. Default: as in training.")
     ] = None,
-    inference_steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
+    # Schedulers have 1000 training timesteps, and some refuse more.
+    inference_steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 50,
     guidance_scale: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,

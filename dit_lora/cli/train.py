@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
+from dit_lora.errors import InterruptedRunError
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -33,12 +34,14 @@ def train(
     from dit_lora.config.load import load_recipe
     from dit_lora.environment.versions import read_launch_config
     from dit_lora.families import get_family
+    from dit_lora.training.session.early_checks import require_paths
 
     # All of this is checked again by the run, a dozen seconds of imports later.
     settings = load_recipe(recipe, overrides or [])
     get_family(settings.model.family)
     if config_file is not None:
         read_launch_config(config_file)
+    require_paths(settings)
     echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
     # `dit-lora init` puts a copy beside the recipe, which people edit.
     script = Path(recipe).parent / "lora.py"
@@ -48,4 +51,9 @@ def train(
 
     from dit_lora.training.session.accelerate import launch_training
 
-    raise typer.Exit(launch_training([recipe, *(overrides or [])], config_file))
+    try:
+        code = launch_training([recipe, *(overrides or [])], config_file)
+    except KeyboardInterrupt as error:
+        # Before the run could handle it, or while its process ended.
+        raise InterruptedRunError("to continue, add train.resume=auto", 130) from error
+    raise typer.Exit(code)

@@ -29,7 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except FileNotFoundError as error:
         raise DitLoraError(f"there is no recipe {path}; {suggest_recipe(path)}") from error
     except OSError as error:
-        raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
+        raise DitLoraError(f"cannot read the recipe {path}: {error.strerror}") from error
     if not isinstance(values, dict):
         raise DitLoraError(f"{path} must contain sections such as model: and data:; got {values!r}")
     # Before validation: an override may supply a key that the file lacks.

@@ -57,6 +57,33 @@ def suggest_hub_prefix(path: str) -> str:
     return f"; for the repository on the Hub, write {HUB_PREFIX}{path}" if is_name else ""
 
 
+def describe_missing_model(path: str) -> str:
+    """Message for a `model.path` that is not a folder, and not a name on the Hub."""
+    if Path(path).expanduser().exists():
+        return f"model.path: {path} is a file; give the folder of a Diffusers checkpoint"
+    remedy = f"give the folder of a Diffusers checkpoint, or a Hub id{suggest_hub_prefix(path)}"
+    # The recipes for tests refer to such folders, which `dit-lora tiny` writes.
+    if Path(path).parent.name == "tiny":
+        remedy = f"create it with dit-lora tiny {Path(path).name} {path}"
+    return f"model.path: {path} does not exist; {remedy}"
+
+
+def describe_missing_clips(path: str) -> str:
+    """Message for a `data.path` that is not a folder, if the data is not a .tar or a dataset."""
+    if Path(path).expanduser().exists():
+        return f"{path} is a file; give the folder of your clips, or a .tar file"
+    return (
+        f"the folder {path} does not exist; put your clips there, or set data.path to their "
+        f"folder; for a first test: dit-lora tiny shapes {path}{suggest_hub_prefix(path)}"
+    )
+
+
+def describe_missing_conversations(path: str | Path) -> str:
+    """Message for a `data.path` of a chat model that is not a file."""
+    problem = "is a folder" if Path(path).expanduser().is_dir() else "does not exist"
+    return f"{path} {problem}; give a .json or .jsonl file of conversations"
+
+
 def suggest_recipe(path: Path) -> str:
     """Suggest a recipe for a path that does not exist: a similar file in its folder, or a packaged one."""
     # Compared without the suffix, which all of them share.

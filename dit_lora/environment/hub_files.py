@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dit_lora.config.recipe import ModelConfig, find_repo_id_problem
-from dit_lora.config.remedies import HUB_PREFIX, get_hub_name, suggest_hub_prefix
+from dit_lora.config.remedies import HUB_PREFIX, describe_missing_model, get_hub_name, suggest_hub_prefix
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular
 
@@ -21,12 +21,8 @@ def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
         return folder
     name = get_hub_name(model.path)
     if name is None:
-        path = Path(model.path)
-        remedy = f"give the folder of a Diffusers checkpoint, or a Hub id{suggest_hub_prefix(model.path)}"
-        # The recipes for tests refer to such folders, which `dit-lora tiny` writes.
-        if path.parent.name == "tiny":
-            remedy = f"create it with dit-lora tiny {path.name} {model.path}"
-        raise DitLoraError(f"model.path: {model.path} does not exist; {remedy}")
+        # A mistyped folder must never lead to a request to the Hub.
+        raise DitLoraError(describe_missing_model(model.path))
     return _download_files(name, patterns, f"model.path: no local folder {model.path}", model.revision)
 
 

@@ -329,7 +329,7 @@ def read_launch_config(path: Path) -> dict[str, Any]:
             f"the Accelerate config {path} does not exist; `dit-lora init RECIPE DIR` writes one, such as one_gpu.yaml"
         ) from error
     except OSError as error:
-        raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
+        raise DitLoraError(f"cannot read the Accelerate config {path}: {error.strerror}") from error
     if not isinstance(values, dict):
         raise DitLoraError(f"{path} must contain keys such as num_processes; got {values!r}")
     return values

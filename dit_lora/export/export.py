@@ -173,8 +173,6 @@ def write_expert_pair(
     """Call `write_expert` to fill a folder for each expert.
 
     A folder with one file is replaced by a file with the expert's name.
-
-    A folder with one file is replaced by a file with the expert's name.
     """
     with stage_folder(output_dir) as staged:
         for name in experts:

@@ -78,8 +78,6 @@ def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     """kohya's names for LoRA tensors, as in VideoX-Fun.
 
     Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
-
-    Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
     """
     if not has_names:
         raise DitLoraError(_KOHYA_UNSUPPORTED)

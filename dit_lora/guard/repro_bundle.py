@@ -99,7 +99,7 @@ def read_bundle(folder: Path) -> Bundle:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
         weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(
             f"{folder} is not a complete bundle: it has no {error.filename}; give a folder below a run's bundles/"
         ) from error

@@ -183,7 +183,7 @@ def format_next_commands(recipe: Recipe) -> str:
     sample = "chat" if recipe.model.family in CHAT_FAMILIES else "sample"
     commands = [
         f"dit-lora {sample} {folder} --prompt '...'",
-        f"dit-lora report {folder} --serve  # or open {recipe.run.dir}/report.html",
+        f"dit-lora report {folder} --serve  # or open its report.html",
     ]
     if not recipe.hub.push:
         commands.append(f"dit-lora push {folder} OWNER/NAME")

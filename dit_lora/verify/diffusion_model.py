@@ -53,8 +53,6 @@ class DiffusionReferenceModel(ReferenceModel):
 
         They have shapes and dtypes of a sample as in the run, and the random numbers drawn for it. Unless `full_size`,
         height and width are smaller if the model accepts that.
-
-        Unless `full_size`, height and width are smaller if the model accepts that.
         """
         # The smallest bucket of the training data: the output is only compared, not looked at.
         shape = min(clips.video_specs, key=lambda candidate: candidate.volume)

@@ -136,6 +136,7 @@ TESTED_ELSEWHERE = {
     "faults.__main__": "tests/benchmarks/faults/test_suite.py",
     "gpu_recovery": "tests/benchmarks/test_gpu_recovery.py",
     "host": "tests/benchmarks/test_host.py",  # replaces the driver, for the rest of its process
+    "interrupt": "tests/benchmarks/test_interrupt.py",  # starts whole commands, a minute in all
     "step": "tests/benchmarks/test_step.py",
 }
 TESTED_HERE = {

@@ -9,7 +9,7 @@ import pytest
 from family_cases.subject import TAKES
 from fuse_checks import by
 from launching import ROOT
-from runs import lines, poison
+from runs import lines, poison, require_short_log
 from safetensors.torch import load_file
 from smoke_recipes import OTHERS, RUNS, SMOKES, smoke_args
 
@@ -50,11 +50,12 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     shape_clips: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all."""
+    """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all. The log is short."""
     RUNS[name].prepare(monkeypatch)
     with by("reference", monkeypatch):
-        trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path)
+        trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path, capsys)
 
 
 def trains_resumes_and_samples(
@@ -63,6 +64,7 @@ def trains_resumes_and_samples(
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     smoke = RUNS[name]
     images, references = smoke.write_pictures(tmp_path), smoke.write_references(tmp_path)
@@ -76,7 +78,9 @@ def trains_resumes_and_samples(
         *smoke.sampled(images, references),
     ]
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    capsys.readouterr()
     lora_main([*common, f"run.dir={uninterrupted}", "train.steps=5"])
+    require_short_log(capsys.readouterr().err, uninterrupted)
     lora_main([*common, f"run.dir={parts}", "train.steps=3"])
     lora_main([*common, f"run.dir={parts}", "train.steps=5", "train.resume=auto"])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
+from dit_lora.config.remedies import describe_missing_conversations
 from dit_lora.data.chat.conversation import Conversation, Conversations
 from dit_lora.data.chat.json_records import Record, read_records
 from dit_lora.data.chat.records import ChatRecord, parse_record
@@ -57,8 +58,7 @@ class _AnnotationFile:
     def read(self) -> Conversations:
         """Read the annotation file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
-            state = "is a folder" if self._path.is_dir() else "is not there"
-            raise DitLoraError(f"{self._path} {state}; give a .json or .jsonl file of conversations")
+            raise DitLoraError(describe_missing_conversations(self._path))
         if not self._root.is_dir():
             raise DitLoraError(f"the folder of media {self._root} does not exist")
         count = 0

@@ -58,7 +58,7 @@ class CaptionTable:
         the folder is missing, has no media, or keeps its captions in another list.
         """
         if not root.is_dir():
-            raise DitLoraError(f"the folder {root} does not exist; give the folder with your clips and pictures")
+            raise DitLoraError(f"{root} is not a folder; give the folder with your clips and pictures")
         other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
         if other_lists:
             raise DitLoraError(

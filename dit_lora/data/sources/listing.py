@@ -17,6 +17,11 @@ _CLOCK_RESOLUTION_NS = 2_000_000_000
 """Coarsest resolution of a file system's times, in nanoseconds (FAT: two seconds)."""
 
 
+def is_tar(path: Path) -> bool:
+    """True if a path is named as a tar, compressed or not, and is not a folder."""
+    return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
+
+
 @dataclass
 class Listing:
     """Relative paths of the files below a folder, without hidden ones; links are followed."""

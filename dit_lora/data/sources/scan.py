@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
-from dit_lora.config.remedies import suggest_hub_prefix
+from dit_lora.config.remedies import describe_missing_clips
 from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.beside import add_alpha_masks, add_references_and_masks, reject_extra_folders
@@ -22,10 +22,10 @@ from dit_lora.data.sources.clips import Clip, ClipProblem, SampleCollector, Scan
 from dit_lora.data.sources.hf_datasets import get_dataset_hub_name, is_saved_dataset, read_dataset
 from dit_lora.data.sources.kohya import KohyaFolder, describe_kohya_folders, parse_kohya_folders
 from dit_lora.data.sources.left_out import describe_orphans, describe_unread_files
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.listing import Listing, is_tar
 from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.data.sources.tables import TABLE_NAMES, ListedFiles, read_table, read_text
-from dit_lora.data.sources.webdataset import is_tar, read_tar, read_tars
+from dit_lora.data.sources.webdataset import read_tar, read_tars
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.terminal import make_one_line
 
@@ -160,10 +160,7 @@ def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> S
         # Generated images need no captions of their own: the source's caption applies to all of them.
         return _read_media_only(Listing(root), source)
     if not root.is_dir():
-        raise DitLoraError(
-            f"the folder {source.path} does not exist; put your clips there, or set data.path to their "
-            f"folder; for a first test: dit-lora tiny shapes {source.path}{suggest_hub_prefix(source.path)}"
-        )
+        raise DitLoraError(describe_missing_clips(source.path))
     layout, scanned = _read_layout(root, source, memo_folder)
     if not scanned.clips and not scanned.problems:
         raise DitLoraError(

@@ -19,7 +19,6 @@ from dit_lora.config.records import read_typed_json
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, find_size_fault
 from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, Fault, make_too_long_fault, suggest_encoding
 from dit_lora.data.sources.clips import MASK, REFERENCE, LossMask, SampleCollector, Scan, merge_by_code
-from dit_lora.data.sources.listing import PACKED_SUFFIXES
 from dit_lora.data.sources.tables import get_caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
@@ -39,11 +38,6 @@ MemberLocation = tuple[str, int, int]
 """A member's name, the offset of its content in the tar, and its size in bytes."""
 Members = dict[str, MemberLocation]
 """Members of one sample, by extension."""
-
-
-def is_tar(path: Path) -> bool:
-    """True if a path is named as a tar, compressed or not, and is not a folder."""
-    return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
 
 
 def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None) -> Scan:

@@ -34,8 +34,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of an LTX-2 or LTX-2.3 checkpoint.
 
     Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
-
-    Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
     """
     # Older files lack options. The checks below need all of them.
     index, fields = read_checkpoint(

@@ -81,8 +81,6 @@ class LTX2Info(CheckpointInfo):
         """Apply the recipe's frame rate, which sets positions, and its sound option.
 
         Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
-
-        Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
         """
         info = super().with_recipe(recipe, training_options)
         data = recipe.data

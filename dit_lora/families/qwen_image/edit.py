@@ -95,8 +95,6 @@ class ReferenceConditioning(Conditioning):
     """Conditioning on references whose tokens follow the noisy ones, clean.
 
     In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
-
-    In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
     """
 
     def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:

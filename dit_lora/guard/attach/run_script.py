@@ -75,6 +75,8 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
     """
     if not module and not Path(script).exists():
         raise DitLoraError(f"the script {script} does not exist")
+    if not module and Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
+        raise DitLoraError(f"{script} is a folder without __main__.py; give a Python script")
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     earlier_threads = threading.enumerate()
     sys.argv = [script, *arguments]
@@ -104,8 +106,17 @@ def _load_code(script: str, *, module: bool) -> tuple[CodeType, ModuleType]:
     if not module:
         vars(scope).update(__file__=script, __builtins__=builtins, __spec__=None, __package__=None)
         with io.open_code(str(Path(script).resolve())) as file:
-            return compile(file.read(), script, "exec"), scope
-    spec = find_spec(script)
+            try:
+                return compile(file.read(), script, "exec"), scope
+            except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in some versions of Python
+                raise DitLoraError(f"{script} is not valid Python: {error}") from error
+    try:
+        spec = find_spec(script)
+    except ModuleNotFoundError as error:
+        # A package that contains the module is missing. Anything else is an error of that package.
+        if not f"{script}.".startswith(f"{error.name}."):
+            raise
+        spec = None
     if spec is not None and spec.submodule_search_locations is not None:
         # `python -m package` runs the package's `__main__` module.
         spec = find_spec(f"{script}.__main__")

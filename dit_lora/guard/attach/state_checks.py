@@ -26,7 +26,7 @@ class StateChecks:
         self._peak = 0.0
         """Largest magnitude of the trained state when a snapshot was last due."""
 
-    def is_suspect(self) -> bool:
+    def has_damaged_state(self) -> bool:
         """True if this rank's trained state is not finite, or memory has altered an element of it. Cheap."""
         peak = compute_max_magnitude(self._state.drop_infinite(self._state.collect_tensors()).values())
         previous_peak, self._peak = self._peak, peak

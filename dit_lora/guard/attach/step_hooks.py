@@ -473,7 +473,7 @@ class StepHooks:
         Weights that are only large may be intended.
         """
         self._is_snapshot_due = False
-        is_bad = "weights" in self._checks and self._state_checks.is_suspect()
+        is_bad = "weights" in self._checks and self._state_checks.has_damaged_state()
         if not self._host.is_true_on_any_rank(is_bad):
             self._state.take(self.number - 1)
             return False

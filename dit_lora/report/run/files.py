@@ -190,7 +190,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         # `utf-8-sig` accepts a byte order mark, which some editors write.
         config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(f"{folder} is not a run: it has no config.yaml; give the folder in run.dir") from error
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error

@@ -59,9 +59,9 @@ def write_run_page(reader: RunReader, *, state: RunState | None = None, embed: b
 
 
 def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", token: str = "") -> str:
-    """Render a run's report as HTML. A served page compares `fingerprint` with the server's; `token` enables exports.
+    """Render a run's report as HTML.
 
-    A served page compares the fingerprint `fingerprint` with the server's; `token` enables exports.
+    A served page compares `fingerprint` with the server's; `token` enables exports.
     """
     # Redact before anything is computed: names of groups or events could hold a path.
     clean = make_redactor()

@@ -96,8 +96,6 @@ class ParityWatch:
 
         They are the kernels that are on, and the backends that the recipe names. torch.compile is left out once the
         run has started: compiled code is compared only before the first step.
-
-        Without torch.compile once the run has started: compiled code is compared only before the first step.
         """
         disabled_names = self.recovery.state.switched_off
         switches = self.recovery.diagnosis_context.fallbacks

@@ -28,9 +28,9 @@ def get_preflight_cache_path(setup: AnySetup) -> Path:
 
 
 class ParityCache:
-    """True if an earlier run compared the same kernels on the same model and batches, and found no difference.
+    """The cached result of an earlier run's comparison of the same kernels, on the same model and batches.
 
-    All ranks use the result together.
+    It counts only if every rank has it.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from dit_lora.guard.fallbacks import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import make_printable
 from dit_lora.training.session.determinism import use_deterministic_algorithms
+from dit_lora.training.session.early_checks import require_no_steps, require_run_folder
 from dit_lora.training.session.launch import (
     Sharding,
     find_waiting_launcher,
@@ -43,7 +45,7 @@ from dit_lora.training.session.launch import (
 )
 from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
 from dit_lora.training.session.phases import Phases
-from dit_lora.training.session.run_lock import LOCK_FILE, RunLock
+from dit_lora.training.session.run_lock import RunLock
 from dit_lora.training.trackers.trackers import Trackers, find_login_problem, require_trackers
 
 # A training collective that takes this long has lost a rank; NCCL's default is a third of it.
@@ -52,7 +54,6 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _WAITING_TIMEOUT = timedelta(days=7)
 _FORWARDED_SIGNAL_S = 1.0
 """Seconds within which a repeated signal is the same one, forwarded by a launcher."""
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "eval_loss.jsonl", "held_out.jsonl", LOCK_FILE)
 T = TypeVar("T")
 _SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -120,10 +121,15 @@ class Session:
             tqdm.write(make_printable(line), file=sys.stderr)
 
     def say_once(self, line: str) -> None:
-        """Write a line for the user, unless this process has written the same line before, as for the first expert."""
+        """Write a line for the user, unless this process has written the same line before, as for the first expert.
+
+        It is wrapped to 80 columns.
+        """
         if line not in self.shown_lines:
             self.shown_lines.add(line)
-            self.say(line)
+            # Hyphens and long words, such as paths, stay whole: they are copied.
+            wrapper = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            self.say("\n".join(map(wrapper.fill, line.splitlines())))
 
 
 @contextmanager
@@ -247,22 +253,14 @@ def require_free_folder(session: Session) -> None:
 
 
 def _lock_folder(recipe: Recipe, folder: Path, lock: RunLock) -> None:
-    # The folder itself, or its nearest parent that exists.
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DitLoraError(f"cannot write run.dir {folder}: {existing} is not a writable directory")
-    # A folder of an earlier run may be reused; other folders with files may not.
-    is_run = any((folder / name).exists() for name in _RUN_FILES)
-    if existing == folder and any(folder.iterdir()) and not is_run:
-        raise DitLoraError(f"run.dir {folder} is not empty and is not a run; choose another folder")
+    require_run_folder(folder)
     # Before the folder's files are read: another process may still be writing them.
     lock.acquire()
-    if (folder / "metrics.jsonl").exists() and recipe.train.resume == "none":
+    try:
+        require_no_steps(recipe, folder)
+    except DitLoraError:
         lock.release()
-        message = f"run.dir {folder} already has a run; continue it with train.resume=auto, or choose another run.dir"
-        if recipe.train.mode == "lora" and recipe.model.family not in CHAT_FAMILIES:
-            message += f" (to train on from its result, add lora.init={folder})"
-        raise DitLoraError(message)
+        raise
 
 
 def open_run_folder(session: Session) -> None:
@@ -272,7 +270,8 @@ def open_run_folder(session: Session) -> None:
         environment = asdict(probe_environment())
         environment["packages"] = environment.pop("versions")
         environment["processes"] = session.accelerator.num_processes
-        environment["precision"] = f"{session.precision.dtype}: {session.precision.reason}"
+        dtype = str(session.precision.dtype).removeprefix("torch.")
+        environment["precision"] = f"{dtype}: {session.precision.reason}"
         write_atomically(session.dir / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
     wait_for_all_ranks(session.accelerator)
 
@@ -288,6 +287,22 @@ def hide_progress_bars() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
+    """A handler of SIGINT that raises `KeyboardInterrupt`, but not again for the same signal from a launcher.
+
+    The second one would come while the first is reported, or while Python ends, and show a traceback.
+    """
+    last_signal = -math.inf
+
+    def handle_signal(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last_signal
+        before, last_signal = last_signal, time.monotonic()
+        if last_signal - before >= _FORWARDED_SIGNAL_S:
+            raise KeyboardInterrupt
+
+    return handle_signal
 
 
 @contextmanager

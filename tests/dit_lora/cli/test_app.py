@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mypy.api
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import dit_lora
 from dit_lora import guard
+from dit_lora.cli import main
 from dit_lora.cli.app import app
 from dit_lora.data.media.video import read_frames, read_header
 from dit_lora.errors import DitLoraError
@@ -209,19 +211,63 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
         (["tiny", "cogvideox-2b", "/proc/x"], "cannot create /proc/x"),
         (["tiny", "shapes", "/proc/x"], "cannot create /proc/x"),
         (["report", "."], "config.yaml"),
+        (["report", "notes.bin"], "notes.bin is not a run: it has no config.yaml"),
+        (["push", "notes.bin", "me/it", "--dry-run"], "notes.bin is not a run: it has no config.yaml"),
+        (["replay", "notes.bin"], "notes.bin is not a complete bundle: it has no"),
+        (["plan", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
+        (["train", "folder.yaml"], "cannot read the recipe folder.yaml: Is a directory"),
+        (["guard", "notes.bin"], "notes.bin is not valid Python: "),
+        (["guard", "-m", "no_such.module"], "no module named no_such.module can be run"),
+        (["guard", "half.py"], "half.py is not valid Python: .*line 1"),
+        (["guard", "folder.yaml"], "folder.yaml is a folder without __main__.py; give a Python script"),
+        (["caption", "notes.bin", "--model", "tiny"], "notes.bin is not a folder; give the folder with your clips"),
+        (["plan", "notes.bin"], "notes.bin is not UTF-8 text"),
+        (["doctor", "--config-file", "folder.yaml"], "cannot read the Accelerate config folder.yaml: Is a directory"),
     ],
 )
 def test_mistakes_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DitLoraError, match=message.replace("(", r"\(")):
+    (tmp_path / "notes.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "half.py").write_text("def train(:\n")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(DitLoraError, match=message.replace("(", r"\(")) as refused:
         runner.invoke(app, arguments, catch_exceptions=False)
+    assert "Errno" not in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("arguments", [["plan", f"{'x' * 300}.yaml"], ["quarantine", "x" * 300], ["report", "loop"]])
+def test_paths_that_the_file_system_refuses_are_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setattr(sys, "argv", ["dit-lora", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_ctrl_c_during_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "dit_lora.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
-    command = [sys.executable, "-c", "from dit_lora.cli.app import main; main()", "tiny", "x", "y"]
+    command = [sys.executable, "-c", "from dit_lora.cli import main; main()", "tiny", "x", "y"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2
     assert process.stderr.startswith("error: unknown tiny checkpoint 'x'")

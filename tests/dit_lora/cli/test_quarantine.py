@@ -47,7 +47,9 @@ def test_it_releases_by_name_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_out_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
     for arguments, message in (
+        ([tmp_path / "other"], "other is not a run: it has no config.yaml"),
         (
             [fill(tmp_path), "--release", "z.mp4"],
             "has no entry for z.mp4; its entries are: a.mp4, b.mp4",

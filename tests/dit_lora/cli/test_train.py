@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.config.catalog import list_accelerate_configs
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.training.session import accelerate
 from dit_lora.training.session.accelerate import choose_launch_options, launch_training
 
@@ -31,6 +31,17 @@ CPU = list_accelerate_configs()["cpu"]
         ([SMOKE, "train.step=3"], "train.step: unknown key; did you mean train.steps?"),
         ([SMOKE, "model.family=cog"], "no family 'cog'"),
         ([SMOKE, "--config-file", "gone.yaml"], "the Accelerate config gone.yaml does not exist"),
+        (
+            [SMOKE, "run.dir=/dev/null", "train.resume=gone", "guard.quarantine=gone"],
+            "error: correct these paths\n"
+            "  - model.path: tiny/cogvideox-2b does not exist; create it with "
+            "dit-lora tiny cogvideox-2b tiny/cogvideox-2b\n"
+            "  - data.path: the folder clips does not exist; put your clips there, or set data.path to their folder; "
+            "for a first test: dit-lora tiny shapes clips\n"
+            "  - train.resume: gone does not exist; give auto, or a folder in /dev/null/checkpoints\n"
+            "  - guard.quarantine: gone does not exist; give the quarantine.jsonl of a run\n"
+            "  - cannot write run.dir /dev/null: /dev/null is not a writable directory\n",
+        ),
     ],
 )
 def test_a_mistake_is_answered_before_anything_heavy_is_imported(arguments: list[str], message: str) -> None:
@@ -46,6 +57,57 @@ def test_a_mistake_is_answered_before_anything_heavy_is_imported(arguments: list
     assert not {"torch", "accelerate", "diffusers", "transformers", "numpy"} & set(process.stdout.split())
 
 
+@pytest.fixture
+def smoke_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the folders that the smoke recipe names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny" / "cogvideox-2b").mkdir(parents=True)
+    (tmp_path / "clips").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["data.path=notes.txt"], "data.path: notes.txt is a file; give the folder of your clips, or a .tar file"),
+        (["data.path=gone.tgz"], "data.path: no file gone.tgz"),
+        (["data.path=null", "data.sources=[{path: clips}, {path: gone}]"], "data.sources[1]: the folder gone does"),
+        (["model.path=notes.txt"], "model.path: notes.txt is a file; give the folder of a Diffusers checkpoint"),
+        (["run.dir=tiny"], "run.dir tiny is not empty and is not a run"),
+        (["run.dir=runs/old"], "run.dir runs/old already has a run; continue it with train.resume=auto"),
+        (["model.family=chat"], "data.path: clips is a folder; give a .json or .jsonl file of conversations"),
+    ],
+)
+@pytest.mark.usefixtures("smoke_paths")
+def test_a_path_of_the_wrong_kind_is_answered_before_the_launch(values: list[str], message: str) -> None:
+    Path("notes.txt").touch()
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/metrics.jsonl").touch()
+    with pytest.raises(DitLoraError) as refused:
+        CliRunner().invoke(app, ["train", SMOKE, *values], catch_exceptions=False)
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["model.path=me/it"],
+        ["data.path=me/clips"],
+        ["data.path=hub:data/clips"],
+        ["data.path=null", "data.sources=[{path: made, caption: a cat, generate: 4}]"],
+        ["run.dir=runs/old", "train.resume=auto"],
+    ],
+)
+@pytest.mark.usefixtures("smoke_paths")
+def test_names_on_the_hub_and_folders_to_fill_are_not_missing(
+    values: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate, "launch_training", lambda arguments, config_file: 0)
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/metrics.jsonl").touch()
+    assert CliRunner().invoke(app, ["train", SMOKE, *values], catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.usefixtures("smoke_paths")
 def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +124,7 @@ def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
     assert launched == [([SMOKE, "run.dir=runs/x"], CPU, f"training with {SMOKE}; results go to runs/x\n")]
 
 
+@pytest.mark.usefixtures("smoke_paths")
 def test_an_edited_script_beside_the_recipe_is_said_not_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +150,7 @@ def test_the_machine_decides_how_it_is_launched() -> None:
     assert choose_launch_options(4, Path("mine.yaml")) == ["--config_file", "mine.yaml"]
 
 
+@pytest.mark.usefixtures("smoke_paths")
 def test_a_rank_does_not_launch_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(DitLoraError, match="run it without a launcher"):
@@ -162,6 +226,17 @@ def test_ctrl_c_before_the_run_handles_it_is_an_interrupt(script: Path) -> None:
     script.write_text("import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)")
     with pytest.raises(KeyboardInterrupt):
         launch_training([], CPU)
+
+
+@pytest.mark.usefixtures("smoke_paths")
+def test_ctrl_c_before_the_run_handles_it_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(arguments: list[str], config_file: Path | None) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accelerate, "launch_training", interrupt)
+    with pytest.raises(InterruptedRunError, match="to continue, add train") as interrupted:
+        CliRunner().invoke(app, ["train", SMOKE], catch_exceptions=False)
+    assert interrupted.value.exit_code == 130
 
 
 def test_a_config_that_accelerate_refuses_is_one_line(script: Path, tmp_path: Path) -> None:

@@ -21,11 +21,9 @@ def report_cut_captions(session: Session, encoders: Encoders, clips: Sequence[Cl
     lengths = count_caption_tokens(clips, limit.tokenizer)
     cut = [clip for clip in clips if lengths.get(clip.caption, 0) > limit.max_tokens]
     if cut:
-        example = cut[0]
         session.say(
-            f"captions: {len(cut)} of {len(clips)} are longer than the {limit.max_tokens} tokens that the "
-            f"text encoder reads, such as {example.id} with {lengths[example.caption]:,}; dit-lora audit "
-            "shows what is cut off"
+            f"captions: {len(cut)} of {len(clips)} are cut at {limit.max_tokens} tokens, such as {cut[0].id}; "
+            "see dit-lora audit"
         )
 
 

@@ -21,6 +21,7 @@ from dit_lora.training.session import session
 from dit_lora.training.session.launch import find_waiting_launcher, is_started_alone
 from dit_lora.training.session.session import (
     handle_stop_signals,
+    make_interrupt_handler,
     raise_on_all_ranks,
     wait_for_all_ranks,
 )
@@ -48,6 +49,16 @@ def test_the_first_signal_asks_and_the_second_acts(number: int, code: int, monke
             os.kill(os.getpid(), number)
         assert getattr(raised.value, "code", 130) == code
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_a_launcher_sends_again_interrupts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = make_interrupt_handler()
+    with pytest.raises(KeyboardInterrupt):
+        handle(signal.SIGINT, None)
+    handle(signal.SIGINT, None)
+    monkeypatch.setattr(session, "_FORWARDED_SIGNAL_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        handle(signal.SIGINT, None)
 
 
 def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
