@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs import require_short_log
 
-OPTIONS = ["train.steps=8", "train.save_every=4", "validation.every=2", "validation.eval_draws=1"]
+OPTIONS = ["train.steps=8", "train.save_every=4", "validation.every=4", "validation.eval_draws=1"]
 
 
 def test_the_log_of_a_normal_run(
