@@ -13,6 +13,7 @@ import torch
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
+from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_loss
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
@@ -21,10 +22,6 @@ STARVED, WINDOW = 0.2, 50
 MAX_IDLE_STEPS = 10
 """Consecutive steps without a gradient after which a group is reported. A single step is normal: a LoRA's A has no
 gradient in the first step, because B is zero, and a vision encoder has none in a step without media.
-"""
-EVAL_LOSS_FILES = ("held_out.jsonl", "eval_loss.jsonl")
-"""Files with a run's eval losses. A run that an earlier version began has the first, whose key is `held_out_loss`; it
-is read until version 0.3. Lines are written to the second only.
 """
 LOSS_PART_KEYS = ("loss_by_timestep", "loss_by_media")
 """Optional keys of a line of metrics.jsonl; which are present depends on the kind of model."""
@@ -198,17 +195,6 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
         "grad_norm_groups": result.grad_norm_groups,
         **parts,
     }
-
-
-def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """Eval losses of a run so far, by step."""
-    lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
-    return {line["step"]: get_eval_loss(line) for line in lines if isinstance(line.get("step"), int)}
-
-
-def get_eval_loss(line: Mapping[str, Any]) -> Any:
-    """The eval loss in a log line; None if it has none. Earlier versions called it `held_out_loss`."""
-    return line.get("eval_loss", line.get("held_out_loss"))
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
