@@ -1,7 +1,8 @@
 """The verbs `export` and `extract`: adapters in other forms and lower ranks, and LoRAs of two checkpoints."""
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
@@ -29,12 +30,14 @@ EXAMPLES = {
 }
 
 
+AdapterFormat = Literal["diffusers", "peft", "comfyui", "kohya", "folded"]
+AnyFormat = Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"]
 Energy = Annotated[
     float | None, typer.Option(help="Share of each layer's energy that --rank auto keeps. Default: 0.99.")
 ]
 OutputFolder = Annotated[Path, typer.Option(help="Folder to create. It must not exist yet.")]
 ExportFormat = Annotated[
-    Literal["diffusers", "peft", "comfyui", "kohya", "folded"],
+    AdapterFormat,
     typer.Option(metavar="FORMAT", help="Format: diffusers, peft, comfyui, kohya or folded."),
 ]
 
@@ -46,11 +49,11 @@ def export(
     ],
     out: OutputFolder,
     to: Annotated[
-        Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"] | None,
+        AnyFormat | None,
         typer.Option(
             metavar="FORMAT",
             help="Format: diffusers, peft, comfyui, kohya, folded (for loaders that ignore alpha) or merged (the "
-            "whole checkpoint with the adapter). Default: merged, or diffusers with --rank.",
+            "whole checkpoint with the adapter). Without it, a terminal is asked; scripts get diffusers.",
         ),
     ] = None,
     weight: Annotated[list[float] | None, typer.Option(help="Weight of each adapter, in order. Default: 1.")] = None,
@@ -67,17 +70,37 @@ def export(
     The result is read back and compared. With --rank it has a lower rank,
     and how much of each layer it keeps is printed.
     """
-    from dit_lora.export.export import ExportRequest, export_and_report
+    from dit_lora.export.export import ExportRequest, choose_default_format, export_and_report
 
     # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} needs --rank")
     choice = None if rank is None else _parse_rank_choice(rank, energy)
-    # A whole checkpoint has no rank to lower.
-    form = to or ("merged" if rank is None else "diffusers")
+    if to is not None:
+        form = to
+    else:
+        default = choose_default_format(targets[0], model)
+        # A chat model has a single format, and --rank and --json are for adapters.
+        asks = default != "merged" and rank is None and _is_on_terminal()
+        form = _ask_for_format(default) if asks else default
     request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
     _print_report(context, as_json, export_and_report(request, echo), out)
+
+
+def _is_on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _ask_for_format(default: str) -> AnyFormat:
+    """Ask on the terminal for an export format. Enter takes the default."""
+    from rich.console import Console
+    from rich.prompt import Prompt
+
+    choices = list(get_args(AnyFormat))
+    # On standard error, because the output's paths are read from standard output.
+    answer = Prompt.ask("Format", choices=choices, default=default, console=Console(stderr=True))
+    return cast("AnyFormat", answer)
 
 
 def extract(
