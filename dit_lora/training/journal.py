@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dit_lora.environment.operating_system import get_peak_memory_bytes
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
@@ -214,8 +214,7 @@ def measure_peak_gib() -> float:
     """Peak memory so far in GiB: allocated GPU memory, or the process's resident memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    # Linux gives KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return get_peak_memory_bytes() / 2**30
 
 
 def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:
