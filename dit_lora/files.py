@@ -181,7 +181,10 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
     if not parts or ".." in parts:
         raise OSError(errno.ENXIO, f"is not a file below {folder}", str(path))
     if os.open not in os.supports_dir_fd:
-        return _open_without_links(folder, path, max_bytes)
+        # Windows opens no file relative to a folder. A link that is swapped in after this check is followed.
+        if any(os.path.islink(folder.joinpath(*parts[:depth])) for depth in range(1, len(parts) + 1)):
+            raise OSError(errno.ENXIO, _LINK_REASON, str(path))
+        return open_regular(path, max_bytes)
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -201,16 +204,6 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
             os.close(handle)
         handle = inner
     return _wrap_regular_file(handle, path, max_bytes)
-
-
-def _open_without_links(folder: Path, path: Path, max_bytes: int | None) -> BufferedReader:
-    """`open_inside` on Windows, which opens no file relative to a folder: a link swapped in meanwhile is followed."""
-    for inner in (path, *path.parents):
-        if inner == folder:
-            break
-        if os.path.islink(inner):
-            raise OSError(errno.ENXIO, _LINK_REASON, str(path))
-    return open_regular(path, max_bytes)
 
 
 def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:

@@ -70,36 +70,33 @@ def export(
     The result is read back and compared. With --rank it has a lower rank,
     and how much of each layer it keeps is printed.
     """
-    from dit_lora.export.export import ExportRequest, choose_default_format, export_and_report
+    from dit_lora.export.export import ExportRequest, export_and_report
 
     # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} needs --rank")
     choice = None if rank is None else _parse_rank_choice(rank, energy)
-    if to is not None:
-        form = to
-    else:
-        default = choose_default_format(targets[0], model)
-        # A chat model has a single format, and --rank and --json are for adapters.
-        asks = default != "merged" and rank is None and _is_on_terminal()
-        form = _ask_for_format(default) if asks else default
+    # With --rank the result is an adapter, whose default needs no question.
+    form = to or _choose_format(targets[0], model, may_ask=rank is None)
     request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
     _print_report(context, as_json, export_and_report(request, echo), out)
 
 
-def _is_on_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
+def _choose_format(target: Path, model: str | None, *, may_ask: bool) -> AnyFormat:
+    """Ask for the format on a terminal; elsewhere, and for Enter, take the default of the adapter."""
+    from dit_lora.export.export import choose_default_format
 
-
-def _ask_for_format(default: str) -> AnyFormat:
-    """Ask on the terminal for an export format. Enter takes the default."""
+    default = choose_default_format(target, model)
+    # A chat model's adapter has one export only. Nobody would answer in a script.
+    if default == "merged" or not may_ask or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return default
     from rich.console import Console
     from rich.prompt import Prompt
 
-    choices = list(get_args(AnyFormat))
-    # On standard error, because the output's paths are read from standard output.
-    answer = Prompt.ask("Format", choices=choices, default=default, console=Console(stderr=True))
+    # On standard error, because the output's path is read from standard output.
+    console = Console(stderr=True)
+    answer = Prompt.ask("Format", choices=list(get_args(AnyFormat)), default=str(default), console=console)
     return cast("AnyFormat", answer)
 
 

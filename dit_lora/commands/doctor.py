@@ -57,7 +57,7 @@ def list_decisions(env: Environment) -> list[Decision]:
 
 
 def _describe_platform(env: Environment) -> Decision:
-    """What is known of this operating system and this kind of GPU."""
+    """Describe how well this operating system and kind of GPU are tested."""
     # As `platform.platform` begins: Linux, macOS or Windows.
     system = env.platform.partition("-")[0]
     if system == "Windows":

@@ -103,9 +103,9 @@ def _allow_single_text(entry: dict[str, Any]) -> None:
     if "anyOf" not in entry:
         # The title, default and description stay with the key.
         array = {name: entry.pop(name) for name in ("items", "type")}
-        rest = dict(entry)
+        annotations = dict(entry)
         entry.clear()
-        entry |= {"anyOf": [array], **rest}
+        entry |= {"anyOf": [array], **annotations}
     entry["anyOf"].insert(1, texts[0])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+# Both are missing on Windows. The functions below ask for them, so that callers need no test of the platform.
 try:
     import fcntl
     import resource
@@ -37,6 +38,7 @@ def lock_file(handle: int, *, is_shared: bool = False, waits: bool = False) -> N
         BlockingIOError: Another process holds the lock, and `waits` is False.
         OSError: The filesystem has no locks.
     """
+    # The kernel's lock ends with its process, however that ends; a lock file would stay.
     if HAS_FILE_LOCKS:
         kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         fcntl.flock(handle, kind if waits else kind | fcntl.LOCK_NB)
@@ -44,6 +46,7 @@ def lock_file(handle: int, *, is_shared: bool = False, waits: bool = False) -> N
 
 def count_usable_cpus() -> int:
     """Number of cores that this process may use, or without affinity masks that the machine has."""
+    # Containers and Slurm give a process fewer cores than the machine has. Only Linux has these masks.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -73,11 +76,13 @@ def limit_address_space(extra_bytes: int) -> None:
 
 def get_max_open_files() -> int:
     """The limit on the number of open files of this process."""
+    # An estimate, for closing copies of open files after a fork, which systems without `resource` do not have.
     return 4096 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def read_proc(path: str) -> str:
     """Content of a file, or target of a link, in /proc; empty if there is none."""
+    # Namespaces are links, such as /proc/self/ns/pid, and everything else is a file.
     try:
         return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
     except OSError:
@@ -100,6 +105,7 @@ def get_process_age_s(pid: int) -> float:
 @contextmanager
 def block_interrupts() -> Iterator[None]:
     """Block Ctrl-C in this thread, and in processes started meanwhile, which inherit that."""
+    # Windows has no masks: there a Ctrl-C reaches the new process too.
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -22,8 +22,8 @@ def test_the_symptom_comes_first_and_the_tables_after_one_screen() -> None:
     assert next(number for number, line in enumerate(lines) if line.startswith("|")) <= 40
     # A picture that is not there yet is not linked.
     assert "docs/images/demo.gif" in README
-    shown = "demo.gif)" in re.sub("<!--.*?-->", "", README, flags=re.DOTALL)
-    assert shown == (ROOT / "docs" / "images" / "demo.gif").exists()
+    is_shown = "demo.gif)" in re.sub("<!--.*?-->", "", README, flags=re.DOTALL)
+    assert is_shown == (ROOT / "docs" / "images" / "demo.gif").exists()
 
 
 def test_the_requirements_are_those_of_the_package() -> None:
@@ -37,16 +37,16 @@ def test_the_memory_of_each_model_is_that_of_its_page() -> None:
     page_rows = [line for line in (ROOT / "docs" / "models.md").read_text().splitlines() if line.startswith("|")]
     rows = read_table("Does it fit?")
     assert len(rows) > 8
-    for recipe, shape, memory, smaller in rows:
+    for recipe, shape, memory, options in rows:
         name = recipe.split("`")[1]
         assert (ROOT / "recipes" / f"{name}.yaml").is_file()
         (page_row,) = [row for row in page_rows if f"`{name}`" in row]
         cells = page_row.split("|")
         # Figures: the memory, and those in brackets after each option.
-        figures = [re.findall(r"[\d.]+", memory)[0], *re.findall(r"\(([\d.]+)\)", smaller)]
+        figures = [re.findall(r"[\d.]+", memory)[0], *re.findall(r"\(([\d.]+)\)", options)]
         assert [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", page_row)] == [], name
         assert not re.fullmatch(r"\d+x\d+(x\d+)?", shape) or shape in {cell.strip() for cell in cells}, name
-        for option in re.findall(r"`([^`]+)`", smaller):
+        for option in re.findall(r"`([^`]+)`", options):
             assert option in page_row, name
 
 

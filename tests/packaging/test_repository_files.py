@@ -55,9 +55,11 @@ def test_the_container_is_pinned_and_runs_without_root() -> None:
     # All that is installed as root comes before.
     assert not [line for line in lines[lines.index("USER 10001") :] if line.startswith(("RUN", "COPY"))]
     assert not re.search(r"^(ARG|ENV).*(TOKEN|SECRET|PASSWORD|API_KEY)", text, re.MULTILINE)
-    ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
-    assert ignored == "*"
-    names = {line.removeprefix("!") for line in kept if line.startswith("!")}
+    first_line, *exceptions = [
+        line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")
+    ]
+    assert first_line == "*"
+    names = {line.removeprefix("!") for line in exceptions if line.startswith("!")}
     assert [name for name in names if not (ROOT / name).exists()] == []
     assert not {".git", ".", "tests"} & names
 
@@ -74,9 +76,9 @@ def test_the_citation_is_of_this_version() -> None:
 def test_the_notes_for_assistants_name_commands_and_files_that_exist() -> None:
     text = (ROOT / "AGENTS.md").read_text()
     verbs = {name.rpartition(".")[2] for panel in PANELS.values() for name in panel}
-    named = set(re.findall(r"`dit-lora ([a-z]+)", text))
-    assert len(named) > 8
-    assert named <= verbs
+    text_verbs = set(re.findall(r"`dit-lora ([a-z]+)", text))
+    assert len(text_verbs) > 8
+    assert text_verbs <= verbs
     paths = set(re.findall(r"`((?:docs|recipes)/[\w./-]*|[A-Z]+\.md|\.ci/run)`", text))
     assert len(paths) > 6
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +67,8 @@ def test_a_script_gets_the_adapter_in_diffusers_form_and_a_terminal_is_asked(
 ) -> None:
     invoke("export", run, "--out", tmp_path / "scripted")
     assert [path.name for path in (tmp_path / "scripted").iterdir()] == ["pytorch_lora_weights.safetensors"]
-    monkeypatch.setattr("dit_lora.cli.export._is_on_terminal", lambda: True)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr("dit_lora.cli.export.sys", SimpleNamespace(stdin=terminal, stderr=terminal))
     arguments = ["export", str(run), "--out", str(tmp_path / "asked")]
     result = CliRunner().invoke(app, arguments, input="gguf\npeft\n", catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -32,9 +32,9 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_without_fcntl_and_resource_calls_do_the_plain_thing(without_posix: ModuleType, tmp_path: Path) -> None:
     assert not without_posix.HAS_FILE_LOCKS
     assert not without_posix.CAN_LIMIT_CHILDREN
-    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
-        without_posix.lock_file(first.fileno())
-        without_posix.lock_file(second.fileno())
+    with (tmp_path / "lock").open("w") as lock_file, (tmp_path / "lock").open("w") as other_file:
+        without_posix.lock_file(lock_file.fileno())
+        without_posix.lock_file(other_file.fileno())
     assert without_posix.count_usable_cpus() == os.cpu_count()
     assert without_posix.get_peak_memory_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     without_posix.limit_address_space(0)  # would stop this process
@@ -45,10 +45,10 @@ def test_without_fcntl_and_resource_calls_do_the_plain_thing(without_posix: Modu
 
 
 def test_a_locked_file_is_refused_to_another_descriptor(tmp_path: Path) -> None:
-    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
-        operating_system.lock_file(first.fileno())
+    with (tmp_path / "lock").open("w") as lock_file, (tmp_path / "lock").open("w") as other_file:
+        operating_system.lock_file(lock_file.fileno())
         with pytest.raises(BlockingIOError):
-            operating_system.lock_file(second.fileno(), is_shared=True)
+            operating_system.lock_file(other_file.fileno(), is_shared=True)
 
 
 def test_interrupts_are_blocked_only_inside() -> None:
