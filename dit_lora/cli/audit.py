@@ -45,7 +45,7 @@ def audit(
     elif encode:
         raise DitLoraError(f"--encode needs a recipe (.yaml); got {target}")
     else:
-        # Without Diffusers, whose import takes seconds.
+        # Without torch and Diffusers, whose import takes seconds.
         from dit_lora.commands.audit import audit_folder
 
         result = audit_folder(target, overrides or [])

@@ -1,4 +1,4 @@
-"""Audits a folder without a recipe: its list of samples, media and captions. It does not need Diffusers."""
+"""Audits a folder without a recipe: its list of samples, media and captions. It needs neither torch nor Diffusers."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ def test_listing_recipes_needs_no_recipe_classes() -> None:
     assert not {"dit_lora.config.recipe", "psutil", "torch"} & set(process.stdout.split())
 
 
-def test_a_report_needs_no_torch_and_the_audit_of_a_folder_no_diffusers(tmp_path: Path) -> None:
+def test_reports_and_the_audit_of_a_folder_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("{}")
     (tmp_path / "guard").mkdir()
@@ -61,16 +61,13 @@ import sys
 from dit_lora.cli.app import app
 for folder in ("run", "guard"):
     app(["report", "{tmp_path}/" + folder], standalone_mode=False)
-import dit_lora.report.run.serve
-print(*sys.modules)
-import dit_lora.commands.audit
+import dit_lora.commands.audit, dit_lora.report.run.serve
 print(*sys.modules)
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *reports, after_reports, after_audit = process.stdout.splitlines()
+    *reports, modules = process.stdout.splitlines()
     assert reports == [f"{tmp_path}/{folder}/report.html" for folder in ("run", "guard")]
-    assert not {"torch", "peft"} & set(after_reports.split())
-    assert not {"diffusers", "transformers", "accelerate"} & set(after_audit.split())
+    assert not {"torch", "peft", "diffusers"} & set(modules.split())
 
 
 def test_public_names_are_listed_and_documented() -> None:
