@@ -33,6 +33,7 @@ from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import GuardConfig, LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.guard.monitor import Monitor
@@ -48,7 +49,6 @@ from dit_lora.training.optim.build import Schedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.recovery.run_recovery import RunFailure
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep
 

@@ -24,7 +24,9 @@ MAX_LINES_BYTES = 2**33
 MAX_FOLDER_DEPTH = 32
 """Maximum depth of folders in a checkpoint, a result or a folder of samples."""
 # Without O_NONBLOCK, opening a named pipe waits for a writer.
-_OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_LINK_REASON = "is a link, and links are not followed"
+# Windows has O_BINARY instead.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def write_atomically(path: Path, data: bytes | str, mode: int | None = None, *, allow_stream: bool = True) -> None:
@@ -178,8 +180,13 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
     parts = path.relative_to(folder).parts
     if not parts or ".." in parts:
         raise OSError(errno.ENXIO, f"is not a file below {folder}", str(path))
+    if os.open not in os.supports_dir_fd:
+        # Windows opens no file relative to a folder. A link that is swapped in after this check is followed.
+        if any(os.path.islink(folder.joinpath(*parts[:depth])) for depth in range(1, len(parts) + 1)):
+            raise OSError(errno.ENXIO, _LINK_REASON, str(path))
+        return open_regular(path, max_bytes)
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         error.filename = str(path)
         raise
@@ -191,7 +198,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
         except OSError as error:
             error.filename = str(path)
             if os.path.islink(folder.joinpath(*parts[:depth])):
-                raise OSError(errno.ENXIO, "is a link, and links are not followed", str(path)) from error
+                raise OSError(errno.ENXIO, _LINK_REASON, str(path)) from error
             raise
         finally:
             os.close(handle)

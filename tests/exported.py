@@ -10,9 +10,8 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.adapters.peft_format import save_chat_adapter
-from dit_lora.config.lora import AdapterKind
+from dit_lora.config.lora import PEFT_ONLY_KINDS, AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 

@@ -39,7 +39,7 @@ _PRELOADED = [
     "dit_lora.families.cogvideox.checkpoint",
     "dit_lora.fuse.api",
     "dit_lora.cli.app",
-    "dit_lora.commands.audit",
+    "dit_lora.commands.audit_recipe",
     "dit_lora.commands.sample",
     "dit_lora.hub.after_training",
     "dit_lora.report.run.background",

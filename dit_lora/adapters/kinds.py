@@ -20,8 +20,6 @@ _PEFT_INITS: dict[str, Literal["gaussian"] | bool] = {"gaussian": "gaussian"}
 _DEFAULT_BLOCK_SIZE = 32  # PEFT's own default
 DROPOUT_OPTIONS = ("lora_dropout", "rank_dropout", "module_dropout")
 """Dropout options in PEFT's configs. A saved config has them at 0, so that samples are made without dropout."""
-PEFT_ONLY_KINDS: tuple[AdapterKind, ...] = ("loha", "oft")
-"""Kinds that Diffusers cannot load. They are saved in PEFT's format, for diffusion models too."""
 # Quantizations that a kind cannot adapt: PEFT uses the layer's weight or its shape, which packed codes do not have.
 _UNSUPPORTED_QUANTIZATIONS: Mapping[AdapterKind, tuple[str, ...]] = {
     "dora": ("nf4", "int8", "fp8"),

@@ -12,11 +12,12 @@ from torch import nn
 
 from dit_lora.adapters.attach_file import build_peft_config
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_run_metadata
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS, get_adapter_kind
+from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
 from dit_lora.adapters.lora_file import CONVERTER_ERRORS, is_lora_tensor, parse_header_config, read_lora
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class, with_lora
 from dit_lora.adapters.patterns import read_peft_config
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.environment.safetensors_files import read_header, read_metadata, read_tensors
 from dit_lora.errors import DitLoraError, format_list

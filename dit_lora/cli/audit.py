@@ -33,12 +33,22 @@ def audit(
     ] = False,
 ) -> None:
     """Check every clip of a data set, with its caption or class. Exit code 1 if training would reject one."""
-    from dit_lora.commands.audit import audit_target
+    from dit_lora.config.load import is_recipe
     from dit_lora.data.audit.summary import build_audit_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page
 
     # Imports are inside the verbs, so that help and completion load little.
-    result = audit_target(target, overrides or [], encode=encode)
+    if is_recipe(target):
+        from dit_lora.commands.audit_recipe import audit_recipe_file
+
+        result = audit_recipe_file(target, overrides or [], encode=encode)
+    elif encode:
+        raise DitLoraError(f"--encode needs a recipe (.yaml); got {target}")
+    else:
+        # Without torch and Diffusers, whose import takes seconds.
+        from dit_lora.commands.audit import audit_folder
+
+        result = audit_folder(target, overrides or [])
     for line in result.lines():
         # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))

@@ -49,8 +49,8 @@ def convert_videochat2(
 
     Every tensor of every file is used, or listed with the reason why it is not.
     """
+    from dit_lora.environment.progress_bar import hide_progress_bars
     from dit_lora.models.videochat2.convert import convert_videochat2 as run
-    from dit_lora.training.session.session import hide_progress_bars
 
     hide_progress_bars()
     conversion = run(
@@ -80,8 +80,8 @@ def convert_opendit(
     text_encoder: Annotated[str | None, typer.Option(help="Folder or Hub id of CLIP. Default: OpenDiT's.")] = None,
 ) -> None:
     """Convert a video checkpoint of OpenDiT v1.0.0 to a pipeline. Sizes are read from its tensors."""
+    from dit_lora.environment.progress_bar import hide_progress_bars
     from dit_lora.models.video_dit_base import convert_checkpoint
-    from dit_lora.training.session.session import hide_progress_bars
 
     hide_progress_bars()
     for line in convert_checkpoint(out, weights, heads=heads, vae=vae, text_encoder=text_encoder):

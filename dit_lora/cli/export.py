@@ -1,7 +1,8 @@
 """The verbs `export` and `extract`: adapters in other forms and lower ranks, and LoRAs of two checkpoints."""
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
@@ -29,12 +30,14 @@ EXAMPLES = {
 }
 
 
+AdapterFormat = Literal["diffusers", "peft", "comfyui", "kohya", "folded"]
+AnyFormat = Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"]
 Energy = Annotated[
     float | None, typer.Option(help="Share of each layer's energy that --rank auto keeps. Default: 0.99.")
 ]
 OutputFolder = Annotated[Path, typer.Option(help="Folder to create. It must not exist yet.")]
 ExportFormat = Annotated[
-    Literal["diffusers", "peft", "comfyui", "kohya", "folded"],
+    AdapterFormat,
     typer.Option(metavar="FORMAT", help="Format: diffusers, peft, comfyui, kohya or folded."),
 ]
 
@@ -46,11 +49,11 @@ def export(
     ],
     out: OutputFolder,
     to: Annotated[
-        Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"] | None,
+        AnyFormat | None,
         typer.Option(
             metavar="FORMAT",
             help="Format: diffusers, peft, comfyui, kohya, folded (for loaders that ignore alpha) or merged (the "
-            "whole checkpoint with the adapter). Default: merged, or diffusers with --rank.",
+            "whole checkpoint with the adapter). Without it, a terminal is asked; scripts get diffusers.",
         ),
     ] = None,
     weight: Annotated[list[float] | None, typer.Option(help="Weight of each adapter, in order. Default: 1.")] = None,
@@ -74,10 +77,27 @@ def export(
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} needs --rank")
     choice = None if rank is None else _parse_rank_choice(rank, energy)
-    # A whole checkpoint has no rank to lower.
-    form = to or ("merged" if rank is None else "diffusers")
+    # With --rank the result is an adapter, whose default needs no question.
+    form = to or _choose_format(targets[0], model, may_ask=rank is None)
     request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
     _print_report(context, as_json, export_and_report(request, echo), out)
+
+
+def _choose_format(target: Path, model: str | None, *, may_ask: bool) -> AnyFormat:
+    """Ask for the format on a terminal; elsewhere, and for Enter, take the default of the adapter."""
+    from dit_lora.export.export import choose_default_format
+
+    default = choose_default_format(target, model)
+    # A chat model's adapter has one export only. Nobody would answer in a script.
+    if default == "merged" or not may_ask or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return default
+    from rich.console import Console
+    from rich.prompt import Prompt
+
+    # On standard error, because the output's path is read from standard output.
+    console = Console(stderr=True)
+    answer = Prompt.ask("Format", choices=list(get_args(AnyFormat)), default=str(default), console=console)
+    return cast("AnyFormat", answer)
 
 
 def extract(

@@ -33,9 +33,9 @@ def plan(
     import torch
 
     from dit_lora.commands.plan import print_plan
+    from dit_lora.environment.progress_bar import hide_progress_bars
     from dit_lora.planning.budget import Launch
     from dit_lora.planning.search import plan_memory as run
-    from dit_lora.training.session.session import hide_progress_bars
 
     hide_progress_bars()
     size = None

@@ -20,8 +20,8 @@ def report(
     """Write report.html for a run, or for the folder of a guard. The run need not be finished."""
     if port is not None and not serve:
         raise DitLoraError(f"--port {port} needs --serve: dit-lora report {run} --serve --port {port}")
+    from dit_lora.config.experts import find_expert_runs
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
-    from dit_lora.verify.expert_pair import find_expert_runs
 
     # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):

@@ -142,7 +142,7 @@ def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
         raise DitLoraError(f"unknown tiny checkpoint {variant!r}; choose one of {', '.join(family_of)}")
-    from dit_lora.training.session.session import hide_progress_bars
+    from dit_lora.environment.progress_bar import hide_progress_bars
 
     make_folder(folder)
     hide_progress_bars()

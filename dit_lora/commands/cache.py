@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from dit_lora.config.load import load_recipe
+from dit_lora.config.load import is_recipe, load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache import maintenance
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.environment.progress_bar import ProgressBar
+from dit_lora.environment.progress_bar import ProgressBar, hide_progress_bars
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.training.session.session import hide_progress_bars, running
+from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
@@ -56,11 +56,6 @@ class CacheOutcome:
             if isinstance(values, dict):
                 lines += _format_cache(kind, values)
         return "\n".join(lines)
-
-
-def is_recipe(target: str) -> bool:
-    """True if the argument is the name of a YAML file."""
-    return Path(target).suffix in (".yaml", ".yml")
 
 
 def build_cache(target: str, overrides: Sequence[str]) -> None:

@@ -47,12 +47,26 @@ def list_decisions(env: Environment) -> list[Decision]:
     return [
         Decision("device", *device),
         Decision("dtype", *dtype),
+        _describe_platform(env),
         Decision("attention", "PyTorch SDPA", "never cuDNN with a mask: pytorch#196678"),
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
         Decision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
         Decision("trackers", trackers, "installed; choose with run.trackers"),
     ]
+
+
+def _describe_platform(env: Environment) -> Decision:
+    """Describe how well this operating system and kind of GPU are tested."""
+    # As `platform.platform` begins: Linux, macOS or Windows.
+    system = env.platform.partition("-")[0]
+    if system == "Windows":
+        return Decision("platform", system, "not tested: use WSL 2, which is Linux")
+    if system == "macOS":
+        return Decision("platform", system, "not tested; dit-lora train uses the CPU, and not the GPU (MPS)")
+    if env.get_build_label("torch").startswith("rocm"):
+        return Decision("platform", f"{system}, ROCm", "not tested: try a smoke recipe first")
+    return Decision("platform", system, "tested on CPUs and NVIDIA GPUs")
 
 
 def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]:

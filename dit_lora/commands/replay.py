@@ -14,6 +14,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.loading.batch import Batch
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -24,7 +25,6 @@ from dit_lora.training.execution.activation_checkpointing import choose_least_me
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import get_device_placement, offload_base
 from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.registry import task_of
 
 

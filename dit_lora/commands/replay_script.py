@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.bundles import describe_parameters, list_package_versions, unpack_call
+from dit_lora.guard.attach.bundles import describe_parameters, unpack_call
 from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard import Guard
+from dit_lora.guard.attach.guard_json import list_package_versions
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.run_script import run_as_main
 from dit_lora.guard.repro_bundle import Bundle

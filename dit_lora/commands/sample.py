@@ -17,13 +17,12 @@ from dit_lora.adapters.strength import scale_adapters, set_adapter_weights
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import resolve_result_folder
-from dit_lora.environment.progress_bar import ProgressBar
+from dit_lora.environment.progress_bar import ProgressBar, hide_progress_bars
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.terminal import echo
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_expert_results
 from dit_lora.verify.locate import ResultSource, find_source
 

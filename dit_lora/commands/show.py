@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from dit_lora.config.load import load_recipe
 from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.view import build_terminal_view
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.samples import build_training_set, find_conversations
 from dit_lora.training.tasks.chat.training_set import ChatEntry, make_sample_generator
 

@@ -13,12 +13,12 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, find_chat_adapter_f
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.config.remedies import HUB_PREFIX
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.environment.safetensors_files import read_header, read_tensors
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.verify.chat_model import ChatReferenceModel
 from dit_lora.verify.diffusion_model import DiffusionReferenceModel

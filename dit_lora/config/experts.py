@@ -1,4 +1,4 @@
-"""Split a recipe that trains both experts of a checkpoint into one recipe per expert."""
+"""Split a recipe that trains both experts of a checkpoint into one recipe per expert, and find their runs."""
 
 from pathlib import Path
 
@@ -20,6 +20,13 @@ def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
     high = min(max(round(recipe.train.steps * recipe.train.effective_high_noise_share), 1), recipe.train.steps - 1)
     steps = {"transformer": high, "transformer_2": recipe.train.steps - high}
     return tuple(_make_expert_recipe(recipe, part, count) for part, count in steps.items())
+
+
+def find_expert_runs(folder: Path) -> tuple[Path, ...]:
+    """The run folders of both experts, high noise first, if the folder is a run of both; else the folder itself."""
+    # Both folders must hold a recipe; otherwise the folder counts as a single run.
+    runs = tuple(folder / name for name in EXPERT_NAMES.values())
+    return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)
 
 
 def _make_expert_recipe(recipe: Recipe, part: str, steps: int) -> Recipe:

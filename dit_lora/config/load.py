@@ -38,6 +38,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(values, source=str(path))
 
 
+def is_recipe(target: str) -> bool:
+    """True if the argument is the name of a YAML file."""
+    return Path(target).suffix in (".yaml", ".yml")
+
+
 def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     """Validate plain values as a `Recipe`. `source` names them in the message of the `DitLoraError`."""
     try:
@@ -81,7 +86,27 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def build_recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors."""
-    return Recipe.model_json_schema()
+    schema = Recipe.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for entry in section.get("properties", {}).values():
+            _allow_single_text(entry)
+    return schema
+
+
+def _allow_single_text(entry: dict[str, Any]) -> None:
+    """Change a key's JSON Schema so that a list of texts also takes a single one, as the recipe's sections do."""
+    choices = entry.get("anyOf", [entry])
+    items = [choice["items"] for choice in choices if choice.get("type") == "array" and "items" in choice]
+    texts = [item for item in items if item.get("type") == "string"]
+    if not texts or any(choice.get("type") == "string" for choice in choices):
+        return
+    if "anyOf" not in entry:
+        # The title, default and description stay with the key.
+        array = {name: entry.pop(name) for name in ("items", "type")}
+        annotations = dict(entry)
+        entry.clear()
+        entry |= {"anyOf": [array], **annotations}
+    entry["anyOf"].insert(1, texts[0])
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

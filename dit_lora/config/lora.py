@@ -16,6 +16,8 @@ AdapterKind = Literal["lora", "dora", "lokr", "loha", "oft"]
 ADAPTER_KINDS: tuple[AdapterKind, ...] = get_args(AdapterKind)
 ADAPTER_KIND_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
 """Names of the kinds in their papers."""
+PEFT_ONLY_KINDS: tuple[AdapterKind, ...] = ("loha", "oft")
+"""Kinds that Diffusers cannot load. They are saved in PEFT's format, for diffusion models too."""
 # Options of each kind, besides kind, targets and init: those that PEFT's config for it has.
 _KIND_OPTIONS: dict[AdapterKind, set[str]] = {
     "lora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout", "under"},

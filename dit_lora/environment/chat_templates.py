@@ -10,17 +10,16 @@ the process itself.
 import gc
 import json
 import os
-import resource
 import signal
 from collections import Counter
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from jinja2 import TemplateError
 
+from dit_lora.environment.operating_system import CAN_LIMIT_CHILDREN, get_max_open_files, limit_address_space
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
@@ -91,7 +90,7 @@ class _Renderer:
             try:
                 # In the child, which has copies of all open files of the parent: open copies would keep its locks.
                 # 0 to 2 are the standard streams.
-                descriptor, max_files = child_end.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                descriptor, max_files = child_end.fileno(), get_max_open_files()
                 os.closerange(3, descriptor)
                 os.closerange(descriptor + 1, max_files)
                 self._serve(child_end)
@@ -117,7 +116,7 @@ class _Renderer:
         # Ctrl+C reaches all processes of the terminal; only the parent handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        _limit_memory()
+        limit_address_space(MAX_BYTES)
         while True:
             try:
                 args, options = connection.recv()
@@ -141,21 +140,13 @@ class _Renderer:
             connection.send_bytes(answer.encode())
 
 
-def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")
-    if not statm.exists():  # not Linux: only the time is limited
-        return
-    # The first field of statm is the size of the address space in pages.
-    used = int(statm.read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, hard))
-
-
 def limit_chat_templates() -> None:
     """Make Transformers render all chat templates of this process within time and memory limits.
 
-    A second call does nothing.
+    A second call does nothing. Without forked processes (Windows) there are no limits, only Jinja's sandbox.
     """
+    if not CAN_LIMIT_CHILDREN:
+        return
     from transformers import processing_utils, tokenization_utils_base
 
     # Both modules have imported the function by name, so it is replaced in each.

@@ -1,5 +1,6 @@
 """Progress of long work, on a terminal and in a pipe."""
 
+import logging
 import math
 import sys
 import time
@@ -47,3 +48,16 @@ class ProgressBar(tqdm):
             # tqdm then believes that it has shown nothing yet, and erases nothing.
             self.delay = math.inf
         super().close()
+
+
+def hide_progress_bars() -> None:
+    """Hide the libraries' progress bars for loading, and DeepSpeed's line on its device; other warnings stay."""
+    # A filter, because DeepSpeed sets its logger's level itself when something imports it.
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
+    )
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

@@ -14,7 +14,9 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.changed_weight import get_weight_changes
 from dit_lora.adapters.diffusers_format import DOWNSCALE_KEY, get_base_weights
 from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.recipe import ModelConfig
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
 from dit_lora.export.low_rank import RankChoice
@@ -35,7 +37,6 @@ from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import build_from_configs, config_only_model
 from dit_lora.files import stage_folder
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 from dit_lora.verify.expert_pair import find_expert_results
@@ -68,6 +69,18 @@ class ExportRequest:
     """The base checkpoint; None for the run's, or the Hub id recorded in the adapter."""
     rank: RankChoice | None = None
     """The new, lower rank of the adapter or of the sum; None to keep it."""
+
+
+def choose_default_format(target: Path, model: str | None) -> ExportFormat:
+    """The format for `target` if none is given: Diffusers', or PEFT's for kinds that Diffusers cannot load.
+
+    A chat model's adapter is in PEFT's format already, so its export is the whole checkpoint. `model` is the base
+    checkpoint, or None. Raises `DitLoraError` if there is no adapter.
+    """
+    if is_chat(target, model):
+        return "merged"
+    source = find_adapter(find_expert_results(target)[0])
+    return "peft" if find_non_lora_kind(source.file) in PEFT_ONLY_KINDS else "diffusers"
 
 
 def export(request: ExportRequest, say: MessageCallback = lambda _: None) -> Path:

@@ -16,6 +16,7 @@ from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.config.records import RunMetadata, read_typed_json
 from dit_lora.data.cache.digests import Digests
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.base_weights import CheckpointLocation, StoredWeights, find_checkpoint
 from dit_lora.export.export import MessageCallback, build_empty_model, write_expert_pair
@@ -29,7 +30,6 @@ from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import config_only_model
 from dit_lora.files import stage_folder
 from dit_lora.redact import redact_value
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 from dit_lora.verify.locate import detect_family
 from dit_lora.version import __version__

@@ -18,12 +18,13 @@ from dit_lora.adapters.diffusers_format import (
     require_valid_tensors,
     save_adapter,
 )
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS, create_peft_config, get_adapter_kind
+from dit_lora.adapters.kinds import create_peft_config, get_adapter_kind
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE, parse_header_config, read_trained_tensors
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.meta_model import load_base_weights, read_base_weights, unfreeze_weights

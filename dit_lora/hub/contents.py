@@ -14,7 +14,7 @@ from dit_lora.adapters.diffusers_format import (
 )
 from dit_lora.adapters.own_files import INDEX_FILE, list_checkpoint_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
-from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.experts import EXPERT_NAMES, find_expert_runs
 from dit_lora.config.records import (
     Answer,
     ConfigInCard,
@@ -36,7 +36,7 @@ from dit_lora.redact import redact_model_text, redact_value
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import get_sample_prompts
 from dit_lora.training.tasks.facts import FACTS_FILE
-from dit_lora.verify.expert_pair import find_expert_runs, format_expert_filename
+from dit_lora.verify.expert_pair import format_expert_filename
 from dit_lora.verify.verified_files import require_unchanged
 
 CARD_FILE = "README.md"
@@ -171,7 +171,7 @@ def _find_result(run: RunFiles) -> tuple[Path, str]:
     path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
         f"{folder} has no result yet (no {path}); it is at step {run.num_steps_taken:,} of "
-        f"{run.max_steps or 0:,}. To continue: accelerate launch recipes/lora.py {folder}/config.yaml "
+        f"{run.max_steps or 0:,}. To continue: dit-lora train {folder}/config.yaml "
         "train.resume=auto"
     )
 
@@ -227,7 +227,7 @@ def _read_facts(run: RunFiles) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DitLoraError(
             f"{run.folder} is not pushed: {FACTS_FILE}, which the model card is written from, cannot be used: "
-            f"{error}. To write it again: accelerate launch recipes/lora.py {run.folder}/config.yaml "
+            f"{error}. To write it again: dit-lora train {run.folder}/config.yaml "
             "train.resume=auto"
         ) from error
 

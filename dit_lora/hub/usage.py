@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.records import Dtype, validate_value
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.files import can_open_inside, read_json_lines
-from dit_lora.guard.attach.guard_json import FILE_NAME, read_entries
-from dit_lora.guard.attach.monitoring import STATISTICS_FILE
-from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
+from dit_lora.guard.attach.guard_json import FILE_NAME, STATISTICS_FILE, read_entries
+from dit_lora.guard.attach.samples.row_names import is_sample_name
 from dit_lora.redact import make_redactor
 from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
 from dit_lora.report.pages import render_page, write_page

@@ -40,7 +40,7 @@ from dit_lora.training.checkpoints.files import (
 from dit_lora.training.checkpoints.writer import CheckpointWriter
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.journal import read_eval_losses
+from dit_lora.training.eval_losses import read_eval_losses
 from dit_lora.training.result_metadata import build_metadata
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup

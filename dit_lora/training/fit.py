@@ -16,8 +16,9 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
+from dit_lora.training.eval_losses import read_eval_losses
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
-from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line, read_eval_losses
+from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line
 from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.build import choose_gradient_norms

@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,10 +9,12 @@ from typing import Any
 
 import torch
 
+from dit_lora.environment.operating_system import get_peak_memory_bytes
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
 from dit_lora.training.check_budget import EvalSize
+from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_loss
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
@@ -22,10 +23,6 @@ STARVED, WINDOW = 0.2, 50
 MAX_IDLE_STEPS = 10
 """Consecutive steps without a gradient after which a group is reported. A single step is normal: a LoRA's A has no
 gradient in the first step, because B is zero, and a vision encoder has none in a step without media.
-"""
-EVAL_LOSS_FILES = ("held_out.jsonl", "eval_loss.jsonl")
-"""Files with a run's eval losses. A run that an earlier version began has the first, whose key is `held_out_loss`; it
-is read until version 0.3. Lines are written to the second only.
 """
 LOSS_PART_KEYS = ("loss_by_timestep", "loss_by_media")
 """Optional keys of a line of metrics.jsonl; which are present depends on the kind of model."""
@@ -203,23 +200,12 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
     }
 
 
-def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """Eval losses of a run so far, by step."""
-    lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
-    return {line["step"]: get_eval_loss(line) for line in lines if isinstance(line.get("step"), int)}
-
-
 def read_reduced_eval_size(run_dir: Path) -> tuple[bool, EvalSize | None]:
     """Whether the run has eval losses, and their size if it was reduced: a resumed run continues with that size."""
     all_lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
     lines = [line for line in all_lines if get_eval_loss(line) is not None]
     clips, draws = (lines[-1].get(name) if lines else None for name in ("clips", "draws"))
     return bool(lines), EvalSize(clips, draws) if isinstance(clips, int) and isinstance(draws, int) else None
-
-
-def get_eval_loss(line: Mapping[str, Any]) -> Any:
-    """The eval loss in a log line; None if it has none. Earlier versions called it `held_out_loss`."""
-    return line.get("eval_loss", line.get("held_out_loss"))
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -239,8 +225,7 @@ def measure_peak_gib() -> float:
     """Peak memory so far in GiB: allocated GPU memory, or the process's resident memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    # Linux gives KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return get_peak_memory_bytes() / 2**30
 
 
 def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.experts import EXPERT_NAMES, find_expert_runs
 from dit_lora.errors import DitLoraError, format_list
 
 EXPERT_FILE_PATTERNS = tuple(f"*_{name}.safetensors" for name in EXPERT_NAMES.values())
@@ -43,13 +43,6 @@ def find_expert_results(target: Path) -> tuple[Path, ...]:
         if files:
             return tuple(files)
     return (target,)
-
-
-def find_expert_runs(folder: Path) -> tuple[Path, ...]:
-    """The run folders of both experts, high noise first, if the folder is a run of both; else the folder itself."""
-    # Both folders must hold a recipe; otherwise the folder counts as a single run.
-    runs = tuple(folder / name for name in EXPERT_NAMES.values())
-    return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)
 
 
 def find_adapter_files(target: Path) -> list[Path]:

@@ -163,6 +163,18 @@ def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None
         require_regular(tmp_path)
 
 
+def test_links_are_not_followed_where_no_file_is_opened_relative_to_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "supports_dir_fd", set())
+    (tmp_path / "run" / "a").mkdir(parents=True)
+    (tmp_path / "run" / "a" / "file").write_bytes(b"text")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "run" / "a")
+    assert read_inside(tmp_path / "run", tmp_path / "run" / "a" / "file") == b"text"
+    with pytest.raises(OSError, match="is a link"):
+        read_inside(tmp_path / "run", tmp_path / "run" / "link" / "file")
+
+
 def test_a_file_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_text("theirs")

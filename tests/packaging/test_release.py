@@ -46,8 +46,14 @@ def test_the_sdist_has_what_its_own_tests_and_pages_need(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= {
+        ".ci/run",
+        ".dockerignore",
+        ".github/workflows/ci.yml",
+        "AGENTS.md",
         "CHANGELOG.md",
+        "CITATION.cff",
         "CONTRIBUTING.md",
+        "Dockerfile",
         "LICENSE",
         "Makefile",
         "README.md",

@@ -10,7 +10,7 @@ from dit_lora.data.audit.outline import ALIKE, UNLIKE, compare_outlines, is_copy
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.buckets.buckets import DroppedClip
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.references import find_mask_mismatch
+from dit_lora.data.media.pictures import find_mask_mismatch
 from dit_lora.data.sources.clips import Clip, LossMask
 
 # Minimum area relative to the sample, a quarter of the side: references for upscaling have 1/4 of the pixels or 1/16.

@@ -1,7 +1,6 @@
 """Audits media: decodes every clip and image once, in parallel, and collects the findings."""
 
 import os
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -19,6 +18,7 @@ from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip, LossMask
+from dit_lora.environment.operating_system import count_usable_cpus
 from dit_lora.environment.progress_bar import ProgressBar
 
 MediaOrMask = Media | LossMask
@@ -111,7 +111,7 @@ def _probe_missing(
 
     if not workers:
         # The cores that this process may use.
-        workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        workers = count_usable_cpus()
     with closing(probe_all(iter_jobs(), workers)) as probes:
         for number, probe in probes:
             yield media[number], probe

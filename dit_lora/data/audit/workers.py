@@ -16,6 +16,7 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import REFETCH_REMEDY, ProbedFile, probe_file
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import LossMask
+from dit_lora.environment.operating_system import block_interrupts
 from dit_lora.errors import DitLoraError
 
 STALL_TIMEOUT_S = 60.0
@@ -87,11 +88,8 @@ class _Worker:
         # Ctrl-C in a terminal is sent to every process, but the main one should end the workers. The
         # resource tracker must be started first, because starting it unblocks the signal again.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with block_interrupts():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Close the worker's end on this side: otherwise the pipe would not end when the worker dies.
         worker_end.close()
         self.job_number: int | None = None

@@ -143,12 +143,13 @@ class WatchedLoader(DataLoader):
     """A `DataLoader` that reports a dead worker process only when data is requested."""
 
     def __iter__(self) -> Any:
-        before = signal.getsignal(signal.SIGCHLD)
+        number = getattr(signal, "SIGCHLD", None)  # Windows has none
+        before = None if number is None else signal.getsignal(number)
         iterator = super().__iter__()
         # torch's signal handler would raise in the middle of any code, such as an optimizer step. It is
         # not needed: a process that waits for data checks the workers every five seconds.
-        if threading.current_thread() is threading.main_thread() and before is not None:
-            signal.signal(signal.SIGCHLD, before)
+        if number and before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
         return iterator
 
 

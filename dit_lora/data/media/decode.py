@@ -13,7 +13,6 @@ from itertools import chain, groupby
 from typing import TypeAlias
 
 import av
-import torch
 from av.video.frame import PictureType
 
 from dit_lora.data.media.media import Media
@@ -120,6 +119,8 @@ def iter_nearest_frames(
     raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from the beginning
     (`should_seek=False`) gives them all.
     """
+    import torch  # only here, so that the audit of a folder starts without it
+
     with open_media(media) as container:
         stream = find_video_stream(container)
         # DataLoader workers and torchrun ranks have one torch thread each; the decoder uses no more.

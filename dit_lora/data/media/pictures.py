@@ -17,6 +17,9 @@ from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.missing_rows import find_missing_rows, has_late_metadata
 from dit_lora.data.media.opened import open_picture
 
+_MASK_ASPECT_TOLERANCE = 0.02
+"""Relative difference allowed between the aspect ratios of a mask and its picture, since sizes are rounded."""
+
 # Exceptions that Pillow's readers raise for damaged files.
 DECODE_ERRORS = (
     *(OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, ArithmeticError, AttributeError),
@@ -123,3 +126,15 @@ def stack_planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
         for channel in range(3):
             frame[channel] = picture[..., channel]
     return stacked
+
+
+def find_mask_mismatch(mask_size: tuple[int, int], picture_size: tuple[int, int]) -> str | None:
+    """Why a mask's height and width do not fit those of its picture; None if they do."""
+    # Quotient of the two aspect ratios, width by height.
+    ratio = mask_size[1] * picture_size[0] / (mask_size[0] * picture_size[1])
+    if abs(ratio - 1) <= _MASK_ASPECT_TOLERANCE:
+        return None
+    return (
+        f"its mask is {mask_size[1]} x {mask_size[0]} and the picture {picture_size[1]} x "
+        f"{picture_size[0]}: both must have the same shape"
+    )

@@ -14,9 +14,6 @@ from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.pictures import DECODE_ERRORS, open_mask, scale_to_cover, stack_planes
 from dit_lora.data.media.video import ClipError, decode_pictures, describe_media_error, read_frames
 
-ASPECT_TOLERANCE = 0.02
-"""Relative difference allowed between the aspect ratios of a mask and its picture, since sizes are rounded."""
-
 
 def read_reference(media: Media, clip_shape: VideoShape | None, fps: float | None, start: float = 0.0) -> torch.Tensor:
     """Read a reference picture, or a video's first frame, uint8 (F, 3, H, W), upright and at its own size.
@@ -64,15 +61,3 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
             f"{media.name}: everything inside its mask is cropped away, so nothing of the sample would be learned"
         )
     return torch.from_numpy(pixels.astype(np.float32) / 255)
-
-
-def find_mask_mismatch(mask_size: tuple[int, int], picture_size: tuple[int, int]) -> str | None:
-    """Why a mask's height and width do not fit those of its picture; None if they do."""
-    # Quotient of the two aspect ratios, width by height.
-    ratio = mask_size[1] * picture_size[0] / (mask_size[0] * picture_size[1])
-    if abs(ratio - 1) <= ASPECT_TOLERANCE:
-        return None
-    return (
-        f"its mask is {mask_size[1]} x {mask_size[0]} and the picture {picture_size[1]} x "
-        f"{picture_size[0]}: both must have the same shape"
-    )

@@ -3,7 +3,6 @@
 An edit changes only the characters of the caption. Every writer holds `lock_table`, a lock between processes.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from dit_lora.data.media.media import resolve_below
 from dit_lora.data.sources.caption_lines import set_value, to_json_text
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
+from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
 from dit_lora.files import replace_contents
 from dit_lora.parsing import parse_json
@@ -196,13 +196,13 @@ def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[Cap
         CaptionTable.read(root)
     try:
         folder.mkdir(exist_ok=True)
-        handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise DitLoraError(f"cannot write {folder}: {error.strerror}") from error
     try:
         try:
             # The kernel releases the lock if the process dies.
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock_file(handle, waits=True)
         except OSError as error:
             raise DitLoraError(
                 f"cannot lock {folder / 'table.lock'}: {error.strerror}; to edit captions, use a file system that "

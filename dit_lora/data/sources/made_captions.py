@@ -4,7 +4,6 @@ They are collected in `.captions/`, in one file per process, and added to the ta
 started again. So a killed process loses none, and several processes may work on one folder.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from dit_lora.data.sources.caption_lines import to_json_text
 from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table
+from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line, read_json_lines
 
@@ -28,11 +28,11 @@ class GeneratedCaptions:
         """Lock a folder whose captions are generated, for one command; raises `DitLoraError` if another has it."""
         try:
             self._folder.mkdir(exist_ok=True)
-            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise DitLoraError(f"cannot write {self._folder}: {error.strerror}") from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(handle)
         except BlockingIOError as error:
             os.close(handle)
             folder = self._folder.parent

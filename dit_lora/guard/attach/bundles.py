@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.guard_json import list_package_versions
 from dit_lora.guard.repro_bundle import WEIGHTS, Bundle, format_oversize_message, write_bundle
 from dit_lora.numerics.dtensors import gather_tensors, get_original_class
 
 _LOG = logging.getLogger("dit_lora")
-_PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safetensors", "triton")
 
 
 @dataclass
@@ -163,14 +163,3 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def describe_parameters(model: nn.Module) -> list[str]:
     # A list of lines, not a dict: redaction would take a key that contains "token" for a secret.
     return [f"{n} {'x'.join(map(str, p.shape)) or 'scalar'}" for n, p in model.named_parameters()]
-
-
-def list_package_versions() -> dict[str, str]:
-    """Installed versions of the packages that a replay bundle records, by name."""
-    installed = {}
-    for name in _PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed

@@ -21,7 +21,8 @@ from dit_lora.guard.attach.calls.gather_calls import RankCalls
 from dit_lora.guard.attach.containment import try_call
 from dit_lora.guard.attach.experiments import preserve_state
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.samples.loaded_batches import describe_values, find_bad_rows, format_row_name
+from dit_lora.guard.attach.samples.loaded_batches import describe_values, find_bad_rows
+from dit_lora.guard.attach.samples.row_names import format_row_name
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis

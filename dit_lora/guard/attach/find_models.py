@@ -85,3 +85,23 @@ def find_optimizer_parameters(
         # GAN loops freeze parameters for a while; those trained before still count.
         if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained_ids)
     }
+
+
+def describe_models(models: Models) -> list[dict[str, Any]]:
+    """Class, parameter counts and dtypes of each model, for guard.json."""
+    entries = []
+    for prefix, model in models.items():
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # A dict keeps the order of first use, unlike a set.
+        dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters}
+        entries.append(
+            {
+                "name": prefix.removesuffix(".") or get_original_class(model).__name__,
+                "class": get_original_class(model).__name__,
+                "parameters": sum(parameter.numel() for parameter in parameters),
+                "trained": sum(parameter.numel() for parameter in trained),
+                "dtypes": list(dtypes),
+            }
+        )
+    return entries

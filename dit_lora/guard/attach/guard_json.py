@@ -7,26 +7,28 @@ import logging
 import secrets
 import sys
 import time
+from importlib import metadata
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dit_lora.files import read_inside, write_atomically
-from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.bundles import list_package_versions
-from dit_lora.guard.attach.find_models import Models
-from dit_lora.numerics.dtensors import get_original_class
 from dit_lora.parsing import parse_json
+
+if TYPE_CHECKING:  # the report reads these files without torch
+    from dit_lora.guard.attach.accelerator_adapter import Host
 
 _LOG = logging.getLogger("dit_lora")
 FILE_NAME = "guard.json"
+STATISTICS_FILE = "statistics.jsonl"
 FORMAT_VERSION = 1
+_PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safetensors", "triton")
 
 
 class GuardFile:
     """Writes one guard's entry in guard.json of its folder. Only the main process writes."""
 
-    def __init__(self, host: Host, folder: Path | None) -> None:
+    def __init__(self, host: "Host", folder: Path | None) -> None:
         self.id = secrets.token_hex(4)
         """Identifies this guard's events among those of other guards in the same folder."""
         self._host = host
@@ -76,21 +78,12 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
-def describe_models(models: Models) -> list[dict[str, Any]]:
-    """Class, parameter counts and dtypes of each model, for guard.json."""
-    entries = []
-    for prefix, model in models.items():
-        parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # A dict keeps the order of first use, unlike a set.
-        dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters}
-        entries.append(
-            {
-                "name": prefix.removesuffix(".") or get_original_class(model).__name__,
-                "class": get_original_class(model).__name__,
-                "parameters": sum(parameter.numel() for parameter in parameters),
-                "trained": sum(parameter.numel() for parameter in trained),
-                "dtypes": list(dtypes),
-            }
-        )
-    return entries
+def list_package_versions() -> dict[str, str]:
+    """Installed versions of the packages that a guard records, by name."""
+    installed = {}
+    for name in _PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed

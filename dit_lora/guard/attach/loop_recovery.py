@@ -20,7 +20,8 @@ from dit_lora.guard.attach.bundles import BundleWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.diagnose_calls import CallDiagnoser, diagnose_missing_call, diagnose_state
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_micro_batch_row
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
+from dit_lora.guard.attach.samples.row_names import is_micro_batch_row
 from dit_lora.guard.attach.save_weights import save_trained
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.attach.training_state import LoopState

@@ -21,6 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
+from dit_lora.guard.attach.guard_json import STATISTICS_FILE
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
 from dit_lora.guard.checks import (
@@ -35,7 +36,6 @@ from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.numerics.dtensors import combine_shard_norms, get_local_tensor
 
-STATISTICS_FILE = "statistics.jsonl"
 OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold")
 Parameters = Mapping[str, nn.Parameter]
 

@@ -15,7 +15,8 @@ from dit_lora.guard.attach.calls.call_rows import (
     iter_parts,
 )
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_item_row
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
+from dit_lora.guard.attach.samples.row_names import is_item_row
 from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 

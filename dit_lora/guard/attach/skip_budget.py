@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
+from dit_lora.guard.attach.samples.row_names import is_sample_name
 from dit_lora.guard.diagnosis import Diagnosis
 
 _WINDOW_STEPS = 100

@@ -15,7 +15,7 @@ from dit_lora.errors import DitLoraError, join_first
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
-from dit_lora.training.journal import EVAL_LOSS_FILES, get_eval_loss
+from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_loss
 from dit_lora.training.session.run_lock import is_live
 
 # Bounded, because a failing run can write events for days.

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.config.experts import EXPERT_NAMES
-from dit_lora.config.lora import ADAPTER_KIND_NAMES, INITS, WEIGHT_INITS
+from dit_lora.config.lora import ADAPTER_KIND_NAMES, INITS, PEFT_ONLY_KINDS, WEIGHT_INITS
 from dit_lora.config.validation import build_sample_titles
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import make_redactor

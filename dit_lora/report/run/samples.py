@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.media.video import read_header
-from dit_lora.errors import DitLoraError
+import av
+
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.opened import open_media
+from dit_lora.data.media.video_header import read_container_header
 from dit_lora.files import can_open_inside, read_inside
 from dit_lora.parsing import parse_json
 
@@ -148,8 +151,9 @@ def _find_checkpoint_steps(folder: Path) -> list[int]:
 
 def _has_sound(path: Path) -> bool:
     try:
-        return read_header(path).has_sound
-    except DitLoraError:  # it was removed meanwhile, or is incomplete
+        with open_media(MediaFile(path)) as container:
+            return read_container_header(container).has_sound
+    except (av.error.FFmpegError, OSError, ValueError):  # it was removed meanwhile, or is incomplete
         return False
 
 

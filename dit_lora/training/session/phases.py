@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
+from dit_lora.environment.operating_system import get_process_age_s
 from dit_lora.files import write_atomically
 
 PHASES_FILE = "phases.json"
@@ -58,11 +57,11 @@ class Phases:
     @classmethod
     def from_process(cls, launcher: int | None = None) -> "Phases":
         """Phases that begin with the process or its launcher. The time until now is counted as imports."""
-        age, cpu = _get_process_age_s(os.getpid()), time.process_time()
+        age, cpu = get_process_age_s(os.getpid()), time.process_time()
         phases = cls(_stage_start=time.perf_counter() - age)
         if launcher is not None:
             # The clocks may disagree by a moment: a launcher is never younger than its process.
-            before = max(0.0, _get_process_age_s(launcher) - age)
+            before = max(0.0, get_process_age_s(launcher) - age)
             phases._stage_start -= before
             phases.add_time("launcher", before, 0.0)
         phases.add_time("imports", age, cpu)
@@ -162,15 +161,3 @@ class Phases:
             ],
         }
         write_atomically(folder / PHASES_FILE, json.dumps(record, indent=1) + "\n")
-
-
-def _get_process_age_s(pid: int) -> float:
-    try:
-        # psutil is off by up to a second on Linux: the boot time in /proc is in whole seconds.
-        # After the process name, which may contain spaces and brackets.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # Field 22 of /proc/PID/stat: clock ticks from boot to the start of the process.
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except OSError:
-        return time.time() - psutil.Process(pid).create_time()

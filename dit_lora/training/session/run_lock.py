@@ -10,7 +10,6 @@ does not recognize requeued jobs.
 """
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from dit_lora.environment.operating_system import HAS_FILE_LOCKS, lock_file, read_proc, run_in_forked_children
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_inside, read_inside
 from dit_lora.parsing import parse_json
@@ -62,8 +62,8 @@ class Holder:
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             host=socket.gethostname(),
-            boot=_read_proc("/proc/sys/kernel/random/boot_id"),
-            namespace=_read_proc("/proc/self/ns/pid"),
+            boot=read_proc("/proc/sys/kernel/random/boot_id"),
+            namespace=read_proc("/proc/self/ns/pid"),
             pid=os.getpid(),
             born=psutil.Process().create_time(),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -154,9 +154,9 @@ class RunLock:
         """Open and lock the run's lock file, once the process that it names is known to be dead."""
         this_process = Holder.from_this_process()
         for _ in range(_TRIES):
-            # Without O_TRUNC: the file still names the last holder. O_CLOEXEC keeps it out of child programs.
-            self._file_descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            locked = _try_flock(self._file_descriptor, fcntl.LOCK_EX)
+            # Without O_TRUNC: the file still names the last holder. Python keeps it out of child programs.
+            self._file_descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            locked = _try_lock(self._file_descriptor)
             # Another process holds it, perhaps only to look at it: try again.
             if locked is False:
                 self._close()
@@ -229,7 +229,7 @@ class RunLock:
 
     def _read_mtime(self) -> float:
         """Modification time of the lock file. It is opened for that, because NFS caches attributes."""
-        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(self.path, os.O_RDONLY)
         try:
             return os.fstat(handle).st_mtime
         finally:
@@ -275,7 +275,7 @@ def is_live(folder: Path) -> bool | None:
             return True
         with open_inside(folder, path) as file:
             # A shared lock for an instant: closing the file releases it.
-            locked = _try_flock(file.fileno(), fcntl.LOCK_SH)
+            locked = _try_lock(file.fileno(), is_shared=True)
     except OSError:
         return None
     if locked is False:
@@ -284,10 +284,12 @@ def is_live(folder: Path) -> bool | None:
     return False if locked and holder.shares_kernel(this_process) else None
 
 
-def _try_flock(handle: int, kind: int) -> bool | None:
-    """True if the kernel granted the file lock; None if the filesystem has no locks."""
+def _try_lock(handle: int, *, is_shared: bool = False) -> bool | None:
+    """True if the kernel granted the file lock; None if the system or the filesystem has no locks."""
+    if not HAS_FILE_LOCKS:
+        return None
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        lock_file(handle, is_shared=is_shared)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -320,14 +322,6 @@ def _read_server_time(folder: Path) -> float:
         probe.unlink()
 
 
-def _read_proc(path: str) -> str:
-    """Content of a file, or target of a link, in /proc; empty if there is none."""
-    try:
-        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
 _held_locks: dict[str, RunLock] = {}
 """Locks that this process holds."""
 
@@ -339,4 +333,4 @@ def _close_locks_in_child() -> None:
     _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_close_locks_in_child)
+run_in_forked_children(_close_locks_in_child)

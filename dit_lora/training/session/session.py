@@ -1,7 +1,6 @@
 """Starts and ends a run: checks versions and launch, sets up autocast and the run's folder, and lets ranks agree."""
 
 import json
-import logging
 import math
 import os
 import signal
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.storage import wait_for_storage
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.environment.versions import find_launch_problem, probe_environment, require_compatible
 from dit_lora.errors import DitLoraError, format_list, make_write_error, print_error
 from dit_lora.families import CHAT_FAMILIES, get_family
@@ -274,19 +274,6 @@ def open_run_folder(session: Session) -> None:
         environment["precision"] = f"{dtype}: {session.precision.reason}"
         write_atomically(session.dir / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
     wait_for_all_ranks(session.accelerator)
-
-
-def hide_progress_bars() -> None:
-    """Hide the libraries' progress bars for loading, and DeepSpeed's line on its device; other warnings stay."""
-    # A filter, because DeepSpeed sets its logger's level itself when something imports it.
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
-    )
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:

@@ -53,6 +53,25 @@ def test_listing_recipes_needs_no_recipe_classes() -> None:
     assert not {"dit_lora.config.recipe", "psutil", "torch"} & set(process.stdout.split())
 
 
+def test_reports_and_the_audit_of_a_folder_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "events.jsonl").write_text("")
+    script = f"""
+import sys
+from dit_lora.cli.app import app
+for folder in ("run", "guard"):
+    app(["report", "{tmp_path}/" + folder], standalone_mode=False)
+import dit_lora.commands.audit, dit_lora.report.run.serve
+print(*sys.modules)
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    *reports, modules = process.stdout.splitlines()
+    assert reports == [f"{tmp_path}/{folder}/report.html" for folder in ("run", "guard")]
+    assert not {"torch", "peft", "diffusers"} & set(modules.split())
+
+
 def test_public_names_are_listed_and_documented() -> None:
     assert dir(dit_lora) == sorted(dit_lora.__all__)
     text = pydoc.render_doc(dit_lora, renderer=pydoc.plaintext)

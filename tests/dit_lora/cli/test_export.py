@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,8 +62,22 @@ def test_a_run_is_exported_by_its_folder_its_adapter_or_its_file(run: Path, tmp_
     assert not list(tmp_path.glob(".*"))
 
 
-def test_merged_is_what_export_writes_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
-    invoke("export", run, "--out", tmp_path / "merged")
+def test_a_script_gets_the_adapter_in_diffusers_form_and_a_terminal_is_asked(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    invoke("export", run, "--out", tmp_path / "scripted")
+    assert [path.name for path in (tmp_path / "scripted").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr("dit_lora.cli.export.sys", SimpleNamespace(stdin=terminal, stderr=terminal))
+    arguments = ["export", str(run), "--out", str(tmp_path / "asked")]
+    result = CliRunner().invoke(app, arguments, input="gguf\npeft\n", catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "Format [diffusers/peft/comfyui/kohya/folded/merged] (diffusers):" in result.stderr
+    assert (tmp_path / "asked" / "adapter_model.safetensors").is_file()
+
+
+def test_merged_is_a_whole_pipeline(run: Path, tmp_path: Path) -> None:
+    invoke("export", run, "--to", "merged", "--out", tmp_path / "merged")
     pipeline = CogVideoXPipeline.from_pretrained(tmp_path / "merged")
     base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
     reference = CogVideoXPipeline.from_pretrained(base)

@@ -44,6 +44,22 @@ def test_a_tested_environment_is_ok():
     assert [entry["what"] for entry in report_values["decisions"]][:2] == ["device", "dtype"]
 
 
+@pytest.mark.parametrize(
+    ("platform", "torch", "choice", "why"),
+    [
+        ("Linux-6.1.0-x86_64", "2.13.0+cu130", "Linux", "tested on CPUs and NVIDIA GPUs"),
+        ("Linux-6.1.0-x86_64", "2.13.0+rocm6.4", "Linux, ROCm", "not tested: try a smoke recipe first"),
+        ("macOS-15.1-arm64-arm-64bit", "2.13.0", "macOS", "not tested; dit-lora train uses the CPU"),
+        ("Windows-11-10.0.26100-SP0", "2.13.0+cpu", "Windows", "use WSL 2"),
+    ],
+)
+def test_the_report_says_what_is_known_of_the_platform(platform: str, torch: str, choice: str, why: str) -> None:
+    env = replace(ON_CPU, platform=platform, versions={**ON_CPU.versions, "torch": torch})
+    (entry,) = [entry for entry in build_report(env, None)["decisions"] if entry["what"] == "platform"]
+    assert entry["choice"] == choice
+    assert why in entry["why"]
+
+
 def test_a_report_survives_json():
     """It is made of plain values alone, so that `--json` can print it."""
     env = replace(ON_GPU, versions={**ON_GPU.versions, "peft": "0.11.1", "diffusers": "0.43.0"})

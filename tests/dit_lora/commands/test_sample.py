@@ -13,9 +13,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.cli.app import app
 from dit_lora.commands.sample import SampleRequest, write_sample_cells, write_samples
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportRequest, export

@@ -177,6 +177,20 @@ def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> Non
     assert "Micro-steps" in train["properties"]["accumulate"]["description"]
 
 
+def test_the_schema_for_editors_takes_a_single_text_where_the_loader_does(values: dict[str, Any]) -> None:
+    sections = build_recipe_schema()["$defs"]
+    trackers = sections["RunConfig"]["properties"]["trackers"]
+    assert [choice["type"] for choice in trackers["anyOf"]] == ["array", "string"]
+    assert trackers["anyOf"][1]["enum"] == trackers["anyOf"][0]["items"]["enum"]
+    classes = sections["DataConfig"]["properties"]["classes"]
+    assert [choice["type"] for choice in classes["anyOf"]] == ["array", "string", "null"]
+    recipe = parse_recipe({**values, "run": {"dir": "runs/a", "trackers": "wandb"}}, "r")
+    assert recipe.run.trackers == ("wandb",)
+    # Lists of lists and of numbers are not converted.
+    assert sections["ValidationConfig"]["properties"]["references"]["type"] == "array"
+    assert "string" not in json.dumps(sections["BucketsConfig"]["properties"]["frames"]["anyOf"])
+
+
 @pytest.mark.parametrize(
     ("guard", "words"),
     [

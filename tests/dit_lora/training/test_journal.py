@@ -9,12 +9,12 @@ import pytest
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Event
+from dit_lora.training.eval_losses import read_eval_losses
 from dit_lora.training.journal import (
     MAX_IDLE_STEPS,
     Journal,
     build_metrics_line,
     flatten_for_trackers,
-    read_eval_losses,
 )
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep, count_by_timestep

@@ -23,7 +23,8 @@ from dit_lora.guard.attach.calls.call_rows import (
     is_tensor_list,
     make_row_cutter,
 )
-from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows, format_row_name
+from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows
+from dit_lora.guard.attach.samples.row_names import format_row_name
 from dit_lora.guard.attach.samples.tensors import has_rows
 from dit_lora.numerics.autocasts import AutocastState, restore_autocasts
 from dit_lora.numerics.finite import is_finite

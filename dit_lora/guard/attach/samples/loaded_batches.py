@@ -4,7 +4,6 @@ Nothing is concluded from order. A row is an item's if it lies in the memory of 
 loader returned it, or if its content matches exactly one returned item.
 """
 
-import re
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.utils.data import Subset
 from dit_lora.guard.attach.finite_values import SQUARE_LIMIT
 from dit_lora.guard.attach.samples.collate_rows import Rows
 from dit_lora.guard.attach.samples.opened_files import find_bad_files, select_data_files
+from dit_lora.guard.attach.samples.row_names import is_item_row
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 from dit_lora.numerics.finite import describe_bad_values
 
@@ -31,27 +31,6 @@ _MAX_BATCHES = 256
 _MAX_KEPT_BATCHES = 8
 _MAX_OBJECTS = 4
 _MAX_KEPT_BYTES = 256 * 2**20
-_ROW_NAME = re.compile(r"row \d+ of (micro-batch|dataset index) .*")
-_ITEM_ROW_NAME = re.compile(r"row \d+ of dataset index ")
-
-
-def is_sample_name(name: str) -> bool:
-    """True if a name identifies a sample for the whole run, False if it is a row number in one micro-batch."""
-    return _ROW_NAME.fullmatch(name) is None
-
-
-def is_micro_batch_row(name: str) -> bool:
-    """True if a name is only a row number in one micro-batch, so that nothing else is known about the sample."""
-    return not is_sample_name(name) and not is_item_row(name)
-
-
-def is_item_row(name: str) -> bool:
-    """True if a name is a row of a ready batch from a dataset, whose number says little to its user."""
-    return _ITEM_ROW_NAME.match(name) is not None
-
-
-def format_row_name(row: int, micro_step: int) -> str:
-    return f"row {row} of micro-batch {micro_step}"
 
 
 def format_index_name(dataset: Any, index: object) -> str | None:

@@ -18,12 +18,12 @@ from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
 from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError, read_header
+from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.guard.fallbacks import disable_compile
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.verify.locate import read_peft_base, require_hub_base
 
 MAX_TOKENS = 512

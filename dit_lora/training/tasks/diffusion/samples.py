@@ -14,7 +14,7 @@ from dit_lora.data.buckets.report import BucketReport, advise_on_references
 from dit_lora.data.media.clip_sound import find_sound_problem
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.references import find_mask_mismatch
+from dit_lora.data.media.pictures import find_mask_mismatch
 from dit_lora.data.media.video import ClipError, find_shortage
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip

@@ -13,9 +13,9 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
 from dit_lora.adapters.find_lora import get_public_name
 from dit_lora.adapters.groups import build_recipe_groups
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.adapters.own_files import list_checkpoint_files
 from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families.base import Checkpoint

@@ -13,7 +13,8 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media import opened
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.references import find_mask_mismatch, read_mask, read_reference
+from dit_lora.data.media.pictures import find_mask_mismatch
+from dit_lora.data.media.references import read_mask, read_reference
 from dit_lora.data.media.video import ClipError, read_header, write_video
 
 EXIF_ORIENTATION = 0x0112

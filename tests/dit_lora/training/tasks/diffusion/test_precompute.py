@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from benchmarks.faults.media.cache import overwrite
-from dit_lora.commands.audit import audit_recipe
+from dit_lora.commands.audit_recipe import audit_recipe
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.cache.digests import Digests

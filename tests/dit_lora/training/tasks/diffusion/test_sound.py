@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState
 from family_cases.subject import CPU
 from sound_files import FPS, Tones, write_clip
 
-from dit_lora.commands.audit import audit_folder, audit_recipe
+from dit_lora.commands.audit import audit_folder
+from dit_lora.commands.audit_recipe import audit_recipe
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.clip_sound import read_sound
