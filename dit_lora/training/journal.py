@@ -6,10 +6,11 @@ import resource
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from dit_lora.config.validation import LossName
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
@@ -53,7 +54,7 @@ class Journal:
         self._on_error = on_error
         self._unwritten: list[tuple[str, str]] = []
         self._num_samples = 0
-        self._eval_losses: dict[int, Any] = {}
+        self._eval_losses: dict[int, dict[str, Any]] = {}
         self._recent_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._has_warned = False
         self._num_idle_steps: Counter[str] = Counter()
@@ -75,7 +76,7 @@ class Journal:
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
         self._num_samples = steps[-1].get("samples", 0) if steps else 0
         files = [_truncate_log(self.dir / name, step, first_step=0) for name in EVAL_LOSS_FILES]
-        self._eval_losses = {line["step"]: get_eval_loss(line) for lines in files for line in lines}
+        self._eval_losses = {line["step"]: get_eval_losses(line) for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far, parsed."""
@@ -125,22 +126,21 @@ class Journal:
                 self._num_idle_steps[name] = MAX_IDLE_STEPS + 1
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
-    def write_eval_loss(self, step: int, loss: float) -> None:
-        """Write the eval loss of a step to the log, only once per step.
+    def write_eval_losses(self, step: int, losses: Mapping[str, float]) -> None:
+        """Write the finite losses at fixed noise of a step to the log, only once per step.
 
-        A finished run that is resumed computes the same value again.
+        A finished run that is resumed computes the same values again.
         """
-        if step in self._eval_losses:
+        if step in self._eval_losses or not losses:
             return
-        self._eval_losses[step] = loss
-        self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss})
+        self._eval_losses[step] = dict(losses)
+        self._append(EVAL_LOSS_FILES[-1], {"step": step, **losses})
         if self.trackers is not None:
-            self.trackers.log_scalars({"eval_loss": loss}, step)
+            self.trackers.log_scalars(losses, step)
 
-    @property
-    def base_eval_loss(self) -> float | None:
-        """Eval loss of the untrained base, at step 0; None if it has not been taken."""
-        loss = self._eval_losses.get(0)
+    def get_base_loss(self, name: str) -> float | None:
+        """A loss at fixed noise of the untrained base, at step 0; None if it has not been taken."""
+        loss = self._eval_losses.get(0, {}).get(name)
         return loss if isinstance(loss, float) else None
 
     def write_event(self, event: Event) -> None:
@@ -200,15 +200,18 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
     }
 
 
-def read_eval_losses(run_dir: Path) -> dict[int, float]:
-    """Eval losses of a run so far, by step."""
-    lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
-    return {line["step"]: get_eval_loss(line) for line in lines if isinstance(line.get("step"), int)}
+def read_eval_losses(run_dir: Path, name: LossName = "eval_loss") -> dict[int, float]:
+    """The losses of this name at fixed noise of a run so far, by step."""
+    lines = (line for file in EVAL_LOSS_FILES for line in read_json_lines(run_dir / file).objects)
+    losses = {line["step"]: get_eval_losses(line).get(name) for line in lines if isinstance(line.get("step"), int)}
+    return {step: loss for step, loss in losses.items() if loss is not None}
 
 
-def get_eval_loss(line: Mapping[str, Any]) -> Any:
-    """The eval loss in a log line; None if it has none. Earlier versions called it `held_out_loss`."""
-    return line.get("eval_loss", line.get("held_out_loss"))
+def get_eval_losses(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The losses at fixed noise in a log line, by name. Earlier versions called `eval_loss` `held_out_loss`."""
+    losses = {name: line.get(name) for name in get_args(LossName)}
+    losses["eval_loss"] = line.get("eval_loss", line.get("held_out_loss"))
+    return {name: loss for name, loss in losses.items() if loss is not None}
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -125,6 +125,9 @@ class ParityWatch:
         interval = self.setup.recipe.guard.parity_every
         if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
             return
+        # Compared at this step already: it became the last one only afterwards.
+        if self.recovery.state.passed == step:
+            return
         began = time.perf_counter()
         self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
         # A bad sample's NaN would look like the kernel's.

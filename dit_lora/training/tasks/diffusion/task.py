@@ -18,6 +18,7 @@ from dit_lora.adapters.own_files import list_checkpoint_files
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
+from dit_lora.data.loading.encoded import EncodedClips, Entry
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
@@ -30,7 +31,11 @@ from dit_lora.training.tasks.base_loss import compute_base_eval_loss
 from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest
 from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
-from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
+from dit_lora.training.tasks.diffusion.precompute import (
+    DiffusionTrainingData,
+    compute_data_digest,
+    precompute,
+)
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored_loras,
@@ -143,20 +148,18 @@ class DiffusionTask:
         }
 
     def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
-        settings = setup.recipe.validation
-        entries = setup.data.training_set.entries[: settings.eval_clips]
-        num_draws = settings.eval_draws
-        # Each clip is measured with several noises, which have consecutive numbers.
-        eval_samples = [
-            EvalSample(entry, index * num_draws + draw)
-            for index, entry in enumerate(entries)
-            for draw in range(num_draws)
-        ]
-        measure = partial(measure_eval_loss, setup, setup.data.training_set, eval_samples)
-        # Before the adapter has an effect, the loss is the base's, which is cached.
-        if eval_samples and has_only_idle_adapters(setup.transformer):
-            return compute_base_eval_loss(setup, eval_samples, measure)
-        return measure()[0]
+        training_set = setup.data.training_set
+        entries = training_set.entries[: setup.recipe.validation.eval_clips]
+        return _measure_loss(setup, training_set, entries, setup.data.data_digest)
+
+    def compute_validation_loss(self, setup: DiffusionSetup) -> float | None:
+        validation_set = setup.data.validation_set
+        if validation_set is None:
+            return None
+        # By a hash and not in their order, in which the first ones may be from one folder.
+        shuffled = sorted(validation_set.entries, key=lambda entry: derive_seed(0, "validation order", entry.id))
+        entries = shuffled[: setup.recipe.validation.eval_clips]
+        return _measure_loss(setup, validation_set, entries, compute_data_digest(validation_set))
 
     def write_samples(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)
@@ -178,6 +181,22 @@ class DiffusionTask:
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
             return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
         return save_adapter(setup.transformer, checkpoint.info.pipeline_class, folder / "adapter", metadata, weights)
+
+
+def _measure_loss(
+    setup: DiffusionSetup, clips: EncodedClips, entries: Sequence[Entry], data_digest: str
+) -> float | None:
+    """Mean loss of some samples at fixed noise; `data_digest` is that of all `clips`. Collective."""
+    num_draws = setup.recipe.validation.eval_draws
+    # Each clip is measured with several noises, which have consecutive numbers.
+    eval_samples = [
+        EvalSample(entry, index * num_draws + draw) for index, entry in enumerate(entries) for draw in range(num_draws)
+    ]
+    measure = partial(measure_eval_loss, setup, clips, eval_samples)
+    # Before the adapter has an effect, the loss is the base's, which is cached.
+    if eval_samples and has_only_idle_adapters(setup.transformer):
+        return compute_base_eval_loss(setup, eval_samples, data_digest, measure)
+    return measure()[0]
 
 
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
