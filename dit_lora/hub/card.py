@@ -150,8 +150,8 @@ class _EvalLoss(NamedTuple):
 
     name: str
     data: str
-    first: float
-    last: float
+    first_loss: float
+    last_loss: float
 
 
 def _list_eval_losses(contents: Contents) -> list[_EvalLoss]:
@@ -180,6 +180,7 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
     # Two experts have two losses, but the Hub's metadata has only one number.
     if task is None or not losses or contents.experts:
         return []
+    # Of held-out samples if they were measured: a reader compares models by it.
     return [
         EvalResult(
             task_type=task,
@@ -187,7 +188,7 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
             dataset_name=losses[-1].data,
             metric_type="loss",
             metric_name=losses[-1].name,
-            metric_value=round(losses[-1].last, 6),
+            metric_value=round(losses[-1].last_loss, 6),
         )
     ]
 

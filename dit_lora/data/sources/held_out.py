@@ -20,28 +20,33 @@ def scan_recipe(recipe: Recipe) -> Scan:
     Raises:
         DitLoraError: A source cannot be read, or a share leaves no clip to train on or none to validate on.
     """
-    scanned, held_out = scan_sources(recipe.data, recipe.cache_dir), recipe.validation.data
-    if held_out is None:
+    scanned, data = scan_sources(recipe.data, recipe.cache_dir), recipe.validation.data
+    if data is None:
         return scanned
-    if isinstance(held_out, str):
-        scanned = _add_folder(scanned, recipe, held_out)
-    elif scanned.clips:
-        scanned = scanned._replace(clips=_hold_out_share(scanned.clips, recipe, held_out))
-    names = [clip.id for clip in scanned.clips if clip.is_held_out]
-    note = f"validation.data: {len(names)} of {len(scanned.clips)} clips are not trained on: "
-    return scanned._replace(notes=(*scanned.notes, note + join_first(names, _MAX_NAMED)))
+    if isinstance(data, float):
+        # Without any clip, the problems of all of them are reported instead.
+        clips = _hold_out_share(scanned.clips, recipe, data) if scanned.clips else []
+        problems, notes = scanned.problems, scanned.notes
+    else:
+        folder = _scan_folder(recipe, data)
+        clips = [*scanned.clips, *folder.clips]
+        problems, notes = [*scanned.problems, *folder.problems], (*scanned.notes, *folder.notes)
+    names = [clip.id for clip in clips if clip.is_held_out]
+    note = f"validation.data: {len(names)} of {len(clips)} clips are not trained on: {join_first(names, _MAX_NAMED)}"
+    return Scan(clips, problems, (*notes, note))
 
 
-def _add_folder(scanned: Scan, recipe: Recipe, folder: str) -> Scan:
-    data = recipe.data.model_copy(update={"path": folder, "sources": ()})
+def _scan_folder(recipe: Recipe, path: str) -> Scan:
+    """Read a folder of `validation.data` with the options of the data section, as held-out clips."""
     try:
-        other = scan_sources(data, recipe.cache_dir)
+        scanned = scan_sources(recipe.data.model_copy(update={"path": path, "sources": ()}), recipe.cache_dir)
     except DitLoraError as error:
         # The message is about the training data's path, and suggests to change it.
         raise DitLoraError(str(error).replace("data.path", "validation.data")) from error
-    clips = [replace(clip, id=_ID_PREFIX + clip.id, is_held_out=True) for clip in other.clips]
-    problems = [replace(problem, file=_ID_PREFIX + problem.file) for problem in other.problems]
-    return Scan([*scanned.clips, *clips], [*scanned.problems, *problems], (*scanned.notes, *other.notes))
+    clips = [replace(clip, id=_ID_PREFIX + clip.id, is_held_out=True) for clip in scanned.clips]
+    # A problem belongs to the sample of the same id.
+    problems = [replace(problem, file=_ID_PREFIX + problem.file) for problem in scanned.problems]
+    return Scan(clips, problems, scanned.notes)
 
 
 def _hold_out_share(clips: Sequence[Clip], recipe: Recipe, share: float) -> list[Clip]:

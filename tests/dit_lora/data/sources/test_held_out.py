@@ -20,10 +20,10 @@ def write_clips(folder: Path, *names: str) -> Path:
     return folder
 
 
-def recipe_of(tmp_path: Path, data: dict[str, Any], **validation: Any) -> Recipe:
+def recipe_of(tmp_path: Path, sources: dict[str, Any], validation: dict[str, Any]) -> Recipe:
     values = {
         "model": {"family": "cogvideox", "path": "model"},
-        "data": {"frames": 9, "height": 32, "width": 48, "fps": 8, **data},
+        "data": {"frames": 9, "height": 32, "width": 48, "fps": 8, **sources},
         "train": {"steps": 1},
         "validation": validation,
         "run": {"dir": str(tmp_path / "runs" / "run")},
@@ -32,7 +32,7 @@ def recipe_of(tmp_path: Path, data: dict[str, Any], **validation: Any) -> Recipe
 
 
 def scan(tmp_path: Path, data: dict[str, Any], held_out: float | str | None) -> Scan:
-    return scan_recipe(recipe_of(tmp_path, data, data=held_out))
+    return scan_recipe(recipe_of(tmp_path, data, {"data": held_out}))
 
 
 def held_out_ids(scanned: Scan) -> list[str]:
@@ -108,4 +108,4 @@ def test_a_number_that_is_no_share_is_refused(tmp_path: Path, share: float) -> N
 
 def test_a_loss_without_noise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match=r"validation\.data needs draws of noise: validation\.eval_draws is 0"):
-        recipe_of(tmp_path, {"path": "clips"}, data=0.5, eval_draws=0)
+        recipe_of(tmp_path, {"path": "clips"}, {"data": 0.5, "eval_draws": 0})
