@@ -21,12 +21,7 @@ from dit_lora.training.tasks.diffusion.task import DiffusionTask
 Main = Callable[[list[str]], None]
 LOSSES = {0: 0.5, 2: 0.3, 4: 0.4, 6: 0.35}
 """Of the held-out clips, by step: after step 2 they only rise again."""
-OPTIONS = (
-    "validation.data=0.3",
-    "validation.eval_draws=1",
-    "validation.every=2",
-    "guard.parity_every=0",
-)
+OPTIONS = ("validation.data=0.3", "validation.eval_draws=1", "validation.every=2")
 
 
 def record_ids(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -118,7 +113,7 @@ def test_a_run_ends_when_the_validation_loss_no_longer_falls_through_a_resume_to
 def test_two_ranks_end_after_the_same_step(smoke: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = ["train.steps=20", "train.save_every=20", "train.stop_after=1", "train.accumulate=1", "train.batch_size=1"]
-    quiet = ["guard.preflight=false", "guard.monitor_every=0"]
+    quiet = ["guard.preflight=false", "guard.monitor_every=0", "guard.parity_every=0"]
     case = Case("ddp", (*smoke, *OPTIONS, *steps, *quiet, f"run.dir={run}"), prepare=use_losses)
     results = on_ranks(2, run_all, [case])
     assert [rank[0].error for rank in results] == ["", ""]
