@@ -17,7 +17,7 @@ from dit_lora.data.audit.pairs import summarise_pairs
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.audit.summary import merge_audits
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.sources.scan import scan_sources
+from dit_lora.data.sources.held_out import scan_recipe
 from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
@@ -58,7 +58,8 @@ def audit_recipe(recipe: Recipe, encoders: Encoders, *, progress: bool = True) -
     data, root = recipe.data, recipe.cache_dir
     # The only recipe setting that a checkpoint needs to compute the sizes of references.
     info = replace(encoders.info, reference_resolution=data.reference_resolution)
-    sources = scan_sources(data, root)
+    # With the clips of `validation.data`, which the notes name.
+    sources = scan_recipe(recipe)
     # The samples as training would form them: windows, buckets and references.
     samples = find_samples(recipe, info, samples_per_step=recipe.train.batch_size, quiet=not progress)
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
@@ -163,13 +164,15 @@ def _iterate_tensors(
     encoded: DiffusionTrainingData, damaged: Findings
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield each sample's name and tensors from its cache entries. Corrupt entries are added to `damaged`."""
-    clips = encoded.training_set
-    for entry in clips.entries:
-        # Reads the entry and checks its digest; damage is reported in `faults`.
-        sample = clips.read(entry, entry.text_key, 0)
-        if sample.faults:
-            reason = sample.faults[entry.id]
-            remedy = "run dit-lora cache verify RECIPE --set-aside, then dit-lora cache build RECIPE"
-            damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
-        # Without the batch dimension, which is 1.
-        yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
+    for clips in (encoded.training_set, encoded.validation_set):
+        if clips is None:
+            continue
+        for entry in clips.entries:
+            # Reads the entry and checks its digest; damage is reported in `faults`.
+            sample = clips.read(entry, entry.text_key, 0)
+            if sample.faults:
+                reason = sample.faults[entry.id]
+                remedy = "run dit-lora cache verify RECIPE --set-aside, then dit-lora cache build RECIPE"
+                damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
+            # Without the batch dimension, which is 1.
+            yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}

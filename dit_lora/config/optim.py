@@ -182,8 +182,11 @@ class TrainConfig(Section):
     keep_adapters: Annotated[int, Field(ge=0)] | None = None
     """Adapters kept of older checkpoints: the newest; null for all."""
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints kept besides: those with the lowest eval loss at their step, named in
-    checkpoints/best.json. Needs validation.every."""
+    """Checkpoints kept besides: those with the lowest eval loss at their step (validation loss, if there is
+    `validation.data`), named in checkpoints/best.json. Needs validation.every."""
+    stop_after: Count | None = None
+    """Validations in a row without a new lowest loss after which the run ends, saved and with its adapter written. The
+    loss is that of `keep_best`. Needs validation.every; null trains all `steps`."""
     resume: str = "none"
     """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -353,20 +353,27 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_keep_best(self) -> "Recipe":
+    def _check_eval_losses(self) -> "Recipe":
+        validation = self.validation
+        if validation.data is not None and not validation.eval_draws:
+            raise ValueError("validation.data needs draws of noise: validation.eval_draws is 0")
+        # Options that compare the losses of steps.
+        for name in ("keep_best", "stop_after"):
+            if not getattr(self.train, name):
+                continue
+            if self.chat is not None and validation.conversations is None:
+                raise ValueError(f"train.{name} needs an eval loss: give validation.conversations")
+            if self.chat is None and not validation.eval_draws:
+                raise ValueError(f"train.{name} needs an eval loss: validation.eval_draws is 0")
+        save, eval_steps = self.train.save_every, validation.every
         # A checkpoint is ranked by the eval loss of its own step, so saves and evaluations must coincide.
-        save, eval_steps = self.train.save_every, self.validation.every
-        if not self.train.keep_best:
-            return self
-        if self.chat is not None and self.validation.conversations is None:
-            raise ValueError("train.keep_best needs an eval loss: give validation.conversations")
-        if self.chat is None and not self.validation.eval_draws:
-            raise ValueError("train.keep_best needs an eval loss: validation.eval_draws is 0")
-        if eval_steps is None or (save % eval_steps and eval_steps % save):
+        if self.train.keep_best and (eval_steps is None or (save % eval_steps and eval_steps % save)):
             raise ValueError(
                 "train.keep_best needs the eval loss of checkpoints: validation.every must divide "
                 f"train.save_every or be a multiple of it; got {eval_steps} and {save}"
             )
+        if self.train.stop_after and eval_steps is None:
+            raise ValueError("train.stop_after counts validations during training: give validation.every")
         return self
 
     @property

@@ -1,7 +1,7 @@
 """The section `validation` of a recipe: samples and losses during training."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
@@ -9,6 +9,9 @@ from dit_lora.config.section import Count, Section
 
 RENAMED_KEYS = {"held_out_draws": "eval_draws", "held_out_clips": "eval_clips"}
 """Old keys of the section and what they are called now. The old ones are read until version 0.3."""
+
+LossName = Literal["eval_loss", "validation_loss"]
+"""Names of the losses at fixed noise: of training clips, and of data that is not trained on (`validation.data`)."""
 
 
 class ValidationConfig(Section):
@@ -26,6 +29,9 @@ class ValidationConfig(Section):
     """Models with references: a list of files a prompt; one file may stand by itself."""
     media: tuple[str, ...] = ()
     """Chat models: one image or video a prompt, which is then the question about it."""
+    data: float | str | None = None
+    """Data that is never trained on, whose loss is the validation loss: a folder in the forms of `data.path`, or a
+    share of the training data, such as 0.05, chosen by a hash of each file's name. Chat models: `conversations`."""
     conversations: str | None = None
     """Chat models: a file of conversations that are never trained on, whose loss is the eval loss."""
     max_answer_tokens: Count = 64
@@ -45,7 +51,7 @@ class ValidationConfig(Section):
     """Noise and timestep draws per clip, never trained on, for the eval loss; 0 turns it off. A short run takes
     fewer unless the recipe sets this, `eval_clips`, or an `every` below its steps."""
     eval_clips: Count = 16
-    """Clips in the eval loss."""
+    """Clips in the eval loss, and at most in the validation loss."""
 
     _old_keys: tuple[str, ...] = PrivateAttr(())
 
@@ -66,6 +72,18 @@ class ValidationConfig(Section):
             f"validation.{key} is now validation.{RENAMED_KEYS[key]}; the old key works until version 0.3"
             for key in self._old_keys
         ]
+
+    @property
+    def ranking_loss(self) -> LossName:
+        """Name of the loss that ranks checkpoints and decides when to stop: of held-out data, if there is any."""
+        return "eval_loss" if self.data is None else "validation_loss"
+
+    @field_validator("data")
+    @classmethod
+    def _check_share(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not 0 < value < 1:
+            raise ValueError("give a folder, or a share of the training data above 0 and below 1")
+        return value
 
     @field_validator("references", mode="before")
     @classmethod

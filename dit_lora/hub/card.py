@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -145,38 +145,52 @@ def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
     return ModelCardData(**values)
 
 
-def _get_eval_losses(contents: Contents) -> tuple[float, float] | None:
-    """Eval loss before and after training; None unless it was measured at least twice."""
-    # The first and the last measurement are shown.
-    losses = {step: loss for step, loss in contents.run.eval_losses.items() if math.isfinite(loss)}
-    return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
+class _EvalLoss(NamedTuple):
+    """A loss at fixed noise before and after training, and what it was measured on."""
+
+    name: str
+    data: str
+    first_loss: float
+    last_loss: float
+
+
+def _list_eval_losses(contents: Contents) -> list[_EvalLoss]:
+    """The losses at fixed noise that were measured at least twice; that of `validation.data` comes last."""
+    is_chat = "pipeline" not in contents.facts
+    noise = "training samples with noise that training does not use"
+    eval_data = "conversations that are never trained on" if is_chat else noise
+    results = []
+    for name, data, by_step in (
+        ("eval loss", eval_data, contents.run.eval_losses),
+        ("validation loss", "samples that are never trained on", contents.run.validation_losses),
+    ):
+        # The first and the last measurement are shown.
+        losses = {step: loss for step, loss in by_step.items() if math.isfinite(loss)}
+        if len(losses) > 1:
+            results.append(_EvalLoss(name, data, losses[min(losses)], losses[max(losses)]))
+    return results
 
 
 def _build_eval_results(contents: Contents) -> list[EvalResult]:
-    """The eval loss as the Hub's metadata, with what it was measured on.
+    """The eval loss, or the validation loss, as the Hub's metadata, with what it was measured on.
 
     Empty without a task, which the Hub requires.
     """
-    task, losses = get_hub_task(contents), _get_eval_losses(contents)
+    task, losses = get_hub_task(contents), _list_eval_losses(contents)
     # Two experts have two losses, but the Hub's metadata has only one number.
-    if task is None or losses is None or contents.experts:
+    if task is None or not losses or contents.experts:
         return []
+    # Of held-out samples if they were measured: a reader compares models by it.
     return [
         EvalResult(
             task_type=task,
             dataset_type="custom",
-            dataset_name=_describe_eval_data(contents),
+            dataset_name=losses[-1].data,
             metric_type="loss",
-            metric_name="eval loss",
-            metric_value=round(losses[1], 6),
+            metric_name=losses[-1].name,
+            metric_value=round(losses[-1].last_loss, 6),
         )
     ]
-
-
-def _describe_eval_data(contents: Contents) -> str:
-    if "pipeline" in contents.facts:
-        return "training samples with noise that training does not use"
-    return "conversations that are never trained on"
 
 
 def _write_summary(contents: Contents) -> str:
@@ -338,12 +352,9 @@ def _list_results(contents: Contents) -> Iterator[str]:
         # A single step's loss is too noisy.
         recent = losses[-50:]
         yield f"training loss, mean of the last {len(recent)} steps: {sum(recent) / len(recent):.4f}"
-    eval_losses = _get_eval_losses(contents)
-    if eval_losses:
-        first_loss, last_loss = eval_losses
+    for name, data, first_loss, last_loss in _list_eval_losses(contents):
         change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
-        measured_on = _describe_eval_data(contents)
-        yield f"eval loss ({measured_on}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
+        yield f"{name} ({data}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
     yield from _list_events(contents)
 
 

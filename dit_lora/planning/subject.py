@@ -164,10 +164,11 @@ class MemoryEstimator:
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
-        """Samples of a diffusion model's dataset; None if `data.path` does not exist here, and for chat models."""
+        """Samples to train on of a diffusion model; None if `data.path` does not exist here, and for chat models."""
         if self.is_chat or not is_data_available(self.recipe):
             return None
-        return find_samples(self.recipe, self.checkpoint.info, samples_per_step=1, quiet=True).usable
+        usable = find_samples(self.recipe, self.checkpoint.info, samples_per_step=1, quiet=True).usable
+        return [sample for sample in usable if not sample.clip.is_held_out]
 
     def _add_references(self, shape: VideoShape) -> VideoShape:
         """The shape with as many references as a validation prompt has; unchanged if the data has them."""

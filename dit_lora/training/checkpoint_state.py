@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.validation import LossName
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.files import write_json
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
@@ -139,7 +140,7 @@ class Checkpoints:
                     copy,
                     self.trajectory_config,
                     keep=train.keep,
-                    best_steps=[entry["step"] for entry in find_best_checkpoints(session.dir, train.keep_best)],
+                    best_steps=[entry["step"] for entry in self._find_best()],
                     keep_adapters=train.keep_adapters,
                     guard_state=guard_state,
                     launch_topology=launch_topology,
@@ -177,7 +178,7 @@ class Checkpoints:
         folder, train = self.setup.session.dir, self.setup.recipe.train
 
         def write_best() -> None:
-            best = find_best_checkpoints(folder, train.keep_best)
+            best = self._find_best()
             file = folder / "checkpoints" / BEST_FILE
             try:
                 write_json(file, best)
@@ -189,6 +190,10 @@ class Checkpoints:
         if train.keep_best and self.setup.session.is_main:
             # In the saver's thread: the checkpoint under way is whole by then, and counted.
             self.writer.submit(write_best)
+
+    def _find_best(self) -> list[dict[str, Any]]:
+        recipe = self.setup.recipe
+        return find_best_checkpoints(self.setup.session.dir, recipe.train.keep_best, recipe.validation.ranking_loss)
 
     def wait_for_writes(self) -> None:
         """Wait until every checkpoint is on the disk. Raises on all ranks if writing failed. Collective."""
@@ -217,11 +222,11 @@ class Checkpoints:
                 self.setup.session.say(f"warning: {error}")
 
 
-def find_best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """The `count` checkpoints with the lowest eval loss, lowest first."""
+def find_best_checkpoints(run_dir: Path, count: int, loss_name: LossName = "eval_loss") -> list[dict[str, Any]]:
+    """The `count` checkpoints with the lowest loss of this name, lowest first."""
     if not count:
         return []
-    losses, checkpoints = read_eval_losses(run_dir), list_checkpoints(run_dir)
+    losses, checkpoints = read_eval_losses(run_dir, loss_name), list_checkpoints(run_dir)
     # Of equal losses, the earlier step comes first.
     measured = sorted((losses[step], step) for step in checkpoints if step in losses)
-    return [{"checkpoint": checkpoints[step].name, "step": step, "eval_loss": loss} for loss, step in measured[:count]]
+    return [{"checkpoint": checkpoints[step].name, "step": step, loss_name: loss} for loss, step in measured[:count]]

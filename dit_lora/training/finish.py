@@ -55,28 +55,29 @@ def finish(run: Run) -> WrittenFiles:
             output = record_trained_output(run, run.base_fingerprint)
         with share_errors(session.accelerator):
             if session.is_main:
-                written = _write_final_weights(run, {**build_metadata(run), "output": output}, weights)
-    # After the adapter is safe: sampling takes the most memory and time of all.
-    validate(run, step=run.recipe.train.steps)
+                metadata = {**build_metadata(run), "steps": run.last_step, "output": output}
+                written = _write_final_weights(run, metadata, weights)
+    # After the adapter is safe: sampling takes the most memory and time of all. The validation that ended a run early
+    # was of the same weights.
+    if run.early_stop.step is None:
+        validate(run, step=run.last_step)
     # The run may only end once its last checkpoint is on the disk.
     with session.phases.timing("saving"):
         run.saved_checkpoints.wait_for_writes()
     return written
 
 
-def _write_final_weights(
-    setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
-) -> WrittenFiles:
-    phases = setup.session.phases
+def _write_final_weights(run: Run, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> WrittenFiles:
+    phases = run.session.phases
     try:
         with phases.timing("saving"):
-            path = setup.task.save(setup, metadata, weights)
+            path = run.task.save(run, metadata, weights)
         with phases.timing("verification"):
-            return WrittenFiles(path, _try_verification(setup, path, metadata, weights))
+            return WrittenFiles(path, _try_verification(run, path, metadata, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
-            f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
-            f"{setup.recipe.train.steps} is complete; free space and run again with train.resume=auto"
+            f"cannot write the result to {run.session.dir}: {problem}; the checkpoint of step "
+            f"{run.last_step} is complete; free space and run again with train.resume=auto"
         ) from problem
 
 
@@ -174,7 +175,7 @@ def summary(session: Session, adapter: Path, verification: Verification | None) 
         lines.append(f"base weights: {base} (load first)")
     if verification is not None:
         lines.append(verification.format_summary())
-    return "\n".join([*lines, *session.optional_work.format_lines()])
+    return "\n".join([*lines, *session.optional_work.format_lines(), *session.closing_lines])
 
 
 def format_next_commands(recipe: Recipe) -> str:

@@ -1,7 +1,7 @@
 """Trains a prepared run: the training loop, and everything that happens between two steps."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,11 @@ from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
+from dit_lora.training.early_stopping import find_stalled_best
 from dit_lora.training.eval_losses import read_eval_losses
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
 from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line
@@ -44,6 +46,9 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     """
     recipe, session, phases = run.recipe, run.session, run.session.phases
     base_waits = _validate_start(run)
+    # A resumed run that had ended early trains no more, unless `train.stop_after` has changed.
+    if _is_validation_due(run, run.start_step) and (best := _find_stalled_best(run)) is not None:
+        _end_early(run, run.start_step, best)
     # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
         with phases.timing("preflight"):
@@ -63,7 +68,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits)
         phases.begin_first_step()
         with run.saved_checkpoints.finish_writes():
-            train(_build_loop(run, callbacks), start_step=run.start_step, steps=steps)
+            train(_build_loop(run, callbacks), start_step=run.start_step, steps=run.last_step)
     # Also here: a run that was finished before has taken no step.
     phases.end_steps()
 
@@ -142,6 +147,9 @@ class RunCallbacks(LoopCallbacks):
         ):
             self.on_checkpoint()
 
+    def should_end_after(self, step: int) -> bool:
+        return self.run.early_stop.step == step
+
     def log_step(self, result: StepResult) -> None:
         _log_step(self.run, self.bar, result)
 
@@ -164,7 +172,7 @@ def _validate_start(run: Run) -> bool:
 
     Returns True if this must wait for the first step.
     """
-    recipe, step = run.recipe, run.start_step
+    step = run.start_step
     if step == 0:
         if not run.base_fingerprint.has_idle_adapter:
             validate(run, step=0)
@@ -174,11 +182,16 @@ def _validate_start(run: Run) -> bool:
     if stopped and 0 not in read_eval_losses(run.session.dir):
         validate(run, step=0)
     # A run that was stopped between a checkpoint and the validation of the same step.
-    interval, losses = recipe.validation.every, read_eval_losses(run.session.dir)
-    is_due = interval is not None and step % interval == 0 and step < recipe.train.steps
-    if is_due and losses and step not in losses:
+    losses = read_eval_losses(run.session.dir)
+    if _is_validation_due(run, step) and losses and step not in losses:
         validate(run, step=step)
     return False
+
+
+def _is_validation_due(run: Run, step: int) -> bool:
+    """True if `validation.every` is due at this step, and the step is neither the first nor the last."""
+    interval, steps = run.recipe.validation.every, run.recipe.train.steps
+    return interval is not None and step % interval == 0 and 0 < step < steps
 
 
 def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
@@ -233,9 +246,58 @@ def _check_and_save(run: Run, result: StepResult) -> None:
             snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(f"step {step} is saved; to continue, add train.resume=auto", result.stop_code)
-    interval = run.recipe.validation.every
-    if interval and step % interval == 0 and not is_last:
+    if _is_validation_due(run, step):
         validate(run, step=step)
+        if (best := _find_stalled_best(run)) is not None:
+            _save_last_step(run, step)
+            _end_early(run, step, best)
+
+
+def _find_stalled_best(run: Run) -> int | None:
+    """The best step so far if `train.stop_after` ends the run now; None if it goes on. Collective."""
+    recipe, best = run.recipe, None
+    if recipe.train.stop_after is None:
+        return None
+    if run.session.is_main:
+        # The log and not a counter, so that a resumed run counts on, and a rollback counts back.
+        losses = read_eval_losses(run.session.dir, recipe.validation.ranking_loss)
+        best = find_stalled_best(losses, recipe.train.stop_after)
+    return broadcast_object(best)
+
+
+def _save_last_step(run: Run, step: int) -> None:
+    """Check and save a step as if it were the recipe's last, after a validation has shown that it is. Collective."""
+    phases = run.session.phases
+    with phases.timing("kernel parity"):
+        run.parity.compare_if_due(step, is_last=True)
+    # Otherwise it was checked and saved before its validation.
+    if step % run.recipe.train.save_every:
+        with phases.timing("state check"):
+            _require_sound_state(run, step, check_frozen=True)
+        with phases.timing("saving"):
+            run.saved_checkpoints.save(step, run.recovery.state_dict(), wait=True)
+
+
+def _end_early(run: Run, step: int, best: int) -> None:
+    """Let training end after `step`, and say why, here and in the closing summary. Collective."""
+    run.early_stop.step = step
+    # Until then older checkpoints may still be deleted.
+    run.saved_checkpoints.wait_for_writes()
+    if not run.session.is_main:
+        return
+    folder, name = run.session.dir, run.recipe.validation.ranking_loss
+    losses = read_eval_losses(folder, name)
+    num_later = sum(measured > best for measured in losses)
+    line = (
+        f"stopped early after step {step}: no lower {_name_loss(name)} in {num_later} validation"
+        f"{'s' if num_later > 1 else ''}; the best was {losses[best]:.4f} at step {best}"
+    )
+    if checkpoint_path(folder, best).is_dir():
+        line += f", saved in {checkpoint_path(folder, best)}"
+    elif best:
+        line += ", whose checkpoint was not kept (train.keep_best keeps it)"
+    run.session.say(line)
+    run.session.closing_lines.append(line)
 
 
 def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
@@ -299,11 +361,15 @@ def validate(run: Run, step: int) -> None:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
         if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
+        losses: dict[str, float | None] = {}
         with phases.timing("eval loss"):
-            result = optional.attempt(
-                "eval losses", step, partial(_measure_eval_loss, run), is_collective=is_collective
+            measure = partial(_measure_eval_loss, run)
+            result = optional.attempt("eval losses", step, measure, is_collective=is_collective)
+            reduced_size, losses["eval_loss"] = result or (None, None)
+            measure_held_out = partial(run.task.compute_validation_loss, run)
+            losses["validation_loss"] = optional.attempt(
+                "validation losses", step, measure_held_out, is_collective=is_collective
             )
-        reduced_size, loss = result or (None, None)
         if reduced_size is not None:
             num_clips, num_draws = reduced_size
             full_draws = run.recipe.validation.eval_draws
@@ -311,17 +377,8 @@ def validate(run: Run, step: int) -> None:
                 f"{num_clips} clips, {num_draws} of {full_draws} noise draws each; in full with "
                 f"validation.eval_draws={full_draws}"
             )
-        if run.journal is not None and loss is not None:
-            # The report and best.json sort by the loss, and NaN has no order.
-            if math.isfinite(loss):
-                run.journal.write_eval_loss(step, loss, reduced_size)
-                first_loss = run.journal.base_eval_loss
-                change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
-                run.session.say(f"step {step}: eval loss {loss:.4f}{change}")
-                run.saved_checkpoints.update_best(step)
-            else:
-                message = "the eval loss is not finite, so it is not recorded; training is not affected"
-                _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
+        finite_losses = {name: loss for name, loss in losses.items() if loss is not None}
+        _record_eval_losses(run, step, finite_losses, reduced_size)
         with phases.timing("samples"):
             write = partial(run.task.write_samples, run, step)
             optional.attempt("samples", step, write, is_collective=is_collective)
@@ -331,6 +388,31 @@ def validate(run: Run, step: int) -> None:
 def _measure_eval_loss(run: Run) -> tuple[EvalSize | None, float | None]:
     """The eval loss, and its size if the run is too short for the recipe's. Collective."""
     return run.task.find_reduced_eval_size(run), run.task.compute_eval_loss(run)
+
+
+def _record_eval_losses(run: Run, step: int, losses: Mapping[str, float], size: EvalSize | None) -> None:
+    """Write, report and rank the losses of a validation. Writes on the main process only."""
+    if run.journal is None:
+        return
+    # The report and best.json sort by the losses, and NaN has no order.
+    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    for name in (name for name in losses if name not in finite):
+        message = f"the {_name_loss(name)} is not finite, so it is not recorded; training is not affected"
+        _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
+    if not finite:
+        return
+    run.journal.write_eval_losses(step, finite, size)
+    texts = []
+    for name, loss in finite.items():
+        first_loss = run.journal.get_base_loss(name)
+        change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
+        texts.append(f"{_name_loss(name)} {loss:.4f}{change}")
+    run.session.say(f"step {step}: {', '.join(texts)}")
+    run.saved_checkpoints.update_best(step)
+
+
+def _name_loss(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:

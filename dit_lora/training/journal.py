@@ -14,7 +14,7 @@ from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.diagnosis import Event
 from dit_lora.training.check_budget import EvalSize
-from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_loss
+from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_losses
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
@@ -51,7 +51,7 @@ class Journal:
         self._on_error = on_error
         self._unwritten: list[tuple[str, str]] = []
         self._num_samples = 0
-        self._eval_losses: dict[int, Any] = {}
+        self._eval_losses: dict[int, dict[str, Any]] = {}
         self._recent_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._has_warned = False
         self._num_idle_steps: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Journal:
         steps = _truncate_log(self.dir / "metrics.jsonl", step)
         self._num_samples = steps[-1].get("samples", 0) if steps else 0
         files = [_truncate_log(self.dir / name, step, first_step=0) for name in EVAL_LOSS_FILES]
-        self._eval_losses = {line["step"]: get_eval_loss(line) for lines in files for line in lines}
+        self._eval_losses = {line["step"]: get_eval_losses(line) for lines in files for line in lines}
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far, parsed."""
@@ -123,24 +123,23 @@ class Journal:
                 self._num_idle_steps[name] = MAX_IDLE_STEPS + 1
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
-    def write_eval_loss(self, step: int, loss: float, size: EvalSize | None = None) -> None:
-        """Write the eval loss of a step to the log, only once per step.
+    def write_eval_losses(self, step: int, losses: Mapping[str, float], size: EvalSize | None = None) -> None:
+        """Write the finite losses at fixed noise of a step to the log, only once per step.
 
-        `size` is its size if the run is too short for the recipe's. A finished run that is resumed computes the same
-        value again.
+        `size` is their size if the run is too short for the recipe's. A finished run that is resumed computes the same
+        values again.
         """
-        if step in self._eval_losses:
+        if step in self._eval_losses or not losses:
             return
-        self._eval_losses[step] = loss
+        self._eval_losses[step] = dict(losses)
         reduced_size = {} if size is None else {"clips": size.num_clips, "draws": size.num_draws}
-        self._append(EVAL_LOSS_FILES[-1], {"step": step, "eval_loss": loss, **reduced_size})
+        self._append(EVAL_LOSS_FILES[-1], {"step": step, **losses, **reduced_size})
         if self.trackers is not None:
-            self.trackers.log_scalars({"eval_loss": loss}, step)
+            self.trackers.log_scalars(losses, step)
 
-    @property
-    def base_eval_loss(self) -> float | None:
-        """Eval loss of the untrained base, at step 0; None if it has not been taken."""
-        loss = self._eval_losses.get(0)
+    def get_base_loss(self, name: str) -> float | None:
+        """A loss at fixed noise of the untrained base, at step 0; None if it has not been taken."""
+        loss = self._eval_losses.get(0, {}).get(name)
         return loss if isinstance(loss, float) else None
 
     def write_event(self, event: Event) -> None:
@@ -203,7 +202,7 @@ def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, floa
 def read_reduced_eval_size(run_dir: Path) -> tuple[bool, EvalSize | None]:
     """Whether the run has eval losses, and their size if it was reduced: a resumed run continues with that size."""
     all_lines = (line for name in EVAL_LOSS_FILES for line in read_json_lines(run_dir / name).objects)
-    lines = [line for line in all_lines if get_eval_loss(line) is not None]
+    lines = [line for line in all_lines if "eval_loss" in get_eval_losses(line)]
     clips, draws = (lines[-1].get(name) if lines else None for name in ("clips", "draws"))
     return bool(lines), EvalSize(clips, draws) if isinstance(clips, int) and isinstance(draws, int) else None
 

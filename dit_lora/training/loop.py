@@ -118,7 +118,7 @@ class _LoopState:
     confirmed_step: int
     """The last step whose metrics were read and found healthy."""
     last_step: int
-    """The step at which training ends."""
+    """The step at which training ends. A callback may bring it forward to the confirmed step."""
     control: MicroBatch | None = None
     """A micro-batch of the confirmed step: a healthy one for comparison."""
     pending: _PendingStep | None = None
@@ -167,6 +167,10 @@ class LoopCallbacks(ABC):
         """True if the host must read this step's metrics before the next step is launched. Equal on all ranks."""
         return False
 
+    def should_end_after(self, step: int) -> bool:
+        """True if training ends after this step, which was synced, before the last one. Equal on all ranks."""
+        return False
+
     def end_unreadable_run(self, step: int, reason: str) -> NoReturn:
         """End the run on all ranks after `step`, because a rank cannot read its data.
 
@@ -207,7 +211,7 @@ def train(loop: Loop, *, start_step: int, steps: int) -> None:
         lambda: _compute_first_loss(loop, callbacks.load_batches(start_step), start_step + 1)
     )
     state = _LoopState(start_step, steps)
-    while state.confirmed_step < steps:
+    while state.confirmed_step < state.last_step:
         # A recovery may have rolled back or changed the order: request the batches again, from `confirmed_step`.
         state.reader.start(callbacks.load_batches(state.confirmed_step))
         for number in range(state.confirmed_step + 1, steps + 1):
@@ -311,6 +315,9 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
             loop.callbacks.on_step(outcome)
             state.confirmed_step = step.number
             state.control = step.micro_batches[-1]
+            if loop.callbacks.should_end_after(step.number):
+                state.last_step = step.number
+                return False
             return True
         except BadStateError as error:
             # The step was healthy, but the state that it led to is not worth keeping.

@@ -1,10 +1,11 @@
 """Holds a run as data: its session, model and data, its guard and its files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dit_lora.training.base_fingerprint import BaseFingerprint
 from dit_lora.training.checkpoint_state import Checkpoints
+from dit_lora.training.early_stopping import EarlyStop
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.kernel_parity import ParityWatch
@@ -30,3 +31,9 @@ class Run(Setup[Any, Any]):
     saved_checkpoints: Checkpoints
     journal: Journal | None
     """The run's log files; None on all processes but the main one."""
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which training ends: the recipe's last one, or an earlier one (`train.stop_after`)."""
+        return self.recipe.train.steps if self.early_stop.step is None else self.early_stop.step

@@ -60,14 +60,17 @@ def _write_status(session: Session, recipe_file: str, state: str) -> None:
 
 
 def write_data_record(session: Session, data: TrainingData) -> None:
-    """Write data.json on the main process: samples per epoch, rejected samples with reasons, and buckets."""
+    """Write data.json on the main process: samples per epoch, rejected and held-out samples by name, and buckets."""
     if not session.is_main:
         return
     rejected = dict(data.rejected)
+    held_out = [entry.id for entry in data.validation_set.entries] if data.validation_set is not None else []
     record: dict[str, Any] = {
         "samples": len(data.training_set.entries),
         "rejected": dict(list(rejected.items())[:_MAX_LISTED]),
         "rejected_count": len(rejected),
+        "held_out": held_out[:_MAX_LISTED],
+        "held_out_count": len(held_out),
         "buckets": None,
     }
     if data.bucket_report is not None:

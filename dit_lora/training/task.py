@@ -101,7 +101,10 @@ class Task(Protocol):
         """The size of this run's eval losses if it is too short for the recipe's size, else None. Collective."""
 
     def compute_eval_loss(self, setup: Setup[Any, Any]) -> float | None:
-        """The validation loss; None if the recipe defines none. Collective."""
+        """The loss at fixed noise: of training clips, or of `validation.conversations`; None without. Collective."""
+
+    def compute_validation_loss(self, setup: Setup[Any, Any]) -> float | None:
+        """The loss at fixed noise of `validation.data`, which is not trained on; None without it. Collective."""
 
     def write_samples(self, setup: Setup[Any, Any], step: int) -> None:
         """Write the model's outputs for the validation prompts to samples/step_NNNNNN. Collective."""

@@ -74,3 +74,5 @@ class TrainingData:
     """Report on the buckets; None if there are none."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
     """Names and digests of the LoRA files that training starts from, as stored in the result's metadata."""
+    validation_set: TrainingSet | None = None
+    """The samples of `validation.data`, which are never trained on; None without it, and for chat models."""

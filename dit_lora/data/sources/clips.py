@@ -39,6 +39,8 @@ class Clip:
     """Number of times that the clip is used in an epoch: 2.5 means twice, and a third time in half of the epochs."""
     loss_weight: float = 1.0
     """Factor by which the clip's loss is multiplied."""
+    is_held_out: bool = False
+    """True if the clip is never trained on: the validation loss is measured on it (`validation.data`)."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def read_all_sources(
     times = _compute_source_repeats(
         data.sources, [sum(sample.times_per_epoch for sample in samples) for samples, _ in results]
     )
-    names = _make_id_prefixes(data.sources)
+    names = make_id_prefixes(data.sources)
     merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
     for source, (samples, problems), name, repeats in zip(data.sources, results, names, times, strict=True):
         weight = source.loss_weight
@@ -124,7 +124,7 @@ def read_all_sources(
     return merged
 
 
-def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
+def make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
     """Prefix of each source's sample ids: the name of its folder or file, with a number if that is taken."""
     names: list[str] = []
     for source in sources:

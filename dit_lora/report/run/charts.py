@@ -100,8 +100,9 @@ def build_run_charts(run: RunFiles) -> list[ChartGroup]:
     """The report's charts in order; charts and groups without data are left out."""
     metrics = run.metrics
     losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
-    if run.eval_losses:
-        losses.append(Curve("eval", list(run.eval_losses.values()), 1, smooth=False, steps=list(run.eval_losses)))
+    for name, color, measured in (("eval", 1, run.eval_losses), ("validation", 2, run.validation_losses)):
+        if measured:
+            losses.append(Curve(name, list(measured.values()), color, smooth=False, steps=list(measured)))
     norms = metrics.get_groups("grad_norm_groups")
     # With one parameter group, its norm is the total norm.
     total_name = "all groups" if len(norms) > 1 else "gradient norm"

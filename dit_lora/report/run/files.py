@@ -6,16 +6,17 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from dit_lora.config.validation import LossName
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
 from dit_lora.errors import DitLoraError, join_first
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
-from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_loss
+from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_losses
 from dit_lora.training.session.run_lock import is_live
 
 # Bounded, because a failing run can write events for days.
@@ -39,6 +40,9 @@ class RunFiles:
     environment: dict[str, Any]
     metrics: Metrics
     eval_losses: dict[int, float]
+    """Losses at fixed noise by step: of training samples, or of a chat model's held-out conversations."""
+    validation_losses: dict[int, float]
+    """The same of `validation.data`, which is not trained on; empty without it."""
     events: list[dict[str, Any]]
     event_count: int
     quarantine: list[dict[str, Any]]
@@ -67,7 +71,7 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        return max([self.num_steps_taken, *self.eval_losses])
+        return max([self.num_steps_taken, *self.eval_losses, *self.validation_losses])
 
 
 class RunReader:
@@ -78,8 +82,8 @@ class RunReader:
         self._tails = [JsonLinesReader(self.folder / name) for name in _LINE_FILES]
         self._metrics_tail, *self._eval_loss_tails, self._events_tail, self._quarantine_tail = self._tails
         self._metric_columns = Metrics()
-        self._eval_losses: list[dict[int, float]] = [{} for _ in EVAL_LOSS_FILES]
-        self._losses_in_metrics: dict[int, float] = {}
+        self._eval_losses: list[dict[int, dict[str, float]]] = [{} for _ in EVAL_LOSS_FILES]
+        self._losses_in_metrics: dict[int, dict[str, float]] = {}
         self._recent_events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._event_count = 0
         self._recent_quarantine: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
@@ -110,9 +114,13 @@ class RunReader:
         objects = {name: _read_json_object(self.folder / f"{name}.json", notes) for name in OBJECT_FILES}
         state = state or self._determine_state(objects["status"], config)
         # All of these files may contain eval losses; eval_loss.jsonl takes precedence.
-        eval_losses = dict(self._losses_in_metrics)
+        by_step = dict(self._losses_in_metrics)
         for losses in self._eval_losses:
-            eval_losses |= losses
+            by_step |= losses
+        eval_losses, validation_losses = (
+            {step: by_step[step][name] for step in sorted(by_step) if name in by_step[step]}
+            for name in get_args(LossName)
+        )
         for tail in self._tails:
             notes += tail.describe_problems(is_running=state == "running")
         metrics = self._metric_columns
@@ -120,12 +128,14 @@ class RunReader:
             *_describe_nonfinite("loss", metrics.steps, metrics.get_column("loss")),
             *_describe_nonfinite("gradient norm", metrics.steps, metrics.get_column("grad_norm")),
             *_describe_nonfinite("eval loss", list(eval_losses), list(eval_losses.values())),
+            *_describe_nonfinite("validation loss", list(validation_losses), list(validation_losses.values())),
         ]
         return RunFiles(
             folder=self.folder,
             config=config,
             metrics=metrics,
-            eval_losses=dict(sorted(eval_losses.items())),
+            eval_losses=eval_losses,
+            validation_losses=validation_losses,
             events=list(self._recent_events),
             event_count=self._event_count,
             quarantine=list(self._recent_quarantine),
@@ -140,12 +150,12 @@ class RunReader:
             self._metric_columns, self._losses_in_metrics = Metrics(), {}
         for line in self._metrics_tail.read_new_lines():
             self._metric_columns.add_line(line)
-            self._losses_in_metrics.update(_parse_eval_loss(line))
+            self._losses_in_metrics.update(_parse_eval_losses(line))
         for tail, losses in zip(self._eval_loss_tails, self._eval_losses, strict=True):
             if tail.reset_if_replaced():
                 losses.clear()
             for line in tail.read_new_lines():
-                losses.update(_parse_eval_loss(line))
+                losses.update(_parse_eval_losses(line))
         if self._events_tail.reset_if_replaced():
             self._recent_events, self._event_count = deque(maxlen=EVENTS), 0
         for line in self._events_tail.read_new_lines():
@@ -227,9 +237,12 @@ def _get_stat(path: Path) -> tuple[float, int] | None:
     return status.st_mtime, status.st_size
 
 
-def _parse_eval_loss(line: Mapping[str, Any]) -> dict[int, float]:
-    step, loss = line.get("step"), get_eval_loss(line)
-    return {step: to_float_or_nan(loss)} if isinstance(step, int) and loss is not None else {}
+def _parse_eval_losses(line: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    step, losses = line.get("step"), get_eval_losses(line)
+    # Most lines are of metrics.jsonl, and have none.
+    if not losses or not isinstance(step, int):
+        return {}
+    return {step: {name: to_float_or_nan(loss) for name, loss in losses.items()}}
 
 
 def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
-from dit_lora.config.lora import WEIGHT_INITS
+from dit_lora.config.lora import PEFT_ONLY_KINDS, WEIGHT_INITS
 from dit_lora.errors import join_first
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import can_open_inside

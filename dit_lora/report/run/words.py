@@ -96,14 +96,17 @@ def build_figures(run: RunFiles) -> list[Figure]:
     action_counts = [f"{count:,} {name}" for name, count in list(actions.items())[:4]]
     # A run that ended before the recipe's last step.
     short = num_steps is not None and run.num_steps_taken < num_steps and run.state != "running"
-    step_detail = "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
+    # A finished run that is short has been ended by `train.stop_after`.
+    ending = f", {'stopped early' if run.state == 'finished' else 'not finished'}" if short else ""
+    step_detail = "" if num_steps is None else f"of {num_steps:,}{ending}"
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{format_percent(waiting)} waiting for data")
     return [
         Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
         Figure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
-        _build_eval_loss_figure(run.eval_losses),
+        _build_eval_loss_figure("Eval loss", run.eval_losses),
+        *([_build_eval_loss_figure("Validation loss", run.validation_losses)] if run.validation_losses else []),
         Figure("Seconds per step", _format_median(seconds), ", ".join(filter(None, details))),
         Figure("Samples per second", _format_median(rates), "median" if len(rates) else ""),
         Figure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
@@ -131,8 +134,7 @@ def _format_last_loss(run: RunFiles) -> str:
     return format_number(float(np.mean(window, where=np.isfinite(window))))
 
 
-def _build_eval_loss_figure(eval_losses: Mapping[int, float]) -> Figure:
-    label = "Eval loss"
+def _build_eval_loss_figure(label: str, eval_losses: Mapping[int, float]) -> Figure:
     if not eval_losses:
         return Figure(label, NO_VALUE, "not measured")
     # The loss before training is at step 0, if it was measured.

@@ -129,6 +129,9 @@ class ParityWatch:
         interval = self.setup.recipe.guard.parity_every
         if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
             return
+        # Compared at this step already: it became the last one only afterwards.
+        if self.recovery.state.passed == step:
+            return
         began = time.perf_counter()
         num_passes = self._choose_blocks(step)
         # A bad sample's NaN would look like the kernel's.

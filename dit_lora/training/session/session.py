@@ -75,6 +75,8 @@ class Session:
     """The timed phases of this process."""
     shown_lines: set[str] = field(default_factory=set)
     """The lines that `say_once` has written in this process, in earlier runs too."""
+    closing_lines: list[str] = field(default_factory=list)
+    """Lines for the end of the run's closing summary, such as why it ended before its last step."""
 
     @property
     def dir(self) -> Path:

@@ -14,14 +14,17 @@ from dit_lora.version import __version__
 
 
 def compute_base_eval_loss(
-    setup: AnySetup, eval_samples: Sequence[EvalSample], measure: Callable[[], tuple[float | None, bool]]
+    setup: AnySetup,
+    eval_samples: Sequence[EvalSample],
+    data_digest: str,
+    measure: Callable[[], tuple[float | None, bool]],
 ) -> float | None:
     """The eval loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
 
-    Call it only while the adapter has no effect. `measure` returns the loss and whether every sample was good; only
-    then is the loss cached. None without samples.
+    Call it only while the adapter has no effect. `data_digest` is that of the set with `eval_samples`. `measure`
+    returns the loss and whether every sample was good; only then is the loss cached. None without samples.
     """
-    path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, eval_samples)
+    path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, eval_samples, data_digest)
     cached_finding = None
     if setup.recipe.guard.preflight != REMEASURE:
         cached_finding = next(iter(read_cached_findings(path, facts)), None)
@@ -30,7 +33,7 @@ def compute_base_eval_loss(
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     cached_losses = [loss for loss in losses if loss is not None]
     if len(cached_losses) == len(losses):
-        setup.session.say("eval loss: using the cached value for step 0; guard.preflight=anew measures it")
+        setup.session.say_once("eval loss: using the cached value for step 0; guard.preflight=anew measures it")
         return cached_losses[0]
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and is_true_on_all_ranks(sound):
@@ -38,7 +41,7 @@ def compute_base_eval_loss(
     return loss
 
 
-def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Mapping[str, Any]:
+def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample], data_digest: str) -> Mapping[str, Any]:
     recipe, environment = setup.recipe, probe_environment()
     return {
         "what": "eval loss",
@@ -49,7 +52,7 @@ def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Map
         "ranks": setup.accelerator.num_processes,
         "family": recipe.model.family,
         "transformer": setup.data.transformer_digest,
-        "data": setup.data.data_digest,
+        "data": data_digest,
         "draws": [(eval_sample.entry.id, eval_sample.sample_seed, eval_sample.weight) for eval_sample in eval_samples],
         "seed": recipe.train.seed,
         "dtype": str(setup.dtype),

@@ -19,8 +19,8 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
+from dit_lora.data.sources.held_out import scan_recipe
 from dit_lora.data.sources.hf_datasets import get_dataset_hub_name
-from dit_lora.data.sources.scan import scan_sources
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.base import Sampling
 from dit_lora.files import write_atomically
@@ -84,8 +84,8 @@ def _collect_facts(setup: Setup[Any, Any]) -> dict[str, Any]:
             "data": {**conversations, **common},
         }
     # A clip that is cut into windows counts once.
-    scanned = scan_sources(data, recipe.cache_dir).clips
-    clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
+    scanned = scan_recipe(recipe).clips
+    clips = [clip for clip in scanned if not clip.is_held_out and clip.id not in setup.data.rejected]
     return {"pipeline": _describe_pipeline(setup, clips), "data": {**_describe_clips(setup, clips), **common}}
 
 

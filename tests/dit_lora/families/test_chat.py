@@ -281,6 +281,7 @@ def test_all_options_that_do_not_apply_are_listed_at_once(tiny_checkpoints: dict
             "guidance_scale": 2,
             "inference_steps": 3,
             "eval_draws": 2,
+            "data": 0.1,
         },
     )
     with pytest.raises(DitLoraError) as error:
@@ -304,7 +305,9 @@ def test_all_options_that_do_not_apply_are_listed_at_once(tiny_checkpoints: dict
         "validation.guidance_scale",
         "validation.inference_steps",
         "validation.eval_draws",
+        "validation.data",
     }
+    assert "validation.data: give validation.conversations" in str(error.value)
 
 
 def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> None:

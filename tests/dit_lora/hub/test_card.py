@@ -174,6 +174,16 @@ def test_the_eval_loss_is_a_result_with_what_it_was_measured_on(contents: Conten
     assert metric["value"] == pytest.approx(contents.run.eval_losses[2], abs=1e-6)
 
 
+def test_the_loss_of_held_out_samples_is_the_result_if_there_is_one(contents: Contents) -> None:
+    validated = replace(contents, run=replace(contents.run, validation_losses={0: 0.5, 2: 0.25}))
+    card = write_card(validated, REPO)
+    (result,) = metadata(card)["model-index"][0]["results"]
+    assert result["dataset"]["name"] == "samples that are never trained on"
+    assert result["metrics"] == [{"type": "loss", "value": 0.25, "name": "validation loss"}]
+    assert "eval loss (training samples with noise" in card
+    assert "validation loss (samples that are never trained on): 0.5000 before, 0.2500 after (-50.0 %)" in card
+
+
 def test_data_and_events_are_told_by_counts(contents: Contents) -> None:
     event = {
         "step": 1,

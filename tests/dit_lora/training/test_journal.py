@@ -80,26 +80,26 @@ def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
 
 def test_a_resumed_run_writes_each_step_once_and_counts_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
-    journal.write_eval_loss(0, 1.5)
+    journal.write_eval_losses(0, {"eval_loss": 1.5})
     for step in (1, 2, 3):
         journal.write_step(line_of(step))
-    journal.write_eval_loss(2, 1.25)
-    journal.write_eval_loss(3, 1.0)
+    journal.write_eval_losses(2, {"eval_loss": 1.25})
+    journal.write_eval_losses(3, {"eval_loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # torn by a kill
     resumed = Journal(tmp_path, start_step=2)
     resumed.write_step(line_of(3))
-    resumed.write_eval_loss(2, 99.0)  # there already
-    resumed.write_eval_loss(3, 0.75)
+    resumed.write_eval_losses(2, {"eval_loss": 99.0})  # there already
+    resumed.write_eval_losses(3, {"eval_loss": 0.75})
     written = lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["samples"]) for line in written] == [(1, 2), (2, 4), (3, 6)]
     assert read_eval_losses(tmp_path) == {0: 1.5, 2: 1.25, 3: 0.75}
 
 
 def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> None:
-    Journal(tmp_path, start_step=0).write_eval_loss(0, 1.5)
+    Journal(tmp_path, start_step=0).write_eval_losses(0, {"eval_loss": 1.5})
     reopened = Journal(tmp_path, start_step=0)
-    reopened.write_eval_loss(0, 1.5)
+    reopened.write_eval_losses(0, {"eval_loss": 1.5})
     assert len(lines(tmp_path / "eval_loss.jsonl")) == 1
 
 
@@ -107,8 +107,8 @@ def test_a_run_that_an_earlier_version_began_goes_on_with_its_eval_losses(tmp_pa
     old_lines = [{"step": step, "held_out_loss": loss} for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0))]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old_lines))
     journal = Journal(tmp_path, start_step=2)
-    journal.write_eval_loss(2, 9.0)
-    journal.write_eval_loss(4, 1.5)
+    journal.write_eval_losses(2, {"eval_loss": 9.0})
+    journal.write_eval_losses(4, {"eval_loss": 1.5})
     assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0, 4: 1.5}
     assert lines(tmp_path / "eval_loss.jsonl") == [{"step": 4, "eval_loss": 1.5}]
     Journal(tmp_path, start_step=0)
@@ -122,7 +122,7 @@ def test_lines_that_are_not_the_runs_own_stay_and_are_not_read(tmp_path: Path) -
     (tmp_path / "eval_loss.jsonl").write_text(lines)
     (tmp_path / "metrics.jsonl").write_text('{"note": "mine too"}\n')
     journal = Journal(tmp_path, start_step=2)
-    assert journal.base_eval_loss == 1.5
+    assert journal.get_base_loss("eval_loss") == 1.5
     assert read_eval_losses(tmp_path) == {0: 1.5, 2: 1.25}
     assert (tmp_path / "eval_loss.jsonl").read_text().splitlines()[1] == '{"note": "mine"}'
     assert (tmp_path / "metrics.jsonl").read_text() == '{"note": "mine too"}\n'
@@ -146,14 +146,14 @@ def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Pa
     for step in (1, 2, 3, 4):
         journal.write_step(line_of(step))
     for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0)):
-        journal.write_eval_loss(step, loss)
+        journal.write_eval_losses(step, {"eval_loss": loss})
     journal.write_event(spike(4))
     journal.rewind(2)
     assert [line["step"] for line in journal.read_history()] == [1, 2]
     assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0}
     assert lines(tmp_path / "events.jsonl") == [spike(4).to_record()]
     journal.write_step(line_of(3))
-    journal.write_eval_loss(4, 0.5)
+    journal.write_eval_losses(4, {"eval_loss": 0.5})
     assert [line["samples"] for line in journal.read_history()] == [2, 4, 6]
     assert read_eval_losses(tmp_path)[4] == 0.5
     journal.rewind(0)

@@ -122,6 +122,10 @@ class ChatTask:
         eval_samples = [EvalSample(entry, 0, entry.answers) for entry in entries]
         return measure_eval_loss(setup, eval_set, eval_samples)[0]
 
+    def compute_validation_loss(self, setup: ChatSetup) -> float | None:
+        """None: the eval loss of a chat model is that of conversations that are never trained on."""
+        return None
+
     def write_samples(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)
 

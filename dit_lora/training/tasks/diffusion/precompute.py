@@ -17,7 +17,7 @@ interrupted run continues where it stopped. Memory holds one clip at a time.
 import gc
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.clip_sound import close_sound
 from dit_lora.environment.progress_bar import ProgressBar
-from dit_lora.errors import DitLoraError, format_list
+from dit_lora.errors import DitLoraError, format_list, join_first
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.latents import VaeMemory
 from dit_lora.families.opening import read_component_config
@@ -51,6 +51,7 @@ class DiffusionTrainingData(TrainingData):
     """The encoded training set, and the embeddings of validation prompts."""
 
     training_set: EncodedClips
+    validation_set: EncodedClips | None = None
     prompt_keys: tuple[tuple[str, str], ...] = ()
     """Keys of each validation prompt, and of its empty prompt for guidance."""
     sampling_checkpoint: Checkpoint | None = None
@@ -106,15 +107,44 @@ def precompute(
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
     raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
+    training_set, validation_set = _split_held_out(session, clips, plan)
     return DiffusionTrainingData(
-        training_set=clips,
+        training_set=training_set,
+        validation_set=validation_set,
         prompt_keys=tuple((planned.text.key, planned.negative.key) for planned in plan.validation_prompts),
         sampling_checkpoint=sampling_checkpoint,
-        data_digest=make_entry_key({"entries": [_list_keys(entry) for entry in clips.entries]}),
+        data_digest=compute_data_digest(training_set),
         transformer_digest=plan.transformer_digest,
         rejected=rejects.reasons,
         bucket_report=report,
     )
+
+
+def _split_held_out(session: Session, clips: EncodedClips, plan: Plan) -> tuple[EncodedClips, EncodedClips | None]:
+    """The samples to train on, and those of `validation.data`; None without the option.
+
+    Held-out samples that are also trained on under another name are left out: their loss would not be of new data.
+    """
+    if session.recipe.validation.data is None:
+        return clips, None
+    held_out_ids = {planned.sample.id for planned in plan.planned_samples if planned.sample.clip.is_held_out}
+    trained = tuple(entry for entry in clips.entries if entry.id not in held_out_ids)
+    trained_keys = {entry.video_key for entry in trained}
+    held_out = [entry for entry in clips.entries if entry.id in held_out_ids]
+    copies = [entry.id for entry in held_out if entry.video_key in trained_keys]
+    if copies:
+        session.say(f"validation.data: left out {join_first(copies, 8)}, because the same files are trained on")
+    validated = tuple(entry for entry in held_out if entry.video_key not in trained_keys)
+    if not trained:
+        raise DitLoraError("no sample is left to train on: every one was rejected, or is held out by validation.data")
+    if not validated:
+        raise DitLoraError("no sample of validation.data is left: every one was rejected, or is trained on too")
+    return replace(clips, entries=trained), replace(clips, entries=validated)
+
+
+def compute_data_digest(clips: EncodedClips) -> str:
+    """Digest of the samples' names, contents, captions and weights."""
+    return make_entry_key({"entries": [_list_keys(entry) for entry in clips.entries]})
 
 
 def _require_validation_files(validation: ValidationConfig) -> None:
@@ -146,12 +176,13 @@ def _list_keys(entry: Entry) -> list[str]:
 
 def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
     """A line on captions without the trigger word, for which nothing is preserved; empty if there are none."""
-    num_without = sum(not planned.preserve_weight for planned in plan.planned_samples)
+    trained = [planned for planned in plan.planned_samples if not planned.sample.clip.is_held_out]
+    num_without = sum(not planned.preserve_weight for planned in trained)
     if recipe.train.preserve is None or not num_without:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions do not contain "
+        f"train.preserve: {num_without} of {len(trained)} captions do not contain "
         f"{trigger!r}, and are trained without it"
     ]
 

@@ -18,7 +18,7 @@ from dit_lora.data.media.pictures import find_mask_mismatch
 from dit_lora.data.media.video import ClipError, find_shortage
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
-from dit_lora.data.sources.scan import scan_sources
+from dit_lora.data.sources.held_out import scan_recipe
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import CheckpointInfo
@@ -42,6 +42,7 @@ class Samples:
     """The samples of a recipe, and the ones it leaves out."""
 
     usable: tuple[BucketedSample, ...]
+    """Samples to train on, and those of `validation.data`, whose clips have `is_held_out`."""
     rejected: Mapping[str, str]
     """Reasons why clips cannot be used, by id."""
     shapes: tuple[VideoShape, ...] = ()
@@ -60,7 +61,7 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
     With a single shape, headers are left to `find_header_problems`.
     """
     data = recipe.data
-    sources = scan_sources(data, recipe.cache_dir)
+    sources = scan_recipe(recipe)
     rejected = {problem.file: problem.message for problem in sources.problems}
     clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
@@ -76,7 +77,7 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
         shape = VideoShape.from_data(data)
         plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
         fitting, unfit = add_reference_shapes(plain_samples, info, recipe, quiet=quiet)
-        advice = advise_on_references([sample.shape for sample in fitting], samples_per_step)
+        advice = advise_on_references(_list_trained_shapes(fitting), samples_per_step)
         lines = (*sources.notes, *advice)
         return Samples(fitting, rejected | unfit, (shape,), tuple(sources.clips), notes=lines)
     notes = list(sources.notes)
@@ -90,7 +91,9 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
             rejected[clip.id] = describe_read_error(clip.media, header)
             continue
         placement = choose_bucket(header, shapes, data)
-        placed.append((clip.id, placement))
+        # The report is on what is trained on, and on everything that is left out.
+        if isinstance(placement, DroppedClip) or not clip.is_held_out:
+            placed.append((clip.id, placement))
         if isinstance(placement, DroppedClip):
             rejected[clip.id] = placement.words
             continue
@@ -101,8 +104,12 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
     # Also on what found no bucket.
     report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
     fitting, unfit = add_reference_shapes(all_samples, info, recipe, quiet=quiet)
-    notes += advise_on_references([sample.shape for sample in fitting], samples_per_step)
+    notes += advise_on_references(_list_trained_shapes(fitting), samples_per_step)
     return Samples(fitting, rejected | unfit, shapes, tuple(sources.clips), report, tuple(notes))
+
+
+def _list_trained_shapes(samples: Sequence[BucketedSample]) -> list[VideoShape]:
+    return [sample.shape for sample in samples if not sample.clip.is_held_out]
 
 
 def require_usable_references(info: CheckpointInfo, clips: Sequence[Clip]) -> None:

@@ -18,6 +18,7 @@ from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
+from dit_lora.data.loading.encoded import EncodedClips, Entry
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.dtensors import needs_all_ranks
@@ -39,7 +40,11 @@ from dit_lora.training.tasks.base_loss import compute_base_eval_loss
 from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest
 from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
-from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
+from dit_lora.training.tasks.diffusion.precompute import (
+    DiffusionTrainingData,
+    compute_data_digest,
+    precompute,
+)
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored_loras,
@@ -166,20 +171,20 @@ class DiffusionTask:
         return find_reduced_eval_size(recipe, len(setup.data.training_set.entries), num_trained_samples)
 
     def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
-        full = get_full_eval_size(setup.recipe, len(setup.data.training_set.entries))
-        num_clips, num_draws = self.find_reduced_eval_size(setup) or full
-        entries = setup.data.training_set.entries[:num_clips]
-        # Each clip is measured with several noises, which have consecutive numbers.
-        eval_samples = [
-            EvalSample(entry, index * num_draws + draw)
-            for index, entry in enumerate(entries)
-            for draw in range(num_draws)
-        ]
-        measure = partial(measure_eval_loss, setup, setup.data.training_set, eval_samples)
-        # Before the adapter has an effect, the loss is the base's, which is cached.
-        if eval_samples and has_only_idle_adapters(setup.transformer):
-            return compute_base_eval_loss(setup, eval_samples, measure)
-        return measure()[0]
+        entries = setup.data.training_set.entries
+        num_clips, num_draws = self.find_reduced_eval_size(setup) or get_full_eval_size(setup.recipe, len(entries))
+        return _measure_loss(setup, setup.data.training_set, entries[:num_clips], num_draws, setup.data.data_digest)
+
+    def compute_validation_loss(self, setup: DiffusionSetup) -> float | None:
+        validation_set = setup.data.validation_set
+        if validation_set is None:
+            return None
+        entries = validation_set.entries
+        num_clips, num_draws = self.find_reduced_eval_size(setup) or get_full_eval_size(setup.recipe, len(entries))
+        # By a hash and not in their order, in which the first ones may be from one folder.
+        shuffled = sorted(entries, key=lambda entry: derive_seed(0, "validation order", entry.id))
+        digest = compute_data_digest(validation_set)
+        return _measure_loss(setup, validation_set, shuffled[:num_clips], num_draws, digest)
 
     def write_samples(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)
@@ -206,6 +211,21 @@ class DiffusionTask:
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
             return save_chat_adapter(setup.transformer, folder, metadata, weights)
         return save_adapter(setup.transformer, setup.checkpoint.info.pipeline_class, folder, metadata, weights)
+
+
+def _measure_loss(
+    setup: DiffusionSetup, clips: EncodedClips, entries: Sequence[Entry], num_draws: int, data_digest: str
+) -> float | None:
+    """Mean loss of some samples at fixed noise; `data_digest` is that of all `clips`. Collective."""
+    # Each clip is measured with several noises, which have consecutive numbers.
+    eval_samples = [
+        EvalSample(entry, index * num_draws + draw) for index, entry in enumerate(entries) for draw in range(num_draws)
+    ]
+    measure = partial(measure_eval_loss, setup, clips, eval_samples)
+    # Before the adapter has an effect, the loss is the base's, which is cached.
+    if eval_samples and has_only_idle_adapters(setup.transformer):
+        return compute_base_eval_loss(setup, eval_samples, data_digest, measure)
+    return measure()[0]
 
 
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:

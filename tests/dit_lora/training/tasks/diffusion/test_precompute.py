@@ -332,3 +332,40 @@ def test_a_caption_beyond_the_text_limit_is_one_line(
     if stored:
         encode(data__path=str(clips))
         assert "captions: " not in capsys.readouterr().err  # they are not read again
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_validation_folder_is_encoded_and_kept_apart_without_copies_of_training_clips(
+    encode: Encode,
+    recipe_values: dict[str, Any],
+    shape_clips: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stored: bool,
+) -> None:
+    plain, folder = encode(data__precompute=stored), tmp_path / "others"
+    new, *_ = write_shapes(folder, clips=1, frames=9, height=48, width=80, fps=8)
+    shutil.copy(shape_clips / plain.training_set.entries[1].id, folder / "copy.mp4")
+    table = folder / "metadata.jsonl"
+    table.write_text(table.read_text() + '{"file_name": "copy.mp4", "text": "a copy"}\n')
+    encoded = encode(data__precompute=stored, validation__data=str(folder))
+    assert "validation.data: left out validation.data/copy.mp4, because" in capsys.readouterr().err
+    assert encoded.validation_set is not None
+    (entry,) = encoded.validation_set.entries
+    assert entry.id == f"validation.data/{new.name}"
+    # The file has the name of a training clip, and is another one.
+    assert new.name in {trained.id for trained in encoded.training_set.entries}
+    assert encoded.validation_set.read_sample(entry, 0).faults == {}
+    assert keys(encoded) == keys(plain)
+    assert encoded.data_digest == plain.data_digest
+
+    recipe_values["validation"]["data"] = str(folder)
+    recipe = parse_recipe(recipe_values, "test")
+    audit = audit_recipe(recipe, get_family("cogvideox").open(recipe.model).encoders, progress=False)
+    note = f"validation.data: 2 of 7 clips are not trained on: validation.data/{new.name}, validation.data/copy.mp4"
+    assert note in audit.notes
+    assert audit.totals["samples"] == 7
+
+    table.write_text('{"file_name": "copy.mp4", "text": "a copy"}\n')
+    with pytest.raises(DitLoraError, match=r"no sample of validation\.data is left"):
+        encode(data__precompute=stored, validation__data=str(folder))
