@@ -37,8 +37,8 @@ def find_reduced_eval_size(recipe: Recipe, num_clips: int, num_trained_samples: 
         num_clips: Number of clips in the data.
         num_trained_samples: See `limit_eval_size`.
     """
-    every = recipe.validation.every
-    if every is not None and every < recipe.train.steps:
+    interval = recipe.validation.every
+    if interval is not None and interval < recipe.train.steps:
         return None
     full = get_full_eval_size(recipe, num_clips)
     limited = limit_eval_size(full, num_trained_samples)

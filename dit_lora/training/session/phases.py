@@ -107,12 +107,12 @@ class Phases:
         return True
 
     def end_steps(self) -> None:
-        """End the training stage of the time measurements: there is no step left."""
+        """End the training stage of the time measurements, unless it has ended."""
         if self.stage != "after":
             self._end_stage("after")
 
     def resume_steps(self) -> None:
-        """Return to the training stage: steps are repeated, because a check after the last step rolled back."""
+        """Continue the training stage if a check after the last step rolled the run back."""
         if self.stage == "after":
             self._end_stage("training")
 
@@ -142,8 +142,8 @@ class Phases:
     def _list_longest(self, stage: Stage) -> list[Phase]:
         """The phases of a stage that are not nested in others and long enough to be shown, the longest first."""
         phases = [phase for phase in self.entries if phase.stage == stage and "/" not in phase.name]
-        shown = [phase for phase in phases if phase.seconds >= _MIN_SHOWN_S]
-        return sorted(shown, key=lambda phase: phase.seconds, reverse=True)
+        long_phases = [phase for phase in phases if phase.seconds >= _MIN_SHOWN_S]
+        return sorted(long_phases, key=lambda phase: phase.seconds, reverse=True)
 
     def _measure_stage_s(self, stage: Stage) -> float:
         running = time.perf_counter() - self._stage_start if stage == self.stage else 0.0
