@@ -142,7 +142,11 @@ def build_run_charts(run: RunFiles) -> list[ChartGroup]:
     names = [str(ensure_dict(entry).get("name")) for entry in devices] if isinstance(devices, list) else []
     # Several equal devices are named once; a CPU is not listed.
     device_title = f"Device: {', '.join(dict.fromkeys(names))}" if names else "Device"
-    groups = {"": training, "Loss at the end": ends, device_title: device}
+    groups: dict[str, Sequence[LineChart | BarChart | None]] = {
+        "": training,
+        "Loss at the end": ends,
+        device_title: device,
+    }
     filled = {title: [chart for chart in charts if chart is not None] for title, charts in groups.items()}
     return [ChartGroup(title, charts) for title, charts in filled.items() if charts]
 
