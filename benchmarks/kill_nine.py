@@ -233,6 +233,11 @@ class Trial:
             self._record_failure(f"ended with exit codes {list(codes)}")
             return
         problems = differences(self.folder, self.reference, self.steps)
+        checkpoints, reference_checkpoints = (
+            sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (self.folder, self.reference)
+        )
+        if checkpoints != reference_checkpoints:
+            problems.append(f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}")
         for problem in problems:
             self._record_failure(problem)
         self.tally.ended += not problems
@@ -251,11 +256,6 @@ def differences(run: Path, reference: Path, steps: int) -> list[str]:
     for name in exact:
         if content(run / name) != content(reference / name):
             problems.append(f"{name} differs from the undisturbed run's")
-    checkpoints, reference_checkpoints = (
-        sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (run, reference)
-    )
-    if checkpoints != reference_checkpoints:
-        problems.append(f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}")
     run_values, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
     if [line[0] for line in run_values] != list(range(1, steps + 1)):
         problems.append("metrics.jsonl has not each step once")
