@@ -261,8 +261,8 @@ def _iterate_tensors(
     encoded: DiffusionTrainingData, damaged: Findings
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield each sample's name and tensors from its cache entries. Corrupt entries are added to `damaged`."""
-    for clips in (encoded.training_set, encoded.validation_set):
-        for entry in clips.entries if clips is not None else ():
+    for clips in filter(None, (encoded.training_set, encoded.validation_set)):
+        for entry in clips.entries:
             # Reads the entry and checks its digest; damage is reported in `faults`.
             sample = clips.read(entry, entry.text_key, 0)
             if sample.faults:
