@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.faults.targets import FaultTargets
 from benchmarks.faults.tiny_data import data_of, drop_sample, lora_of, write_samples
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import TensorCache
@@ -346,7 +347,7 @@ def poisoned_files(observation: Observation) -> list[Path]:
         path
         for path in written
         if "bundles" not in path.parts
-        and ("checkpoints" not in path.parts or is_complete_checkpoint(path.parent))
+        and ("checkpoints" not in path.parts or path.name == ADAPTER_FILE or is_complete_checkpoint(path.parent))
         and not all(
             torch.isfinite(tensor).all()
             for name, tensor in load_file(path).items()

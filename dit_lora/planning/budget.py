@@ -3,6 +3,7 @@
 The run's own code is executed on tensors without values. `MemoryBudget.assumptions` lists what is not counted.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -315,23 +316,17 @@ def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: Mod
     if recipe.train.mode == "lora":
         # Every checkpoint has the step's adapter.
         sizes["checkpoints"] += num_checkpoints * result
-        sizes["adapters of older checkpoints"] = _count_older_adapters(recipe, num_checkpoints) * result
+        train, groups = recipe.train, recipe.optim.groups
+        # One save at each interval, and one at the last step.
+        num_older = max(0, math.ceil(train.steps / train.save_every) - num_checkpoints)
+        num_older = num_older if train.keep_adapters is None else min(num_older, train.keep_adapters)
+        # With trained base weights the whole folder is deleted.
+        if groups.connector is None and groups.backbone is None:
+            sizes["adapters of older checkpoints"] = num_older * result
     if estimator.is_chat or not recipe.data.precompute:
         return sizes
     sample_bytes = estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1)
     return {"cache, a clip": sample_bytes, **sizes}
-
-
-def _count_older_adapters(recipe: Recipe, num_checkpoints: int) -> int:
-    """Number of adapters that stay when their checkpoints are deleted."""
-    train, groups = recipe.train, recipe.optim.groups
-    # With trained base weights the whole folder is deleted.
-    if groups.connector is not None or groups.backbone is not None:
-        return 0
-    # One at each interval, and one at the last step.
-    num_saves = -(-train.steps // train.save_every)
-    num_older = max(0, num_saves - num_checkpoints)
-    return num_older if train.keep_adapters is None else min(num_older, train.keep_adapters)
 
 
 def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:

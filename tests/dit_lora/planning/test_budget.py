@@ -26,7 +26,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import config_only_recipe
 from dit_lora.planning import search
-from dit_lora.planning.budget import GIB, Launch, MemoryBudget, compute_budget
+from dit_lora.planning.budget import GIB, Launch, MemoryBudget, _compute_disk_bytes, compute_budget
 from dit_lora.planning.search import open_estimator, plan_memory
 from dit_lora.planning.subject import MemoryEstimator
 from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
@@ -365,3 +365,20 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
     assert encoder is not None
     assert encoder.weight_bytes == pytest.approx(sum(stored_bytes.values()), rel=0.01)
     assert encoder.peak_bytes > 0.1 * max(stored_bytes.values())
+
+
+def test_the_adapters_at_saves_are_counted(tiny_checkpoints: dict[str, Path]) -> None:
+    estimator: Any = SimpleNamespace(is_chat=True)
+    weights: Any = SimpleNamespace(trained_bytes=10, frozen_bytes=1000, trained_parameters=())
+    key = "adapters of older checkpoints"
+
+    def count_bytes(*overrides: str) -> dict[str, int]:
+        saves = ("train.steps=95", "train.save_every=10", "train.keep=2")
+        recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-2b"], *saves, *overrides)
+        return _compute_disk_bytes(recipe, estimator, weights)
+
+    # Ten saves: three checkpoints, with an adapter each, and the adapters of the others.
+    assert count_bytes() == {"checkpoints": 3 * 20, "result": 10, key: 70}
+    assert count_bytes("train.keep_adapters=2")[key] == 20
+    assert key not in count_bytes("optim.groups.connector.lr=1e-5")
+    assert count_bytes("lora.init=pissa")[key] == 140

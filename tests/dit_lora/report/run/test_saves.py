@@ -34,7 +34,11 @@ def test_each_save_has_its_loss_its_samples_and_its_line(run_dir: Path) -> None:
         run_dir / "eval_loss.jsonl", [{"step": s, "eval_loss": loss} for s, loss in ((0, 1), (10, 2), (20, 3))]
     )
     page = report(run_dir)
-    rows = ("10 2.0000 lowest 1 deleted", "15 not measured none deleted", "20 3.0000 1 kept")
+    rows = (
+        "step 10 eval loss 2.0000 lowest sample 1 training state deleted",
+        "step 15 eval loss not measured no samples training state deleted",
+        "step 20 eval loss 3.0000 sample 1 training state kept",
+    )
     for row, step in zip(rows, (10, 15, 20), strict=True):
         line = f'pipe.load_lora_weights("{run_dir.name}/checkpoints/step_{step:06d}")'
         assert f"{row} {line}" in page.text
