@@ -21,7 +21,7 @@ models nor optimizers alive that the loop has dropped.
 """
 
 
-def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
+def exclude_from_dynamo(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling a function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
@@ -71,7 +71,7 @@ class _ClassMethodPatch:
             def original(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return getattr(super(cls, self), name)(*args, **kwargs)
 
-            _exclude_from_dynamo(original)
+            exclude_from_dynamo(original)
 
         @functools.wraps(self._original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class _ClassMethodPatch:
             return call(*args, **kwargs)
 
         # As the first frame of a compiled region, this frame runs uncompiled and the frames below it are compiled.
-        _exclude_from_dynamo(replacement)
+        exclude_from_dynamo(replacement)
         return replacement
 
     def add(self, owner: Any, handler: Handler) -> None:
@@ -165,7 +165,7 @@ class Interceptions:
                 return original(*args, **kwargs)
             return weak_handler.function(owner, original, *args, **kwargs)
 
-        _exclude_from_dynamo(replacement)
+        exclude_from_dynamo(replacement)
         setattr(holder, name, replacement)
 
         def restore() -> None:
