@@ -9,10 +9,11 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 Handler = Callable[..., Any]
 """Called as `handler(original, *args, **kwargs)`, where `original` is the bound method or the function.
 
@@ -29,6 +30,20 @@ def exclude_from_dynamo(function: Callable[..., Any]) -> None:
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def run_uncompiled(function: Callable[[], _T]) -> _T:
+    """Run code of the guard that dynamo must not compile, even when a compiled function has called it."""
+    # `torch.compiler.disable` would import dynamo in every loop.
+    set_dynamo_callback: Any = torch._C._dynamo.eval_frame.set_eval_frame
+    callback = set_dynamo_callback(None)
+    try:
+        return function()
+    finally:
+        set_dynamo_callback(callback)
+
+
+exclude_from_dynamo(run_uncompiled)
 
 
 class _WeakHandler:
