@@ -9,10 +9,11 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 Handler = Callable[..., Any]
 """Called as `handler(original, *args, **kwargs)`, where `original` is the bound method or the function.
 
@@ -21,7 +22,7 @@ models nor optimizers alive that the loop has dropped.
 """
 
 
-def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
+def exclude_from_dynamo(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling a function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
@@ -29,6 +30,20 @@ def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def run_uncompiled(function: Callable[[], _T]) -> _T:
+    """Run code of the guard that dynamo must not compile, even when a compiled function has called it."""
+    # `torch.compiler.disable` would import dynamo in every loop.
+    set_dynamo_callback: Any = torch._C._dynamo.eval_frame.set_eval_frame
+    callback = set_dynamo_callback(None)
+    try:
+        return function()
+    finally:
+        set_dynamo_callback(callback)
+
+
+exclude_from_dynamo(run_uncompiled)
 
 
 class _WeakHandler:
@@ -71,7 +86,7 @@ class _ClassMethodPatch:
             def original(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return getattr(super(cls, self), name)(*args, **kwargs)
 
-            _exclude_from_dynamo(original)
+            exclude_from_dynamo(original)
 
         @functools.wraps(self._original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +105,7 @@ class _ClassMethodPatch:
             return call(*args, **kwargs)
 
         # As the first frame of a compiled region, this frame runs uncompiled and the frames below it are compiled.
-        _exclude_from_dynamo(replacement)
+        exclude_from_dynamo(replacement)
         return replacement
 
     def add(self, owner: Any, handler: Handler) -> None:
@@ -165,7 +180,7 @@ class Interceptions:
                 return original(*args, **kwargs)
             return weak_handler.function(owner, original, *args, **kwargs)
 
-        _exclude_from_dynamo(replacement)
+        exclude_from_dynamo(replacement)
         setattr(holder, name, replacement)
 
         def restore() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
 from dit_lora.guard.attach.containment import try_or_warn
+from dit_lora.guard.attach.interception import exclude_from_dynamo, run_uncompiled
 from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.numerics.autocasts import AutocastState, get_enabled_autocasts
 
@@ -36,15 +37,17 @@ class Recorder:
         # Replays and calls inside a call of this model are not the loop's own.
         if self.is_paused or self.is_open or not is_training_call() or has_redirected_forward(self.model):
             return original(*args, **kwargs)
-        call = try_or_warn(lambda: self.begin(args, kwargs), "recording a model's call")
+        call = run_uncompiled(lambda: try_or_warn(lambda: self.begin(args, kwargs), "recording a model's call"))
         self.is_open = True
         try:
             output = original(*args, **kwargs)
         finally:
             self.is_open = False
         if call is not None:
-            try_or_warn(lambda: self.end(call, output), "recording a model's output")
+            run_uncompiled(lambda: try_or_warn(lambda: self.end(call, output), "recording a model's output"))
         return output
+
+    exclude_from_dynamo(handle)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         """Record a model call's arguments and random state, before the model runs."""

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from dit_lora.guard.attach.accelerator_adapter import unwrap_model
 from dit_lora.guard.attach.calls.call_recorder import has_redirected_forward, is_training_call
+from dit_lora.guard.attach.interception import exclude_from_dynamo
 
 
 @dataclass
@@ -58,6 +60,10 @@ def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Look inside wrappers such as DDP: a replay calls the module that they hold.
     if not is_training_call() or unwrap_model(module) is not module or has_redirected_forward(module):
         return _ORIGINAL_CALL(module, *args, **kwargs)
+    # In a compiled function, dynamo would compile the listeners, which takes seconds. Leave it only the module.
+    # `torch.compiler.disable` would import dynamo in every loop.
+    set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
+    dynamo_callback = set_dynamo_callback(None)
     # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
     _set_call(_ORIGINAL_CALL)
     _running_modules.append(module)
@@ -70,12 +76,20 @@ def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 for listener in new_listeners:
                     notified.append(listener)
                     listener_contexts.enter_context(listener(call))
-            call.output = _ORIGINAL_CALL(module, *args, **kwargs)
+            set_dynamo_callback(dynamo_callback)
+            try:
+                call.output = _ORIGINAL_CALL(module, *args, **kwargs)
+            finally:
+                set_dynamo_callback(None)
             return call.output
     finally:
         _running_modules.clear()
         if _list_listeners():
             _set_call(_call_with_listeners)
+        set_dynamo_callback(dynamo_callback)
+
+
+exclude_from_dynamo(_call_with_listeners)
 
 
 def _set_call(call: Callable[..., Any]) -> None:
