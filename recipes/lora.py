@@ -109,7 +109,7 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
         report.finish()
     session.say(f"after the last step {session.phases.format_end()}")
     if session.phases.reductions:
-        session.say(f"reduced in a short run (see the report): {', '.join(session.phases.reductions)}")
+        session.say(f"reduced (see the report): {', '.join(session.phases.reductions)}")
     if written.path is not None:
         session.say(summary(session, written.path, written.verification))
     require_verified(session, written.verification)

@@ -29,7 +29,7 @@ def test_the_log_of_a_normal_run(
     ]
     assert "% since step 0)" in next(line for line in lines if line.startswith("step 8: eval loss"))
     assert lines[-7].startswith("after the last step ")
-    assert lines[-6].startswith("reduced in a short run (see the report): ")
+    assert lines[-6].startswith("reduced (see the report): ")
     assert [line.partition(":")[0] for line in lines[-5:-3]] == ["adapter", "verified"]
     assert lines[-3:] == [
         "next: dit-lora sample runs/demo --prompt '...'",

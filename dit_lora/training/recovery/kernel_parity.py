@@ -159,7 +159,7 @@ class ParityWatch:
             return MIN_PASSES
         self.selected_blocks = self.select_block_per_kind()
         num_passes = min(MIN_PASSES, max(0, affordable - len(self.selected_blocks)))
-        self.setup.session.phases.reductions["last kernel comparison"] = (
+        self.setup.session.phases.reductions["kernels at the end"] = (
             f"{len(self.selected_blocks)} of {len(self.blocks)} blocks, {max(2, num_passes)} of {MIN_PASSES} "
             f"repetitions; in full with guard.parity_every={step}"
         )

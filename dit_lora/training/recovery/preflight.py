@@ -268,7 +268,7 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
         setup.session.say("guard: kernels match the reference (cached result)")
         return []
     if num_passes < MIN_PASSES:
-        setup.session.phases.reductions["first kernel comparison"] = (
+        setup.session.phases.reductions["kernels at the start"] = (
             f"{num_passes} of {MIN_PASSES} repetitions; in full with guard.preflight={REMEASURE}"
         )
     parity_watch.selected_blocks = parity_watch.select_block_per_kind()

@@ -56,7 +56,7 @@ def test_after_a_short_run_one_block_of_each_kind_is_compared_and_that_is_record
     assert watch._choose_blocks(12) == 0, "as few passes as a comparison can have"
     assert watch.selected_blocks == {"blocks.11"}
     assert watch.setup.session.phases.reductions == {
-        "last kernel comparison": "1 of 12 blocks, 2 of 32 repetitions; in full with guard.parity_every=12"
+        "kernels at the end": "1 of 12 blocks, 2 of 32 repetitions; in full with guard.parity_every=12"
     }
     longer = make_watch(200)
     assert longer._choose_blocks(200) == 0.015 * 200 * NUM_BLOCKS / 2 - NUM_BLOCKS / 3 - 1
