@@ -102,7 +102,7 @@ class Trial:
 
 
 def find_log_problems(code: int, log: str) -> list[str]:
-    """What is wrong with the exit code and the log of a run that was interrupted."""
+    """Problems of an interrupted run: its exit code, and the text of its log."""
     problems = []
     if "Traceback" in log or "Exception ignored" in log:
         problems.append("printed a traceback")
@@ -137,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds = chance.uniform(0.0, longest)
             # Some of the runs encode, which only a cache of their own makes them do.
             cache = [f"data.cache={folder / f'cache_{number}'}"] if number % 3 == 2 else []
-            own = Trial(trial.main, [*args, *cache], folder, options.steps)
-            problems, end = own.interrupt(f"round_{number:02d}", text, seconds)
+            round_trial = Trial(trial.main, [*args, *cache], folder, options.steps)
+            problems, end = round_trial.interrupt(f"round_{number:02d}", text, seconds)
             has_failed = has_failed or bool(problems)
             sys.stdout.write(f"{seconds:.1f} s after {text!r}, {end}\n")
             sys.stdout.writelines(f"  {problem}\n" for problem in problems)

@@ -60,6 +60,8 @@ def sample(
     # Generators take 64 bits.
     if seed >= 2**63:
         raise DitLoraError(f"--seed must be below 2^63; got {seed}")
+    if not math.isfinite(guidance_scale):
+        raise DitLoraError(f"--guidance-scale must be finite; got {guidance_scale}")
     if weight != 1 and not adapter:
         raise DitLoraError(f"--weight {weight:g} needs --adapter; for one adapter use --strengths {weight:g}")
     request = SampleRequest(

@@ -142,6 +142,9 @@ def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
         raise DitLoraError(f"unknown tiny checkpoint {variant!r}; choose one of {', '.join(family_of)}")
+    # Generators take 64 bits.
+    if not -(2**63) <= seed < 2**63:
+        raise DitLoraError(f"--seed must be below 2^63; got {seed}")
     from dit_lora.environment.progress_bar import hide_progress_bars
 
     make_folder(folder)

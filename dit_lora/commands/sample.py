@@ -18,7 +18,7 @@ from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.environment.progress_bar import ProgressBar, hide_progress_bars
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
@@ -140,8 +140,13 @@ def write_sample_cells(request: SampleRequest) -> WrittenSamples:
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
     output_folder = request.output_folder or folder / "samples"
-    if output_folder.exists() and not output_folder.is_dir():
-        raise DitLoraError(f"--out {output_folder} is a file; give a folder")
+    # Now, and not after the first sample.
+    try:
+        output_folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DitLoraError(f"--out {output_folder} is a file; give a folder") from error
+    except OSError as error:
+        raise make_write_error(error) from error
     cells = list(_iterate_samples(request, sampler, pipeline, sampling, output_folder))
     return WrittenSamples(cells, _describe_settings(request, source, model.path))
 

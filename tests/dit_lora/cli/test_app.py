@@ -226,6 +226,8 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
         (["tiny", "shapes", "out", "--seed", "0"], "--seed is an option of a checkpoint; remove"),
         (["tiny", "cogvideox-2b", "out", "--frames", "1"], "--frames is an option of tiny shapes"),
         (["tiny", "cogvideox-2b", "out", "--chat"], "--chat is an option of tiny shapes; remove"),
+        (["tiny", "cogvideox-2b", "out", "--seed", str(2**63)], r"--seed must be below 2\^63"),
+        (["sample", "x", "--prompt", "x", "--guidance-scale", "inf"], "--guidance-scale must be finite; got inf"),
         (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
         (["tiny", "cogvideox-2b", "/proc/x"], "cannot create /proc/x"),
         (["tiny", "shapes", "/proc/x"], "cannot create /proc/x"),
@@ -325,3 +327,5 @@ def test_sample_writes_videos_that_the_adapter_changes(
     assert difference(other_paths[0], first_paths[0]) > 5
     with pytest.raises(DitLoraError, match=r"does not name its base model .*; give --model"):
         runner.invoke(app, ["sample", str(copy), *common], catch_exceptions=False)
+    with pytest.raises(DitLoraError, match=r"cannot write .*copy.safetensors.*: Not a directory"):
+        runner.invoke(app, ["sample", str(run), *common, "--out", str(copy / "below")], catch_exceptions=False)

@@ -171,7 +171,7 @@ def test_lists_and_lines_are_told_apart_by_their_content(root: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(root: Path) -> None:
-    with pytest.raises(DitLoraError, match=r"gone\.json is not there"):
+    with pytest.raises(DitLoraError, match=r"gone\.json does not exist"):
         read_conversations(config(path=str(root / "gone.json")))
     with pytest.raises(DitLoraError, match="is a folder; give a"):
         read_conversations(config(path=str(root)))
