@@ -218,3 +218,15 @@ def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) 
     idle_groups = [journal.find_idle_groups(step) for step in steps]
     assert idle_groups.pop(2 * MAX_IDLE_STEPS - 1) == list(line["grad_norm_groups"])
     assert not any(idle_groups)
+
+
+def test_a_line_has_the_losses_that_were_measured_and_each_is_read_by_its_name(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, start_step=0)
+    journal.write_eval_losses(0, {"eval_loss": 3.0})
+    journal.write_eval_losses(2, {"eval_loss": 2.0, "validation_loss": 2.5})
+    journal.write_eval_losses(4, {"validation_loss": 2.75})
+    assert lines(tmp_path / "eval_loss.jsonl")[1] == {"step": 2, "eval_loss": 2.0, "validation_loss": 2.5}
+    assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0}
+    assert read_eval_losses(tmp_path, "validation_loss") == {2: 2.5, 4: 2.75}
+    assert journal.get_base_loss("eval_loss") == 3.0
+    assert journal.get_base_loss("validation_loss") is None
