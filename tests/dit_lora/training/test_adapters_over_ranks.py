@@ -9,6 +9,7 @@ import torch
 from exported import trained
 from launching import on_ranks
 from runs import adapter, lines
+from safetensors.torch import load_file
 from topologies import ENGINES_HERE, Case, run_all
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
@@ -58,6 +59,9 @@ def test_every_engine_trains_shows_and_verifies_the_same(
             [row["eval_loss"] for row in single_rank], rel=1e-5
         )
         torch.testing.assert_close(adapter(run), adapter(tmp_path / "one"), rtol=0, atol=2e-5)
+        # The last save gathers the same adapter.
+        saved = load_file(run / "checkpoints" / "step_000002" / ADAPTER_FILE)
+        torch.testing.assert_close(saved, adapter(run), rtol=0, atol=0)
         sample_paths = [folder / "samples/step_000000/prompt_00.mp4" for folder in (run, tmp_path / "one")]
         assert sample_paths[0].read_bytes() == sample_paths[1].read_bytes()
         assert (run / "samples" / "step_000002" / "prompt_00.mp4").is_file()
