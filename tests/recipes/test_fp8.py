@@ -17,6 +17,12 @@ Main = Callable[[list[str]], None]
 ASKED = ["kernels.fp8=on", "model.dtype=bf16"]
 
 
+@pytest.fixture
+def smoke(smoke: list[str]) -> list[str]:
+    """Kernels are compared after the last step, as users' are."""
+    return [*smoke, "guard.parity_every=500"]
+
+
 def test_a_cpu_is_refused_by_name(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match=r"kernels.fp8: fp8 products need a GPU of .* 8\.9"):
         lora_main([*smoke, *ASKED, f"run.dir={tmp_path / 'run'}"])

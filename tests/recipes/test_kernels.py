@@ -20,6 +20,12 @@ Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]
 
 
+@pytest.fixture
+def smoke(smoke: list[str]) -> list[str]:
+    """Kernels are compared after the last step, as users' are."""
+    return [*smoke, "guard.parity_every=500"]
+
+
 @pytest.fixture(autouse=True)
 def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with by("reference", monkeypatch):

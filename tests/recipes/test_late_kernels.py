@@ -23,6 +23,12 @@ EVERY = 3
 STALE = [name for name in FAULTS if "stale" in name]
 
 
+@pytest.fixture
+def smoke(smoke: list[str]) -> list[str]:
+    """Kernels are compared after the last step, as users' are."""
+    return [*smoke, "guard.parity_every=500"]
+
+
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(quick_runs, "PASSES", block_parity.MIN_PASSES)
