@@ -76,14 +76,14 @@ def sample_clips(pipeline: Any, captions: Sequence[str], seed: int, guidance: fl
 
 def compare(scenes: Sequence[Scene], videos: np.ndarray) -> dict[str, float]:
     """Shares of the clips whose shape, colour and motion are those of their scene, and of those with all three."""
-    judged = [judge_clip(video) for video in videos]
-    wanted = [Judgement(scene.shape, scene.colour, scene.motion) for scene in scenes]
+    judgements = [judge_clip(video) for video in videos]
+    expected = [Judgement(scene.shape, scene.colour, scene.motion) for scene in scenes]
     names = ("shape", "colour", "motion")
     shares = {
-        name: float(np.mean([getattr(a, name) == getattr(b, name) for a, b in zip(judged, wanted, strict=True)]))
+        name: float(np.mean([getattr(a, name) == getattr(b, name) for a, b in zip(judgements, expected, strict=True)]))
         for name in names
     }
-    return {**shares, "all": float(np.mean([a == b for a, b in zip(judged, wanted, strict=True)]))}
+    return {**shares, "all": float(np.mean([a == b for a, b in zip(judgements, expected, strict=True)]))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ _LATENT_NOISE = 0.03
 def train_vae(folder: Path, steps: int, decoder_steps: int, clips: int, seed: int = 0) -> AutoencoderKLCogVideoX:
     """Train a VAE, then its decoder alone, and save it in `folder`.
 
-    It is saved in fp32, with the scaling factor that gives latents a deviation of 1.
+    The file is fp32, with the scaling factor that gives latents a deviation of 1.
     """
     generator = torch.Generator().manual_seed(seed)
     videos = render_clips(clips, generator)

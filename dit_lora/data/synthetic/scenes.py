@@ -114,21 +114,21 @@ def _draw_path(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres (F, 2) as shares of the picture's side, x first, and radii (F,) in pixels."""
     still = torch.ones_like(progress)
-    place = torch.stack([_draw_between(0.46, 0.54, generator), _draw_between(0.46, 0.54, generator)])
+    centre = torch.stack([_draw_between(0.46, 0.54, generator), _draw_between(0.46, 0.54, generator)])
     radius = _draw_between(0.24, 0.27, generator) * size
     if motion in DIRECTIONS:
         direction = torch.tensor(DIRECTIONS[motion])
         reach = _draw_between(0.18, 0.2, generator)
-        # Along the motion the path is centred, across it the place is free.
-        start = torch.where(direction != 0, 0.5 - reach * direction, place)
+        # Along the motion the path is centred, across it the centre is free.
+        start = torch.where(direction != 0, 0.5 - reach * direction, centre)
         return start + 2 * reach * progress[:, None] * direction, radius * still
     if motion == NEW_MOTION:
         reach = _draw_between(0.16, 0.18, generator)
         angle = 2 * math.pi * (progress + _draw_between(0, 1, generator))
         return 0.5 + reach * torch.stack([angle.cos(), angle.sin()], 1), 0.9 * radius * still
-    least, most = 0.14 * size, _draw_between(0.31, 0.33, generator) * size
+    min_radius, max_radius = 0.14 * size, _draw_between(0.31, 0.33, generator) * size
     share = progress if motion == "grows" else 1 - progress
-    return place.expand(len(progress), 2), torch.lerp(torch.tensor(least), most, share)
+    return centre.expand(len(progress), 2), torch.lerp(torch.tensor(min_radius), max_radius, share)
 
 
 def _render_background(name: str, generator: torch.Generator, height: int, width: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _render_background(name: str, generator: torch.Generator, height: int, width
     dark, pale = _draw_between(25, 50, generator), _draw_between(185, 215, generator)
     # Triangle waves of the period, 0 at a stripe's middle and 1 between two stripes.
     wave_x, wave_y = (
-        (((place + shift) / period) % 1 - 0.5).abs() * 2 for place, shift in ((x, shift_x), (y, shift_y))
+        (((position + shift) / period) % 1 - 0.5).abs() * 2 for position, shift in ((x, shift_x), (y, shift_y))
     )
     # Pixels from an edge to antialiased shares of the second tone.
     if name == "dark":

@@ -33,15 +33,15 @@ def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:
     return stream.getvalue()
 
 
-def write(folder: Path, judged: list[AuditedSample], **more: Any) -> Page:
+def write(folder: Path, audited_samples: list[AuditedSample], **more: Any) -> Page:
     path = folder / "audit.html"
-    page_values = {"title": "kittens", "totals": compute_totals(judged), **more}
-    assert write_audit_page(path, judged, **page_values) == path
+    page_values = {"title": "kittens", "totals": compute_totals(audited_samples), **more}
+    assert write_audit_page(path, audited_samples, **page_values) == path
     return Page(path)
 
 
 @pytest.fixture
-def judged() -> list[AuditedSample]:
+def audited_samples() -> list[AuditedSample]:
     facts = {"width": 720, "height": 480, "fps": 24, "seconds": 2.04, "caption_tokens": 31}
     return [
         AuditedSample("good.mp4", (), facts, jpeg(1)),
@@ -51,8 +51,10 @@ def judged() -> list[AuditedSample]:
     ]
 
 
-def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    page = write(tmp_path, judged)
+def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(
+    tmp_path: Path, audited_samples: list[AuditedSample]
+) -> None:
+    page = write(tmp_path, audited_samples)
     addresses = [
         value or ""
         for _, attributes in page.tags
@@ -93,8 +95,10 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
     assert "b\\udcff" in page.text, "a name that is not UTF-8 is shown all the same"
 
 
-def test_rejects_come_first_and_their_worst_finding_first(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    page = write(tmp_path, judged)
+def test_rejects_come_first_and_their_worst_finding_first(
+    tmp_path: Path, audited_samples: list[AuditedSample]
+) -> None:
+    page = write(tmp_path, audited_samples)
     sheet = page.section("Samples")
     names = re.findall(r"bad\.mp4|broken\.mp4|warned\.mp4|good\.mp4", sheet)
     assert names == ["bad.mp4", "broken.mp4", "warned.mp4", "good.mp4"]
@@ -106,8 +110,8 @@ def test_rejects_come_first_and_their_worst_finding_first(tmp_path: Path, judged
     assert numbers == ["4", "1", "1", "2"]
 
 
-def test_samples_carry_what_the_filters_compare(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    page = write(tmp_path, judged)
+def test_samples_carry_what_the_filters_compare(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
+    page = write(tmp_path, audited_samples)
     cards = [(card["data-level"], card["data-codes"], card["data-name"]) for card in page.all("article")]
     assert cards == [
         ("reject", "black hard_cut", "bad.mp4"),
@@ -121,14 +125,14 @@ def test_samples_carry_what_the_filters_compare(tmp_path: Path, judged: list[Aud
     assert [link["data-code"] for link in page.all("a")] == ["black", "unreadable", "hard_cut", "fps_low"]
 
 
-def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    page = write(tmp_path, judged)
+def test_pictures_are_those_of_the_samples(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
+    page = write(tmp_path, audited_samples)
     sources = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
     assert set(sources) == {"frames of bad.mp4", "frames of warned.mp4", "frames of good.mp4"}
     for position, file in ((0, "good.mp4"), (1, "warned.mp4"), (2, "bad.mp4")):
         kind, _, data = sources[f"frames of {file}"].partition(",")
         assert kind == "data:image/jpeg;base64"
-        assert base64.b64decode(data) == judged[position].thumbnail
+        assert base64.b64decode(data) == audited_samples[position].thumbnail
 
 
 def decoded(uri: str | None) -> np.ndarray:
@@ -195,8 +199,8 @@ def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None
     assert (names[0], names[99], names[100], names[-1]) == ("400.png", "499.png", "1000.png", "1999.png")
 
 
-def test_codes_are_counted_and_lead_to_their_samples(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    page = write(tmp_path, judged)
+def test_codes_are_counted_and_lead_to_their_samples(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
+    page = write(tmp_path, audited_samples)
     assert page.section("Findings") == (
         "Code Severity Samples What to do black reject 1 remove it unreadable reject 1 fetch it again "
         "hard_cut warn 2 split the clip fps_low warn 1 use faster clips"
@@ -287,11 +291,11 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
     assert "the copies of one clip. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4" in lines
 
 
-def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[AuditedSample]) -> None:
+def test_buckets_are_shown_with_their_advice(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
     row = BucketRow(VideoShape(49, 480, 720), 812, 1624, 0.8, 0.124, 0.31, 4, 1)
     dropped_clips = tuple((f"d{n}.mp4", DroppedClip("too_short", "12 frames")) for n in range(60))
     report = BucketReport((row,), dropped_clips, ("more ratios would help",)).as_dict()
-    buckets = write(tmp_path, judged, buckets=report).section("Buckets")
+    buckets = write(tmp_path, audited_samples, buckets=report).section("Buckets")
     assert buckets.startswith("more ratios would help")
     assert "49 720 x 480 812 1,624 80.0% 12% 31% 4" in buckets
     assert "Left out 60 clips d0.mp4 too_short 12 frames" in buckets
@@ -316,11 +320,11 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
     assert titles[0] == "channel 0: mean 1.000, standard deviation 4.000"
 
 
-def test_notes_are_shown(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    assert "2 classes have no sample" in write(tmp_path, judged, notes=["2 classes have no sample"]).text
+def test_notes_are_shown(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
+    assert "2 classes have no sample" in write(tmp_path, audited_samples, notes=["2 classes have no sample"]).text
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, judged: list[AuditedSample]) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, audited_samples: list[AuditedSample]) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DitLoraError, match=r"cannot write .*audit\.html"):
-        write(tmp_path / "file", judged)
+        write(tmp_path / "file", audited_samples)
