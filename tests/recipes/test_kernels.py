@@ -168,9 +168,9 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     compared: list[str] = []
     differing = kernel_parity.ParityWatch.find_differing
 
-    def noted(watch: Any, batches: Any) -> Any:
+    def noted(watch: Any, batches: Any, num_passes: int) -> Any:
         compared.append("compared")
-        return differing(watch, batches)
+        return differing(watch, batches, num_passes)
 
     monkeypatch.setattr(kernel_parity.ParityWatch, "find_differing", noted)
     args = [*smoke, "train.steps=1", "guard.parity_every=0", "guard.preflight=true"]
