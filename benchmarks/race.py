@@ -100,11 +100,11 @@ def race_recipe(
 def describe_phases(run_dir: Path) -> str:
     """CPU seconds of each phase of a run, by stage, without those below a tenth of a second."""
     phases = json.loads((run_dir / "phases.json").read_text())["phases"]
-    parts = []
+    texts = []
     for stage in ("before", "training", "after"):
         stage_phases = [p for p in phases if p["stage"] == stage and "/" not in p["name"] and p["cpu_seconds"] >= 0.1]
-        parts.append(f"{stage}: " + ", ".join(f"{p['name']} {p['cpu_seconds']:.1f}" for p in stage_phases))
-    return "; ".join(parts)
+        texts.append(f"{stage}: " + ", ".join(f"{p['name']} {p['cpu_seconds']:.1f}" for p in stage_phases))
+    return "; ".join(texts)
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ def write_untrained(folder: Path, vae: AutoencoderKLCogVideoX, seed: int = 0) ->
 def build_tokenizer() -> T5Tokenizer:
     """Build a tokenizer that has each word of the captions, and single characters for all others."""
     phrases = [*SHAPES, *COLOURS, *MOTIONS, *BACKGROUNDS, "a over background"]
-    words = dict.fromkeys(word for phrase in phrases for word in phrase.split())
+    vocabulary = dict.fromkeys(word for phrase in phrases for word in phrase.split())
     characters = [c for c in string.printable if not c.isspace()]
     pieces = {"▁": -8.0}
     pieces |= dict.fromkeys((*characters, *(f"▁{c}" for c in characters)), -8.0)
     # Log probabilities: a word is likelier than its characters.
-    pieces |= {f"▁{word}": -2.0 for word in words}
+    pieces |= {f"▁{word}": -2.0 for word in vocabulary}
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces.items()]
     return T5Tokenizer(vocab=vocab, extra_ids=0)
 

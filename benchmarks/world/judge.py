@@ -75,8 +75,8 @@ def _match_shape(mask: np.ndarray) -> str:
     overlaps = sorted(
         ((seen & template).sum() / (seen | template).sum(), name) for name, template in draw_templates().items()
     )
-    (second, _), (best, name) = overlaps[-2:]
-    return name if best >= _MIN_OVERLAP and best - second >= _MIN_MARGIN else "unclear"
+    (runner_up, _), (best, name) = overlaps[-2:]
+    return name if best >= _MIN_OVERLAP and best - runner_up >= _MIN_MARGIN else "unclear"
 
 
 @cache

@@ -134,11 +134,11 @@ def save_picture(path: Path, rows: Sequence[np.ndarray]) -> None:
 def format_line(figures: dict[str, dict[str, dict[str, float]]]) -> str:
     """Format the demo's last line."""
     after, before = figures["after"], figures["before"]
-    parts = [
+    shares = [
         f"{label} {100 * after[group]['all']:.0f} % (before {100 * before[group]['all']:.0f} %)"
         for group, label in (("new", "new concept"), ("others", "other concepts"))
     ]
-    return f"demo: {', '.join(parts)}"
+    return f"demo: {', '.join(shares)}"
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ _LATENT_NOISE = 0.03
 
 
 def train_vae(folder: Path, steps: int, decoder_steps: int, clips: int, seed: int = 0) -> AutoencoderKLCogVideoX:
-    """Train a VAE, then its decoder alone, and save it in `folder`.
+    """Train a VAE, then only the decoder, and save both in `folder` in fp32.
 
-    The file is fp32, with the scaling factor that gives latents a deviation of 1.
+    The scaling factor in the config gives latents a standard deviation of 1.
     """
     generator = torch.Generator().manual_seed(seed)
     videos = render_clips(clips, generator)
@@ -98,8 +98,8 @@ def draw_batch(videos: torch.Tensor, count: int, size: int, generator: torch.Gen
         pixels = (frame.amax(-1) - frame.amin(-1) > 50).nonzero()
         pixel = pixels[int(torch.randint(len(pixels), (), generator=generator))]
         corner = pixel - size // 2 + torch.randint(-10, 11, (2,), generator=generator)
-        top, left = corner.clamp(0, video.shape[1] - size).tolist()
-        crops.append(video[:, top : top + size, left : left + size])
+        row, column = corner.clamp(0, video.shape[1] - size).tolist()
+        crops.append(video[:, row : row + size, column : column + size])
     return torch.stack(crops).permute(0, 4, 1, 2, 3) / 127.5 - 1
 
 

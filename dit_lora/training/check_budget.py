@@ -59,9 +59,11 @@ def limit_eval_size(full: EvalSize, num_trained_samples: int) -> EvalSize:
         full: The size that the recipe asks for.
         num_trained_samples: Samples of all steps of the run, for each rank that runs all of the eval loss.
     """
+    # No draws: the recipe measures no eval loss.
     if not full.num_draws:
         return full
     affordable = max(MIN_EVAL_SAMPLES, int(CHECK_SHARE * num_trained_samples * _FORWARDS_PER_SAMPLE / 2))
+    # All clips are kept as long as each has one draw.
     num_draws = min(full.num_draws, max(1, affordable // max(1, full.num_clips)))
     return EvalSize(min(full.num_clips, affordable), num_draws)
 

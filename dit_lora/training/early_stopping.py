@@ -17,5 +17,6 @@ def find_stalled_best(losses: Mapping[int, float], stop_after: int) -> int | Non
 
     Of equal losses, the first one is the lowest. `losses` are by step, and include step 0 if it was measured.
     """
+    # Derived from the log, so that a resumed run counts on.
     best = min(losses, key=lambda step: (losses[step], step), default=0)
     return best if sum(step > best for step in losses) >= stop_after else None

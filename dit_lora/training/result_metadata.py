@@ -31,6 +31,7 @@ def build_metadata(setup: Setup[Any, Any]) -> dict[str, Any]:
         **setup.task.build_metadata(setup),
         "packages": dict(probe_environment().versions),
     }
+    # The header is published: paths and names of users stay out of it.
     return dict(redact_value(metadata))
 
 
@@ -39,11 +40,13 @@ def _describe_lora(setup: AnySetup) -> dict[str, Any]:
     if recipe.train.mode == "full":
         return {"mode": "full"}
     lora = recipe.lora
+    # No adapter is attached: the values are the recipe's.
     if recipe.optim.groups.adapter is None:
         return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
     config = build_saved_config(setup.transformer, ADAPTER_NAME).to_dict()
     # Checkpoints and files from before `kind` existed describe a LoRA without it: they must still match.
     facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
+    # Its size is that of a block; it has neither rank nor alpha.
     if lora.kind == "oft":
         return {**facts, "block_size": config["oft_block_size"]}
     facts |= {"rank": config["r"], "alpha": get_alpha(config)}

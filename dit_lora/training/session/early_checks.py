@@ -27,6 +27,7 @@ def require_paths(recipe: Recipe) -> None:
     problems = [*_iterate_missing_sources(recipe)]
     if get_hub_name(recipe.model.path) is None and not Path(recipe.model.path).expanduser().is_dir():
         problems.insert(0, describe_missing_model(recipe.model.path))
+    # `auto` finds its checkpoint in run.dir, or starts a new run.
     folder = Path(recipe.run.dir)
     resume, quarantine = recipe.train.resume, recipe.guard.quarantine
     if resume not in ("none", "auto") and not Path(resume).exists():
@@ -61,6 +62,7 @@ def require_no_steps(recipe: Recipe, folder: Path) -> None:
     if recipe.train.resume != "none" or not (folder / "metrics.jsonl").exists():
         return
     message = f"run.dir {folder} already has a run; continue it with train.resume=auto, or choose another run.dir"
+    # Only these results can be the start of another run.
     if recipe.train.mode == "lora" and recipe.model.family not in CHAT_FAMILIES:
         message += f" (to train on from its result, add lora.init={folder})"
     raise DitLoraError(message)

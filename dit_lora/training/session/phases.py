@@ -73,6 +73,7 @@ class Phases:
         phase = next((p for p in self.entries if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
             phase = Phase(path, self.stage)
+            # In the order in which they first began.
             self.entries.append(phase)
         phase.seconds += seconds
         phase.cpu_seconds += cpu_seconds
@@ -146,6 +147,7 @@ class Phases:
         return sorted(long_phases, key=lambda phase: phase.seconds, reverse=True)
 
     def _measure_stage_s(self, stage: Stage) -> float:
+        # The current stage has no recorded end yet.
         running = time.perf_counter() - self._stage_start if stage == self.stage else 0.0
         return self.seconds.get(stage, 0.0) + running
 

@@ -27,6 +27,7 @@ def compute_base_eval_loss(
     path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, eval_samples, data_digest)
     cached_finding = None
     if setup.recipe.guard.preflight != REMEASURE:
+        # The file holds one loss for each set of facts.
         cached_finding = next(iter(read_cached_findings(path, facts)), None)
     # The text of the finding is the loss itself, in full precision.
     losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
@@ -36,12 +37,14 @@ def compute_base_eval_loss(
         setup.session.say_once("eval loss: using the cached value for step 0; guard.preflight=anew measures it")
         return cached_losses[0]
     loss, sound = measure()
+    # A loss without a damaged sample would differ from later ones, so it is measured again next time.
     if loss is not None and math.isfinite(loss) and is_true_on_all_ranks(sound):
         store_findings(path, facts, [CheckFinding("eval loss", True, repr(loss), fatal=False)])
     return loss
 
 
 def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample], data_digest: str) -> Mapping[str, Any]:
+    # Everything that changes the loss's bits: a cached value must equal a measured one.
     recipe, environment = setup.recipe, probe_environment()
     return {
         "what": "eval loss",

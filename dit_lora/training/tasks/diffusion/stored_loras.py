@@ -46,6 +46,7 @@ def read_stored_loras(
     Raises `DitLoraError` if they are missing or another model's.
     """
     lora, continued = recipe.lora, None
+    # A second checkpoint, for samples, gets the trained adapter and not the file that it started from.
     if lora.has_file_init and not only_under:
         continued = _read_lora_file(recipe, checkpoint, model, lora.init, _INIT_OPTION)
     frozen_files = tuple(
