@@ -16,9 +16,10 @@ From a NaN loss to the quarantine of a clip:
 1. `_train_step` records it in the step's `Gate` (guard/finite_gate.py), whose flag over all ranks skips the update.
 2. `_finish_pending_step` reads the flags after the next launch, and passes a `RunFailure` to `RunRecovery`
    (recovery/run_recovery.py). `RecoveryHandler.resolve` (guard/recovery.py) calls its methods in order.
-3. `diagnose` (guard/diagnose.py) checks the samples, then weights and optimizer state (guard/state_checks.py), replays
-   the micro-batch (guard/replay.py, probe.py), and switches components off (guard/fallbacks.py).
-4. `Policy` (guard/recovery.py) chooses the action for the `Diagnosis` (guard/diagnosis.py). `RunRecovery` adds the
+3. `diagnose` (guard/diagnose.py) runs on the ranks that failed. It checks the samples as they were read, then weights
+   and optimizer state (guard/state_checks.py). Only if these are sound it replays the micro-batch (guard/replay.py,
+   probe.py) and switches components off (guard/fallbacks.py).
+4. On every rank, `Policy` (guard/recovery.py) chooses the same action for the `Diagnosis` (guard/diagnosis.py). `RunRecovery` adds the
    clip to the `Quarantine` (data/loading/quarantine.py), and `Journal` (journal.py) writes the event.
 """
 

@@ -326,7 +326,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             )
             records.append(record)
         self.quarantine.add(records)
-        # The order is computed ahead; without the sample all later ones move forward.
+        # This copy of the order is computed ahead; the loader builds its own again. Later samples move forward.
         self.order.reset()
         self.files.save_quarantine(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
