@@ -51,7 +51,7 @@ class Action:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Additional keys of the events."""
     restored_step: int | None = None
-    """The healthy step after which the loop continues. In a loop that is not a run's, None unless weights were restored."""
+    """The healthy step after which a run continues. In other loops, None unless weights were restored."""
     should_log: bool = True
 
 

@@ -28,7 +28,8 @@ def replay_on_other_ranks(
     """Replay one failed micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
     Micro-batches that fail because of their data are not replayed. A rank that fails where others are healthy is the
-    cause, whatever its own replays said. If all ranks diagnose together, this is known already, and only the rank's host is added.
+    cause, whatever its own replays said. If all ranks diagnose together, this is known already, and only the rank's
+    host is added.
     """
     hosts = gather_object([platform.node()])
     if len(hosts) == 1:
