@@ -20,7 +20,8 @@ From a NaN loss to the quarantine of a clip:
    and optimizer state (guard/state_checks.py). Only if these are sound it replays the micro-batch (guard/replay.py,
    probe.py) and switches components off (guard/fallbacks.py).
 4. On every rank, `Policy` (guard/recovery.py) chooses the same action for the `Diagnosis` (guard/diagnosis.py).
-   `RunRecovery` adds the clip to the `Quarantine` (data/loading/quarantine.py), and `Journal` (journal.py) writes the event.
+   `RunRecovery` adds the clip to the `Quarantine` (data/loading/quarantine.py), and `Journal`
+   (journal.py) writes the event.
 """
 
 import time
