@@ -209,8 +209,11 @@ class Trial:
                 self.counted_leftovers.add(version)
                 self.tally.left[path.suffix.removeprefix(".")] += 1
         checkpoints = whole_checkpoints(self.folder)
+        newest = max(checkpoints, default=0)
         for path in folder.glob("step_*"):
-            if step_of(path) not in checkpoints and path not in self.torn:
+            # Of older ones the adapter stays, and a kill may come while their state is deleted.
+            is_pruned = step_of(path) < newest and (path / "pytorch_lora_weights.safetensors").is_file()
+            if step_of(path) not in checkpoints and path not in self.torn and not is_pruned:
                 self._record_failure(f"{path.name} is not whole")
 
     def _check_start(self, log_text: str, before: list[int], torn: Path | None) -> None:

@@ -67,7 +67,9 @@ def test_the_base_is_small_and_in_fp16():
     assert sum(path.stat().st_size for path in BASE.rglob("*") if path.is_file()) <= 8e6
     for path in BASE.rglob("*.safetensors"):
         with safe_open(path, "pt") as tensors:
-            dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+            # Transformers keeps these of a T5 in fp32 when it loads the rest in fp16.
+            names = [name for name in tensors.keys() if not name.endswith(".wo.weight")]  # noqa: SIM118
+            dtypes = {tensors.get_slice(name).get_dtype() for name in names}
         assert dtypes == {"F16"}, path.name
 
 
