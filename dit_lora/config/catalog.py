@@ -14,9 +14,6 @@ import yaml
 
 from dit_lora.errors import DitLoraError, format_list
 
-# Folders of the recipes that train on a CPU.
-_CPU_FOLDERS = ("demo/", "smoke/")
-
 
 def find_packaged_files() -> Path:
     """The folder with recipes/ and accelerate_configs/: inside the installed package, or the root of a checkout.
@@ -40,7 +37,7 @@ def list_recipe_names() -> list[str]:
     paths = (find_packaged_files() / "recipes").glob("*/*.yaml")
     names = [f"{path.parent.name}/{path.stem}" for path in paths]
     # False sorts before True.
-    return sorted(names, key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
+    return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
 
 def list_accelerate_configs() -> dict[str, Path]:
@@ -75,7 +72,7 @@ class PackagedRecipe:
     @property
     def is_smoke(self) -> bool:
         """True for a tiny packaged recipe that trains on a CPU."""
-        return self.name.startswith(_CPU_FOLDERS)
+        return self.name.startswith("smoke/")
 
     @property
     def file_name(self) -> str:
