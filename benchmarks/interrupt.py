@@ -89,6 +89,8 @@ class Trial:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell's background job ignores SIGINT, and so would what it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def values(self, name: str) -> list[str]:

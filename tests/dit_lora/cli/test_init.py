@@ -159,6 +159,7 @@ def test_recipe_files_and_keys_complete(verb: str, tmp_path: Path, monkeypatch: 
         "train.steps=",
         "train.seed=",
         "train.save_every=",
+        "train.stop_after=",
     ]
 
 

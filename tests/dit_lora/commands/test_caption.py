@@ -209,7 +209,7 @@ def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
     model, recipe = tiny_checkpoints["qwen2.5-vl"], tmp_path / "recipe.yaml"
     for options, message in (
         ([str(clips), "--port", "1", "--model", "x"], "--port 1 needs --serve"),
-        ([str(clips / "none"), "--model", str(model)], "does not exist"),
+        ([str(clips / "none"), "--model", str(model)], "none is not a folder"),
         ([str(clips), "--model", str(clips)], "is not a folder of a run"),
     ):
         result = CliRunner().invoke(app, ["caption", *options])

@@ -274,7 +274,7 @@ def test_a_full_recipe_and_one_of_images_read_back_equal(values: dict[str, Any],
     assert load_recipe(path) == recipe
     assert recipe.data.frames == 1
     assert "\nlora:" not in path.read_text()
-    assert "adapter" not in path.read_text()
+    assert "adapter:" not in path.read_text()
 
 
 def test_what_a_recipe_contradicts_as_a_whole_is_said_without_the_whole_recipe(

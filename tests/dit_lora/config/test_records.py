@@ -28,7 +28,7 @@ CODE = "x; import os; os.system('touch ran')"
         (r'{"sha256": {"a\nerror: b": 1}}', Manifest, r"sha256.a\nerror: b: Input should"),
         (r'{"data": {"kind": "a\nerror: b"}}', Facts, r"Input tag 'a\nerror: b'"),
         ('{"sha256": {}, "sha256": {"a": "b"}}', Manifest, "it holds 'sha256' twice"),
-        ('{"sha256": ' + "[" * 2000, Manifest, "nested deeper"),
+        ('{"sha256": ' + "[" * 100_000, Manifest, "nested deeper"),
         ('{"sha256": ' + "9" * 5000 + "}", Manifest, "more than 100 digits"),
         ('{"rank": ' + "9" * 90 + "}", RunMetadata, "less than or equal"),
         ('{"alpha": NaN}', RunMetadata, "alpha"),
