@@ -121,6 +121,6 @@ def reported_errors(interrupted: str = "interrupted") -> Iterator[None]:
         )
         sys.exit(DitLoraError.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write(f"{interrupted}\n")
+        sys.stderr.write(make_printable(f"{interrupted}\n"))
         # 128 + SIGINT, as shells report it.
         sys.exit(130)

@@ -51,7 +51,7 @@ def check_pipeline_files(
     return {
         "keys": keys,
         "finite": check_finite(bad, len(names_read)),
-        "effect": Check(True, f"{_NO_ADAPTER}: there is no separate update"),
+        "effect": Check(True, _NO_ADAPTER),
         "scale": Check(True, f"{_NO_ADAPTER}: there is no rank and no alpha"),
     }
 

@@ -12,6 +12,7 @@ from launching import ROOT
 from runs import lines
 from safetensors.torch import load_file
 
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.objectives import LossOutput
@@ -151,9 +152,10 @@ def loads_in_its_pipeline(tiny_checkpoints: dict[str, Path], family: str, run: P
 
 
 def state(run: Path) -> dict[str, bytes]:
-    """Weights, averages and optimizer of the last checkpoint."""
+    """Weights, averages and optimizer of the last checkpoint. The adapter beside them has its metadata in any order."""
     folder = run / "checkpoints" / f"step_{STEPS:06d}"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    names = {path.name for path in folder.glob("*.safetensors")} - {ADAPTER_FILE, BASE_FILE}
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 @pytest.mark.usefixtures("nothing_encoded")

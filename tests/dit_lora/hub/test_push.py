@@ -288,7 +288,7 @@ def test_a_run_without_a_result_is_refused_with_the_command_that_goes_on(run_dir
     with pytest.raises(DitLoraError) as error:
         prepare_publication(run_dir, REPO)
     assert f"no adapter/{ADAPTER}); it is at step 2 of 2" in str(error.value)
-    assert f"recipes/lora.py {run_dir}/config.yaml train.resume=auto" in str(error.value)
+    assert f"dit-lora train {run_dir}/config.yaml train.resume=auto" in str(error.value)
     with pytest.raises(DitLoraError, match="is not a run"):
         prepare_publication(run_dir / "samples", REPO)
 

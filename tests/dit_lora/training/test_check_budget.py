@@ -66,7 +66,7 @@ def test_what_the_recipe_sets_is_measured_as_asked(
 
 def test_a_resumed_run_continues_with_the_size_it_began_with(tmp_path: Path) -> None:
     assert read_reduced_eval_size(tmp_path) == (False, None)
-    Journal(tmp_path, start_step=0).write_eval_loss(0, 1.5)
+    Journal(tmp_path, start_step=0).write_eval_losses(0, {"eval_loss": 1.5})
     assert read_reduced_eval_size(tmp_path) == (True, None)
-    Journal(tmp_path, start_step=0).write_eval_loss(0, 1.5, EvalSize(4, 1))
+    Journal(tmp_path, start_step=0).write_eval_losses(0, {"eval_loss": 1.5}, EvalSize(4, 1))
     assert read_reduced_eval_size(tmp_path) == (True, EvalSize(4, 1))
