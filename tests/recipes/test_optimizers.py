@@ -152,7 +152,7 @@ def loads_in_its_pipeline(tiny_checkpoints: dict[str, Path], family: str, run: P
 
 
 def state(run: Path) -> dict[str, bytes]:
-    """Weights, averages and optimizer of the last checkpoint. The adapter beside them has its metadata in any order."""
+    """Weights, averages and optimizer of the last checkpoint; an adapter's metadata may have any order."""
     folder = run / "checkpoints" / f"step_{STEPS:06d}"
     names = {path.name for path in folder.glob("*.safetensors")} - {ADAPTER_FILE, BASE_FILE}
     return {name: (folder / name).read_bytes() for name in names}
