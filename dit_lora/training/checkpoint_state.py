@@ -14,14 +14,16 @@ checkpoints/writer.py copies all fields of `SavedState` to host memory and needs
 The adapter next to the state is made from the same copy, by the function that writes the run's result.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dit_lora.config.validation import LossName
-from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.errors import DitLoraError
 from dit_lora.files import write_json
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
 from dit_lora.training.checkpoints.files import (
@@ -165,11 +167,10 @@ class Checkpoints:
         metadata = {**build_metadata(setup), "steps": step}
 
         def write_adapter(folder: Path, weights: Tensors) -> None:
-            try:
-                setup.task.write_adapter(setup, folder, metadata, weights)
-            except CheckFailedError as error:
-                # The state is complete and finite: only the adapter has no use yet, for example in a warm-up from 0.
-                setup.session.say(f"warning: step {step} has no adapter: {error}")
+            write = partial(setup.task.write_adapter, setup, folder, metadata, weights)
+            # The state is complete and finite, and is saved without the adapter, for example in a warm-up from 0.
+            if not setup.session.optional_work.attempt_on_this_rank("adapter", step, write):
+                shutil.rmtree(folder / ".staged", ignore_errors=True)
 
         return write_adapter
 

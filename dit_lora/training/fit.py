@@ -258,10 +258,9 @@ def _find_stalled_best(run: Run) -> int | None:
     recipe, best = run.recipe, None
     if recipe.train.stop_after is None:
         return None
-    if run.session.is_main:
-        # The log and not a counter, so that a resumed run counts on, and a rollback counts back.
-        losses = read_eval_losses(run.session.dir, recipe.validation.ranking_loss)
-        best = find_stalled_best(losses, recipe.train.stop_after)
+    if run.journal is not None:
+        # The losses and not a counter, so that a resumed run counts on, and a rollback counts back.
+        best = find_stalled_best(run.journal.get_eval_losses(recipe.validation.ranking_loss), recipe.train.stop_after)
     return broadcast_object(best)
 
 
@@ -283,10 +282,10 @@ def _end_early(run: Run, step: int, best: int) -> None:
     run.early_stop.step = step
     # Until then older checkpoints may still be deleted.
     run.saved_checkpoints.wait_for_writes()
-    if not run.session.is_main:
+    if run.journal is None:
         return
     folder, name = run.session.dir, run.recipe.validation.ranking_loss
-    losses = read_eval_losses(folder, name)
+    losses = run.journal.get_eval_losses(name)
     num_later = sum(measured > best for measured in losses)
     line = (
         f"stopped early after step {step}: no lower {_name_loss(name)} in {num_later} validation"

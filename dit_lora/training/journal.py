@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dit_lora.config.validation import LossName
 from dit_lora.environment.operating_system import get_peak_memory_bytes
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.files import append_line, read_json_lines, write_atomically
@@ -136,6 +137,11 @@ class Journal:
         self._append(EVAL_LOSS_FILES[-1], {"step": step, **losses, **reduced_size})
         if self.trackers is not None:
             self.trackers.log_scalars(losses, step)
+
+    def get_eval_losses(self, name: LossName) -> dict[int, float]:
+        """The finite losses of this name at fixed noise, by step. Reads no file, which somebody may have changed."""
+        losses = {step: values.get(name) for step, values in self._eval_losses.items()}
+        return {step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
 
     def get_base_loss(self, name: str) -> float | None:
         """A loss at fixed noise of the untrained base, at step 0; None if it has not been taken."""

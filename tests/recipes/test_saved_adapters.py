@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from diffusers import CogVideoXPipeline
 from safetensors.torch import load_file
@@ -17,7 +19,8 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.environment.safetensors_files import read_metadata
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.training.checkpoints.files import list_checkpoints
+from dit_lora.training.checkpoints.files import is_complete_checkpoint, list_checkpoints
+from dit_lora.training.tasks.diffusion import task
 
 Main = Callable[[list[str]], None]
 PROMPT = "a red square"
@@ -60,3 +63,28 @@ def test_every_save_of_a_resumed_run_has_its_averages_as_a_lora(
     assert exported.exit_code == 0, exported.output
     first, copied = load_file(folders[0] / ADAPTER_FILE), load_file(tmp_path / "out" / ADAPTER_FILE)
     assert all(torch.equal(tensor, copied[name]) for name, tensor in first.items())
+
+
+def test_an_adapter_that_cannot_be_written_costs_neither_the_state_nor_the_run(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save = task.save_adapter
+
+    def fail_at_a_save(model: Any, pipeline: Any, folder: Path, *args: Any) -> Path:
+        if folder.name != "adapter":
+            (folder / ".staged").mkdir()
+            raise RuntimeError("a converter does not know the model")
+        return save(model, pipeline, folder, *args)
+
+    monkeypatch.setattr(task, "save_adapter", fail_at_a_save)
+    lora_main([*smoke, "train.steps=2", "train.save_every=1", f"run.dir={tmp_path / 'run'}"])
+    warning = "warning: step 1 has no adapter: RuntimeError: a converter does not know the model; training continues"
+    assert warning in capsys.readouterr().err
+    checkpoints = list_checkpoints(tmp_path / "run")
+    assert [is_complete_checkpoint(path) for path in checkpoints.values()] == [True, True]
+    assert not (checkpoints[1] / ".staged").exists()
+    assert (tmp_path / "run" / "adapter" / ADAPTER_FILE).is_file()

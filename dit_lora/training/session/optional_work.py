@@ -82,6 +82,21 @@ class OptionalWork:
         self._say(f"warning: step {step}: {name} are skipped {scope_text}: {reason}; training continues")
         return None
 
+    def attempt_on_this_rank(self, name: str, step: int, work: Callable[[], object]) -> bool:
+        """Run optional work of this rank only, also in a background thread; False after an error, which is reported.
+
+        Raises `OSError`: what the disk refuses ends a save, and the caller reports it.
+        """
+        try:
+            work()
+        except (OSError, *RERAISED_ERRORS):
+            raise
+        # Diffusers' and PEFT's writers raise errors of any class.
+        except Exception as error:
+            self._say(f"warning: step {step} has no {name}: {_format_error(error)}; training continues")
+            return False
+        return True
+
     def format_lines(self) -> list[str]:
         """One line per kind of optional work that failed and was left out, for the closing summary."""
         return [

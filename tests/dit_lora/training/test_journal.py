@@ -230,3 +230,14 @@ def test_a_line_has_the_losses_that_were_measured_and_each_is_read_by_its_name(t
     assert read_eval_losses(tmp_path, "validation_loss") == {2: 2.5, 4: 2.75}
     assert journal.get_base_loss("eval_loss") == 3.0
     assert journal.get_base_loss("validation_loss") is None
+
+
+def test_losses_that_rank_are_kept_in_memory_and_are_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "eval_loss.jsonl"
+    file.write_text('{"step": 0, "eval_loss": 1.5}\n{"step": 2, "eval_loss": "low"}\n{"step": 3, "eval_loss": NaN}\n')
+    journal = Journal(tmp_path, start_step=4)
+    journal.write_eval_losses(4, {"eval_loss": 1.25})
+    file.unlink()
+    file.mkdir()
+    assert journal.get_eval_losses("eval_loss") == {0: 1.5, 4: 1.25}
+    assert journal.get_eval_losses("validation_loss") == {}

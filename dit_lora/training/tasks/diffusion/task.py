@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -161,7 +162,10 @@ class DiffusionTask:
         if has_own_eval_size(recipe):
             return None
         # Eval losses of one run must be comparable, also after a resume with more steps.
-        recorded = read_reduced_eval_size(session.dir) if session.is_main else None
+        recorded = None
+        # The other ranks wait in the broadcast. Without a record, counts give the same size again.
+        with suppress(OSError):
+            recorded = read_reduced_eval_size(session.dir) if session.is_main else None
         has_losses, reduced = broadcast_object(recorded) or (False, None)
         if has_losses:
             return reduced
