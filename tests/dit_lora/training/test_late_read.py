@@ -19,6 +19,9 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics
 
 
+_KEPT: list[Loop] = []
+
+
 def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls of a step in order; for a row that is read, also whether gradients of the next step exist."""
     order: list[str] = []
@@ -96,7 +99,9 @@ def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[
     try:
         run(loop, 4, batches(8), on_step=lambda result: followed.append(result.step))
     except (RuntimeError, TrippedError) as error:
-        # As a process that ends: the other rank's collectives fail, and no barrier waits for both.
+        # As a process that ends: the other rank's collectives fail, and no barrier waits for both. The model is kept
+        # until then: DDP's reducer frees the group with the GIL held, which a gloo thread may be waiting for.
+        _KEPT.append(loop)
         distributed.destroy_process_group()
         return str(error), followed, noted
     return "none", followed, noted
