@@ -17,7 +17,7 @@ DEFAULT_OPTIMIZER = "adamw"
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """Facts about one optimizer, whose class takes groups, `betas`, `eps` and `weight_decay`.
+    """Facts about one optimizer, whose class takes groups and any of `betas`, `eps` and `weight_decay`.
 
     CONTRIBUTING.md lists the other places that name a new optimizer.
     """

@@ -5,7 +5,7 @@ joining 200 of them takes a tenth of the time of 200 norms. Tensors that differ 
 joined without flattening, which takes a third of the time of joining them flattened.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dit_lora.config.optimizers import collect_names
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.finite_values import SQUARE_LIMIT, is_finite_tensor, to_strided_real
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -28,6 +29,12 @@ _MAX_SMALL_ELEMENTS = 65_536  # elements up to which tensors are joined
 _MAX_JOINED_TENSORS = 256  # tensors, of up to 64 MiB together
 _get_gradient = attrgetter("grad")
 _get_address = torch.Tensor.data_ptr
+_SQUARED_STATE = (
+    *collect_names(lambda record: record.squared_state),
+    # Of torch's optimizers without a record: Adam with amsgrad, RMSprop and Adadelta, Adagrad, Adafactor.
+    *("max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var", "variance"),
+)
+"""Beginnings of the names of state tensors that hold squared gradients."""
 _NUM_ADDRESS_GROUPS = 8  # groups of weights; the addresses of one group are compared at each step
 
 
@@ -114,9 +121,8 @@ class OptimizerChecks:
         has_one_dtype = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
         # Tensors can be concatenated if they are plain, on the CPU and of one dtype.
         self._can_join = self._is_plain and self._on_cpu and has_one_dtype
-        # Optimizers that divide by the root of a second moment have an `eps`. Accelerate wraps the optimizer.
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self._has_second_moments = "eps" in getattr(inner, "defaults", {})
+        # Accelerate wraps the optimizer.
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._lacks_gradients = False
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
@@ -197,8 +203,14 @@ class OptimizerChecks:
         """True for a gradient peak of NaN or Inf, or whose square overflows if the optimizer has second moments."""
         if not isfinite(peak):
             return True
-        has_large_square = peak > SQUARE_LIMIT and self._has_second_moments
-        return has_large_square and not all(p.dtype is torch.float64 for _, p in self.parameters)
+        if peak <= SQUARE_LIMIT or all(p.dtype is torch.float64 for _, p in self.parameters):
+            return False
+        states = getattr(self._optimizer, "state", {}).values()
+        names = {str(name) for state in states if isinstance(state, Mapping) for name in state}
+        if not names:
+            # Before the first step there is no state: optimizers that divide by a second moment's root have an `eps`.
+            return bool(getattr(self._optimizer, "defaults", {}).get("eps"))
+        return any(name.startswith(_SQUARED_STATE) for name in names)
 
     def find_bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is not finite or too large. Slow; used for failed steps."""

@@ -1,5 +1,6 @@
 """Optimizers over parameter groups, learning rates as a function of the step, and gradient clipping."""
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -54,16 +55,31 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer `optim.name` over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
-    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.class_kwargs}
-    # Some optimizers print a message if the weight decay is among their defaults.
-    if record.decay_in_groups:
-        groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
-    else:
-        arguments["weight_decay"] = optim.weight_decay
     # `package.module:Class`, imported only if it is used.
     module, _, name = record.class_path.partition(":")
-    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **arguments)
+    optimizer_class = getattr(import_module(module), name)
+    options: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
+    # Some optimizers print a message if the weight decay is among their defaults.
+    if record.decay_in_groups:
+        weight_decay = options.pop("weight_decay")
+        groups = [{"weight_decay": weight_decay, **group} for group in groups]
+    supported_options = _select_supported(options, optimizer_class, optim.name)
+    optimizer: torch.optim.Optimizer = optimizer_class(groups, **supported_options, **record.class_kwargs)
     return optimizer
+
+
+def _select_supported(options: Mapping[str, Any], optimizer_class: type, optimizer: str) -> dict[str, Any]:
+    """The options that the class's constructor takes: Lion, for example, has no `eps`.
+
+    Raises `DitLoraError` if the recipe has changed one that it does not take.
+    """
+    parameters = inspect.signature(optimizer_class).parameters
+    has_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    supported = {name: value for name, value in options.items() if has_any_keyword or name in parameters}
+    for name, value in options.items():
+        if name not in supported and value != OptimConfig.model_fields[name].default:
+            raise DitLoraError(f"optim.{name}={value}: {optimizer} has no {name}; remove it from the recipe")
+    return supported
 
 
 class Schedule:

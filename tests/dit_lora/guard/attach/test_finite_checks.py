@@ -1,6 +1,7 @@
 """Gradients and weights of every size, layout and place in memory are looked at."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,44 @@ def test_gradients_that_are_none_or_zero_or_too_large_to_square_are_looked_at_cl
     set_last(parameters[-1].grad, 1e30)
     assert not checks.has_healthy_gradients()
     assert checks.is_bad_gradient(checks.compute_gradient_peak())
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Steps by the sign of one moment, with the `eps` of 0 among its defaults that bitsandbytes' Lion has."""
+
+    def __init__(self, params: Any, eps: float = 0.0) -> None:
+        super().__init__(params, {"lr": 1e-3, "eps": eps})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                parameter.data.sub_(group["lr"] * momentum.sign())
+
+
+@pytest.mark.parametrize(
+    ("make", "is_bad_before", "is_bad"),
+    [
+        (torch.optim.AdamW, True, True),
+        (torch.optim.RMSprop, True, True),
+        (torch.optim.Adagrad, True, True),
+        (torch.optim.Adafactor, True, True),
+        (torch.optim.Adamax, True, False),  # no square: its second state is a maximum
+        (torch.optim.SGD, False, False),
+        (SignMomentum, False, False),
+        (lambda parameters: SignMomentum(parameters, eps=1e-8), True, False),
+    ],
+)
+def test_the_state_says_whether_gradients_are_squared(
+    make: Callable[..., Any], is_bad_before: bool, is_bad: bool
+) -> None:
+    parameter = nn.Parameter(torch.randn(3, 5))
+    optimizer = make([parameter])
+    checks = OptimizerChecks([("weight", parameter)], optimizer)
+    assert checks.is_bad_gradient(1e25) is is_bad_before
+    parameter.grad = torch.randn(3, 5)
+    optimizer.step()
+    assert checks.is_bad_gradient(1e25) is is_bad
+    assert not checks.is_bad_gradient(1e15)
+    assert checks.is_bad_gradient(torch.inf)

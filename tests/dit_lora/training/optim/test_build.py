@@ -1,12 +1,16 @@
 """Learning rates by step, clipping by group."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.config.optimizers import OPTIMIZERS
+from dit_lora.errors import DitLoraError
 from dit_lora.training.optim.build import (
     Schedule,
     apply_schedule,
@@ -126,6 +130,26 @@ def test_betas_and_eps_reach_adamw() -> None:
     assert optimizer.defaults["eps"] == 1e-6
     assert optimizer.param_groups[0]["weight_decay"] == 0.3
     assert optimizer.defaults["fused"]
+
+
+class WithoutEps(torch.optim.Optimizer):
+    """Takes the arguments of Lion, which has no `eps`."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+def test_an_optimizer_is_given_what_its_constructor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = replace(OPTIMIZERS["adamw"], class_path=f"{__name__}:WithoutEps", class_kwargs={})
+    monkeypatch.setitem(OPTIMIZERS, "without_eps", record)
+    optim = OptimConfig(name="without_eps", betas=(0.8, 0.99), weight_decay=0.3)
+    optimizer = build_optimizer(groups_with([1.0], [2.0]), optim)
+    assert optimizer.defaults == {"lr": 1e-4, "betas": (0.8, 0.99), "weight_decay": 0.3}
+    with pytest.raises(DitLoraError, match=r"^optim\.eps=1e-06: without_eps has no eps; remove it from the recipe$"):
+        build_optimizer(groups_with([1.0]), optim.model_copy(update={"eps": 1e-6}))
+    monkeypatch.setitem(OPTIMIZERS, "without_eps", replace(record, decay_in_groups=True))
+    groups = build_optimizer(groups_with([1.0], [2.0]), optim).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3]
 
 
 def test_no_clip_scales_nothing() -> None:
