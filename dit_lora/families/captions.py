@@ -66,7 +66,7 @@ def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = 
 
 
 def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
-    """Number of tokens left for a caption out of `max_tokens` after the chat template's.
+    """Number of tokens left for a caption, special tokens included, out of `max_tokens` after the chat template's.
 
     `arguments` go to `encode_prompt`.
     """
@@ -74,7 +74,8 @@ def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int,
     pipeline = pipeline_class(scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None)
     # The padding that an empty caption leaves is the number of tokens a caption can have.
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
-    return TextLimit(tokenizer, probe.num_pads)
+    # A caption's tokens are counted with the tokenizer's special ones, of which the template has its own.
+    return TextLimit(tokenizer, probe.num_pads + tokenizer.num_special_tokens_to_add())
 
 
 class _PaddingCounter(nn.Module):

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, Flux2Pipeline
 from flux_cases import CPU, every_variant, open_checkpoint
+from tokenizers.processors import TemplateProcessing
 
+from dit_lora.commands.caption import shorten_caption
 from dit_lora.config.data import VideoShape
+from dit_lora.families.captions import measure_template_limit
+from dit_lora.families.flux2.checkpoint import load_tokenizer
 
 
 @every_variant
@@ -55,6 +59,22 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
     assert full.count(pad) == over.count(pad) == 0
     assert full[-end:] == template[-end:]
     assert over[-end:] == full[-end - 1 : -1] != full[-end:]
+
+
+def test_special_tokens_that_each_caption_is_counted_with_take_no_room(tiny_checkpoints: dict[str, Path]) -> None:
+    """The template has its own beginning, and the tokenizer puts one before every text."""
+    tokenizer = load_tokenizer(open_checkpoint(tiny_checkpoints["flux2-dev"]).info)
+    plain = measure_template_limit(Flux2Pipeline, tokenizer, 512)
+    begin = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin]
+    )
+    assert len(tokenizer("fish").input_ids) == 1 + len("fish")
+    limit = measure_template_limit(Flux2Pipeline, tokenizer, 512)
+    assert limit.max_tokens == plain.max_tokens + 1
+    fitting = "a" * plain.max_tokens
+    assert shorten_caption(fitting, limit) == (fitting, False)
+    assert shorten_caption(fitting + "a", limit) == ("", True)
 
 
 def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) -> None:
