@@ -149,7 +149,7 @@ DRAWN: tuple[Fault, ...] = (
     Fault(
         "late timesteps that are not finite",
         "timestep",
-        "t > 900",
+        "late timesteps",
         _LATE_DRAW,
         _bad_timestep,
         needs=("time_proj",),

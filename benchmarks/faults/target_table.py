@@ -4,13 +4,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from benchmarks.faults.targets import FaultTargets
 from dit_lora.config.lora import ADAPTER_KINDS, AdapterKind
 from dit_lora.errors import DitLoraError
+from dit_lora.families.z_image.checkpoint import TRAINING_SHIFT
+from dit_lora.numerics.noise_levels import LOGIT_NORMAL
 
 _CLIPS = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 _LARGE_CLIPS = {**_CLIPS, "height": 64, "width": 96}
 _IMAGES = {"height": 64, "width": 64}
+
+
+def _find_quantile(share: float, shift: float) -> float:
+    """The timestep below which this share of the sampled ones lies, of 1000, at a logit-normal density."""
+    gaussian = torch.special.ndtri(torch.tensor(share, dtype=torch.float64))
+    return 1000 * LOGIT_NORMAL.compute_levels(gaussian, shift).item()
+
 
 _COGVIDEOX = FaultTargets(family="cogvideox", variant="cogvideox-5b", data=_CLIPS)
 _FLUX = FaultTargets(
@@ -127,9 +138,9 @@ _Z_IMAGE = FaultTargets(
     modulation="layers.1.adaLN_modulation.0",
     final_proj="all_final_layer.2-1.linear",
     time_proj="t_embedder",
-    # The network's time runs backwards: `t_embedder` receives 1000 - t.
-    late=320,
-    upper=900,
+    # The network's time runs backwards: `t_embedder` receives 1000 - t, whose shift is the reciprocal.
+    late=_find_quantile(0.85, 1 / TRAINING_SHIFT),
+    upper=round(_find_quantile(0.65, TRAINING_SHIFT)),
 )
 
 
@@ -290,7 +301,7 @@ _TARGETS = (
     replace(_WAN, variant="wan-2.2-i2v-a14b", model={"part": "transformer_2"}, late=853),
     replace(_WAN, variant="wan-2.2-ti2v-5b", data=_LARGE_CLIPS, late=937),
     _Z_IMAGE,
-    replace(_Z_IMAGE, variant="z-image-turbo", late=500, upper=800),
+    replace(_Z_IMAGE, variant="z-image-turbo"),
     _videochat2_targets("videochat2-mistral"),
     _videochat2_targets("videochat2-vicuna"),
     _videochat2_targets("videochat2-phi3", key="o_proj"),

@@ -27,6 +27,8 @@ from benchmarks.faults.world import Observation, World
 from dit_lora.config.lora import ADAPTER_KINDS
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
+from dit_lora.families.z_image.checkpoint import TRAINING_SHIFT
+from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.training import fit
 
 
@@ -129,6 +131,16 @@ def test_faults_are_named_and_recovered_where_every_row_is_read_late(
     """The suite's runs are short and save so often that most of their rows are read at once."""
     monkeypatch.setattr(fit, "_should_sync_after", lambda run, step: False)
     judge_those(names, DEFAULT)
+
+
+@pytest.mark.parametrize("variant", ["z-image", "z-image-turbo"])
+def test_timesteps_that_run_backwards_are_late_as_often_as_those_of_others(variant: str) -> None:
+    sigmas = FlowMatching(TRAINING_SHIFT, 1000).compute_sigmas(
+        torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    )
+    targets = targets_for(variant)
+    assert 0.1 < (1000 * (1 - sigmas) > targets.late).float().mean() < 0.2
+    assert 0.2 < (1000 * sigmas >= targets.upper).float().mean() < 0.5
 
 
 # The same of chat models, with what only they can have.
