@@ -8,10 +8,10 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.config.records import Status, read_typed_json
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
 from dit_lora.training.checkpoints.files import checkpoint_path, is_complete_checkpoint
+from dit_lora.training.finished import find_finished_step
 from dit_lora.training.session.session import Session
 from dit_lora.verify.expert_pair import format_expert_filename
 
@@ -29,13 +29,10 @@ def require_fresh(recipes: Sequence[Recipe]) -> None:
 
 
 def is_done(recipe: Recipe) -> bool:
-    """True if a run that may be resumed has taken all of its steps and finished."""
-    folder = Path(recipe.run.dir)
-    if recipe.train.resume == "none" or not (folder / "status.json").is_file():
-        return False
-    # The state says that the run ended, the digests that its last checkpoint is complete.
-    ended = read_typed_json(folder / "status.json", Status).get("state") == "finished"
-    return ended and is_complete_checkpoint(checkpoint_path(folder, recipe.train.steps))
+    """True if a run that may be resumed has finished, after all of its steps or early (`train.stop_after`)."""
+    step = find_finished_step(recipe) if recipe.train.resume != "none" else None
+    # The files say that the run ended, the digests that its last checkpoint is complete.
+    return step is not None and is_complete_checkpoint(checkpoint_path(Path(recipe.run.dir), step))
 
 
 def put_together(session: Session, recipe: Recipe) -> None:

@@ -1,0 +1,41 @@
+"""Tells from the files of a run whether it is finished. Needs no torch, so that Ctrl-C is answered at once."""
+
+from pathlib import Path
+
+from dit_lora.config.experts import in_turn
+from dit_lora.config.recipe import Recipe
+from dit_lora.config.records import Status, VerifiedFiles, read_typed_json
+from dit_lora.files import read_json_lines
+from dit_lora.training.early_stopping import find_stalled_best
+from dit_lora.training.eval_losses import read_eval_losses
+
+
+def find_finished_step(recipe: Recipe) -> int | None:
+    """The last step of a run that has written its result; None if the recipe leaves it anything to do.
+
+    It is `train.steps`, or the step after which `train.stop_after` has ended the run.
+    """
+    folder, train = Path(recipe.run.dir), recipe.train
+    if not (folder / "status.json").is_file():
+        return None
+    if read_typed_json(folder / "status.json", Status).get("state") != "finished":
+        return None
+    verification = folder / "verification.json"
+    # A result that failed its verification is written again.
+    if verification.is_file() and not read_typed_json(verification, VerifiedFiles).get("passed", True):
+        return None
+    metrics = read_json_lines(folder / "metrics.jsonl").objects
+    step = metrics[-1].get("step") if metrics else None
+    if step == train.steps:
+        return train.steps
+    if train.stop_after is None:
+        return None
+    losses = read_eval_losses(folder, recipe.validation.ranking_loss)
+    # The validation after the last step ended the run, and still would.
+    has_stopped = step == max(losses, default=None) and find_stalled_best(losses, train.stop_after) is not None
+    return step if has_stopped else None
+
+
+def is_finished(recipe: Recipe) -> bool:
+    """True if nothing is left to train of a recipe, for both experts if it trains both."""
+    return all(find_finished_step(turn) is not None for turn in in_turn(recipe))
