@@ -18,13 +18,16 @@ gc.disable()
 
 from dit_lora.config.experts import in_turn
 from dit_lora.config.load import load_recipe
-from dit_lora.errors import DitLoraError, reported_errors
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError, InterruptedRunError, reported_errors
 from dit_lora.families import get_family
 from dit_lora.hub.after_training import push_result, require_hub
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.report.run.background import Reporting
 from dit_lora.training.checkpoints.files import describe_similar_run, find_checkpoint
 from dit_lora.training.experts import is_done, put_together, require_fresh
 from dit_lora.training.finish import finish, format_next_commands, require_verified, summary
+from dit_lora.training.finished import find_finished_step, is_finished
 from dit_lora.training.fit import fit
 from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.prepare import prepare
@@ -50,6 +53,15 @@ def main(argv: list[str]) -> None:
     if not argv:
         raise DitLoraError(f"usage: {USAGE}")
     recipe = load_recipe(argv[0], argv[1:])
+    try:
+        train_in_turn(recipe, argv[0])
+    except KeyboardInterrupt as interrupt:
+        if is_finished(recipe):
+            raise InterruptedRunError(f"the run in {recipe.run.dir} is finished", 130) from interrupt
+        raise
+
+
+def train_in_turn(recipe: Recipe, recipe_file: str) -> None:
     family = get_family(recipe.model.family)
     # Both experts of a checkpoint are two runs: open both before the first one starts, so that it fails early.
     turns = in_turn(recipe)
@@ -67,7 +79,7 @@ def main(argv: list[str]) -> None:
                 require_hub(session, recipe.hub)
                 if warning:
                     session.say(f"warning: {warning}")
-            train(session, family, checkpoint, argv[0])
+            train(session, family, checkpoint, recipe_file)
             if is_last:
                 if turn is not recipe:
                     put_together(session, recipe)
@@ -93,6 +105,10 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
         session.say_once(line)
 
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
+    finished_step = find_finished_step(recipe) if session.is_main else None
+    if broadcast_object(finished_step == run.start_step):
+        session.say(f"the run in {session.dir} is finished: step {run.start_step} was its last")
+        return
     write_facts(run)
     write_data_record(session, data)
     report = Reporting(session.dir, session.say, writes=session.is_main)

@@ -103,10 +103,14 @@ def test_a_run_ends_when_the_validation_loss_no_longer_falls_through_a_resume_to
     assert read_run_metadata(adapter)["steps"] == 6
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     assert "of 20, stopped early" in (run / "report.html").read_text()
-    # Resumed, it trains and measures no more: there is no loss left to give.
+    # Resumed, it does nothing twice: there is no loss left to give.
+    written = {path: path.stat().st_mtime_ns for path in (adapter, run / "report.html", run / "facts.json")}
     lora_main(args)
     assert len(lines(run, "metrics.jsonl")) == 6
-    assert closing in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    log = capsys.readouterr().err
+    assert f"the run in {run} is finished: step 6 was its last\n" in log
+    assert "verified" not in log
 
 
 @pytest.mark.slow
