@@ -34,6 +34,7 @@ def train(
     from dit_lora.config.load import load_recipe
     from dit_lora.environment.versions import read_launch_config
     from dit_lora.families import get_family
+    from dit_lora.training.finished import is_finished
     from dit_lora.training.session.early_checks import require_paths
 
     # All of this is checked again by the run, a dozen seconds of imports later.
@@ -55,5 +56,8 @@ def train(
         code = launch_training([recipe, *(overrides or [])], config_file)
     except KeyboardInterrupt as error:
         # Before the run could handle it, or while its process ended.
-        raise InterruptedRunError("to continue, add train.resume=auto", 130) from error
+        next_step = "to continue, add train.resume=auto"
+        if is_finished(settings):
+            next_step = f"the run in {settings.run.dir} is finished"
+        raise InterruptedRunError(next_step, 130) from error
     raise typer.Exit(code)

@@ -239,6 +239,25 @@ def test_ctrl_c_before_the_run_handles_it_says_how_to_continue(monkeypatch: pyte
     assert interrupted.value.exit_code == 130
 
 
+@pytest.mark.usefixtures("smoke_paths")
+def test_ctrl_c_while_the_process_of_a_finished_run_ends_says_that_it_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def finish(arguments: list[str], config_file: Path | None) -> int:
+        run = Path("runs/ended")
+        run.mkdir(parents=True)
+        (run / "status.json").write_text('{"state": "finished"}')
+        (run / "metrics.jsonl").write_text('{"step": 3}\n')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accelerate, "launch_training", finish)
+    with pytest.raises(InterruptedRunError, match=r"^the run in runs/ended is finished$") as interrupted:
+        CliRunner().invoke(
+            app, ["train", SMOKE, "train.steps=3", "train.save_every=1", "run.dir=runs/ended"], catch_exceptions=False
+        )
+    assert interrupted.value.exit_code == 130
+
+
 def test_a_config_that_accelerate_refuses_is_one_line(script: Path, tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
