@@ -6,11 +6,13 @@ aliases can stand for more nodes than fit into memory. Here each of these is a o
 
 from collections import Counter
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dit_lora.files import open_regular
 from dit_lora.parsing import DEPTH_MESSAGE, DIGITS_MESSAGE, MAX_DIGITS, MAX_LEVELS, ParseError, convert_to_parse_error
 
 MAX_NODES = 100_000
@@ -38,9 +40,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file; raises `OSError`, or `ParseError` that names the file."""
+    """Parse a YAML file; raises `OSError` as `open_regular` does, or `ParseError` that names the file."""
     try:
-        with path.open(encoding="utf-8") as file:
+        # A named pipe would wait for its writer.
+        with TextIOWrapper(open_regular(path), encoding="utf-8") as file:
             # One character more than allowed, so that a longer file is refused without being read completely.
             return parse_yaml(file.read(MAX_YAML_CHARACTERS + 1))
     except UnicodeDecodeError as error:

@@ -4,12 +4,18 @@ import errno
 import os
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dit_lora.config.data import DataConfig
+from dit_lora.config.load import load_recipe
+from dit_lora.data.chat.json_records import read_records
 from dit_lora.data.sources.scan import scan_sources
+from dit_lora.data.sources.tables import read_text
+from dit_lora.environment.versions import read_launch_config
 from dit_lora.errors import DitLoraError
 from dit_lora.files import (
     append_line,
@@ -23,6 +29,7 @@ from dit_lora.files import (
     stage_folder,
     write_atomically,
 )
+from dit_lora.models.videochat2.released import read_released
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -202,3 +209,23 @@ def test_folders_nested_without_end_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(DitLoraError, match="more than 32 levels of folders"):
             read_folder()
     assert [path.name for path in list_files(folder.parent)] == ["a.png"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [load_recipe, read_launch_config, lambda path: list(read_records(path)), read_text, read_released],
+    ids=["recipe", "Accelerate config", "annotations", "table", ".pth"],
+)
+def test_a_named_pipe_or_a_folder_in_place_of_a_users_file_is_one_line(
+    tmp_path: Path, read: Callable[[Path], Any]
+) -> None:
+    """Without its writer, a pipe would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path / "pipe", "is not a regular file"),
+        (tmp_path, "(is not a regular|Is a directory)"),
+    ):
+        with pytest.raises(DitLoraError, match=reason) as error:
+            read(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import open_regular
 from dit_lora.parsing import ParseError, parse_json, parse_json_at
 
 _CHUNK_CHARS = 1 << 20
@@ -29,7 +31,8 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises `DitLoraError`, with line and column, if the file cannot be read or a list is not valid JSON.
     """
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        # A named pipe would wait for its writer.
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             head = file.read(1)
             while head and head in _WHITESPACE:
                 head = file.read(1)

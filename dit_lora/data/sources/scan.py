@@ -27,6 +27,7 @@ from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.data.sources.tables import TABLE_NAMES, ListedFiles, read_table, read_text
 from dit_lora.data.sources.webdataset import read_tar, read_tars
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.files import open_regular
 from dit_lora.terminal import make_one_line
 
 Sample = TypeVar("Sample", Clip, Conversation)
@@ -274,7 +275,8 @@ def _read_text_files(listing: Listing) -> Scan:
             fault = (fault[0], f"{fault[1]}; {similar}") if similar else fault
         else:
             try:
-                with open(os.path.join(root, text_file), "rb", buffering=0) as file:
+                # A named pipe would wait for its writer.
+                with open_regular(root / text_file) as file:
                     # Read one byte more than the limit, to notice a longer file without reading all of it.
                     data = file.read(MAX_CAPTION_BYTES + 1)
                 if len(data) > MAX_CAPTION_BYTES:

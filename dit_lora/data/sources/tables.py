@@ -23,6 +23,7 @@ from dit_lora.data.sources.left_out import describe_unlisted_media, describe_unr
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.errors import DitLoraError
+from dit_lora.files import open_regular
 from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
@@ -190,7 +191,9 @@ class ListedFiles:
 def read_text(path: Path) -> str:
     """Read a UTF-8 text file, without its byte order mark; raises `DitLoraError` if it cannot be read."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        # A named pipe would wait for its writer.
+        with open_regular(path) as file:
+            return file.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.errors import DitLoraError, format_list
+from dit_lora.files import open_regular
 
 PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
 """The language model's name in the files (`mistral` in `mistral_model` and `mistral_proj`) to its prompt format."""
@@ -132,6 +133,8 @@ class ReleasedFile:
 def read_released(path: Path) -> ReleasedFile:
     """Open a .pth file without running code from it. Raises `DitLoraError` if it has anything but tensors."""
     try:
+        # torch would wait forever on a named pipe.
+        open_regular(path).close()
         # Only zip files, which torch has written since 1.6, can be memory-mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:

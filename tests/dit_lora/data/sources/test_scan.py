@@ -1,6 +1,7 @@
 """Folders of several layouts and several sources, one list; every offender at once."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_each_layout_gives_the_same_clips(folder: Path, layout: str) -> None:
     clips = read_clips(config(folder))
     assert {clip.id: clip.caption for clip in clips} == CAPTIONS
     assert all(clip.media.name == str(folder / clip.id) for clip in clips)
+
+
+def test_a_caption_that_is_a_named_pipe_is_a_problem_of_its_clip(folder: Path) -> None:
+    write_layout(folder, "txt")
+    (folder / "a.txt").unlink()
+    os.mkfifo(folder / "a.txt")
+    scan_result = scan_sources(config(folder))
+    (problem,) = scan_result.problems
+    assert "is not a regular file" in problem.message
+    assert [clip.id for clip in scan_result.clips] == ["sub/b.mp4"]
 
 
 def test_line_breaks_in_a_quoted_caption_are_kept(folder: Path) -> None:
