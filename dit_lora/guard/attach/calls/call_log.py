@@ -12,10 +12,14 @@ from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 
 _MAX_OUTPUTS = 64
+_MAX_CALLS = 4096  # more than a step has: a loop that neither steps nor clears its gradients drops its oldest calls
 
 
 class CallLog:
-    """Log of recorded model calls in order. A call is kept until no current gradient comes from it."""
+    """Log of recorded model calls in order. A call is kept until no current gradient comes from it.
+
+    At most `_MAX_CALLS` are kept.
+    """
 
     def __init__(self, batches: LoadedBatches) -> None:
         self.calls: list[CapturedCall] = []
@@ -39,6 +43,8 @@ class CallLog:
 
     def begin(self, call: CapturedCall) -> None:
         self.calls.append(call)
+        if len(self.calls) > _MAX_CALLS:
+            del self.calls[0]
         self.on_begin()
 
     def end(self, output: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
+from dit_lora.guard.attach.calls import call_log
 from dit_lora.guard.attach.calls.call_batch import CallBatch
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.call_recorder import Recorder
@@ -420,6 +421,18 @@ def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> No
     verdict = verdict_of(model, recorded, Fallback("norm", "kernel", off, lambda: None, "eager"))
     assert (verdict.cause, verdict.switch) == ("kernel", "norm")
     assert verdict.timesteps == (999, 0, 37)
+
+
+def test_a_loop_that_never_steps_keeps_its_newest_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_log, "_MAX_CALLS", 4)
+    model = Net()
+    recorded = RecordedModel(model)
+    for seed in range(10):
+        latents, keywords = inputs(seed)
+        model(latents, **keywords)[0].square().mean().backward()
+    recorded.stop()
+    assert [call.micro_step for call in recorded.calls] == [6, 7, 8, 9]
+    assert all(call.has_gradient for call in recorded.calls)
 
 
 @pytest.mark.parametrize(("value", "is_bad"), [(torch.nan, True), (1e25, True), (1e15, False)])
