@@ -323,7 +323,8 @@ const tellTake = () => {
   const line = document.getElementById('take-line');
   if (!line) return;
   const { name, form } = line.closest('.take').dataset;
-  line.textContent = `dit-lora export ${name}/checkpoints/step_${number()}/trainable.safetensors --to ${form} --out ${name}/exports/step_${number()}`;
+  const { file } = document.getElementById('take').selectedOptions[0].dataset;
+  line.textContent = `dit-lora export ${name}/checkpoints/step_${number()}/${file} --to ${form} --out ${name}/exports/step_${number()}`;
 };
 const takeStep = async (button) => {
   const { token } = button.closest('.take').dataset;

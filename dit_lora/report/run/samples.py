@@ -2,8 +2,8 @@
 
 import base64
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.video_header import read_container_header
 from dit_lora.files import can_open_inside, read_inside
 from dit_lora.parsing import parse_json
+from dit_lora.report.run.saves import ADAPTER_FILES
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Maximum bytes of embedded base64 media; further files are linked."""
@@ -23,6 +24,7 @@ MAX_STEPS = 60
 """Maximum number of steps shown for one prompt; more are sampled evenly, with the first and the last."""
 MAX_PROMPTS = 64
 """Maximum number of prompts shown."""
+_CHECKPOINT_FILE = "trainable.safetensors"
 CONTENT_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 
@@ -78,12 +80,15 @@ class RunSamples:
     linked: int = 0
     hidden: int = 0
     checkpoint_steps: Sequence[int] = ()
-    """Steps with a checkpoint, which can be exported."""
+    """Steps with a checkpoint, from which training can continue."""
+    adapter_files: Mapping[int, Path] = field(default_factory=dict)
+    """Files of the adapters that can be exported, by step."""
 
     @property
-    def exportable_steps(self) -> list[tuple[int, str]]:
-        """The shown steps whose checkpoints can be exported, with their labels."""
-        return [(step, name) for step, name in self.steps if step in self.checkpoint_steps]
+    def exportable_steps(self) -> list[tuple[int, str, str]]:
+        """The shown steps that can be exported, with their labels and the names of their files."""
+        files = self.adapter_files
+        return [(step, label, files[step].name) for step, label in self.steps if step in files]
 
     @property
     def steps(self) -> list[tuple[int, str]]:
@@ -134,19 +139,26 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     sources = [clip.source for sample in samples for clip in sample.clips]
     sources += [reference.source for sample in samples for reference in sample.references]
     linked = sum(1 for source in sources if not source.startswith("data:"))
-    return RunSamples(samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder))
+    files_by_step = _find_adapter_files(folder)
+    checkpoint_steps = [step for step, path in files_by_step.items() if path.name == _CHECKPOINT_FILE]
+    return RunSamples(samples, _find_answers(folder), linked, hidden, checkpoint_steps, files_by_step)
 
 
-def get_checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of a step's checkpoint of the trained weights."""
-    return folder / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors"
+def find_adapter_file(folder: Path, step: int) -> Path | None:
+    """The file of a step's adapter: of its checkpoint, or of the adapter that stays when the checkpoint is deleted.
+
+    None if the step has neither.
+    """
+    step_folder = folder / "checkpoints" / f"step_{step:06d}"
+    paths = (step_folder / name for name in (_CHECKPOINT_FILE, *ADAPTER_FILES))
+    return next((path for path in paths if can_open_inside(folder, path)), None)
 
 
-def _find_checkpoint_steps(folder: Path) -> list[int]:
+def _find_adapter_files(folder: Path) -> dict[int, Path]:
     # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
-    steps = (int(match[1]) for match in matches if match)
-    return sorted(step for step in steps if can_open_inside(folder, get_checkpoint_path(folder, step)))
+    steps = sorted(int(match[1]) for match in matches if match)
+    return {step: path for step in steps if (path := find_adapter_file(folder, step)) is not None}
 
 
 def _has_sound(path: Path) -> bool:

@@ -13,7 +13,7 @@ from dit_lora.files import can_open_inside
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import ensure_dict
 
-_ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 MAX_SAMPLES = 4
 """Maximum number of samples that a step links to."""
 
@@ -36,7 +36,7 @@ class SavedAdapter:
 def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
     """The adapters in a run's checkpoints, in the order of steps. Checkpoints of earlier versions have none."""
     adapters = []
-    for file in [file for name in _ADAPTER_FILES for file in (run.folder / "checkpoints").glob(f"step_*/{name}")]:
+    for file in [file for name in ADAPTER_FILES for file in (run.folder / "checkpoints").glob(f"step_*/{name}")]:
         # At least six digits, padded with zeros; a temporary folder has another name.
         match = re.fullmatch(r"step_(\d{6,12})", file.parent.name)
         if match is None or not can_open_inside(run.folder, file):
@@ -73,7 +73,7 @@ def _format_load_line(run: RunFiles, file: Path) -> str:
     pipeline = ensure_dict(run.facts.get("pipeline"))
     # Recorded in runs of diffusion models.
     has_loader = pipeline.get("loads_lora") is not False and pipeline.get("module", "diffusers") == "diffusers"
-    is_plain = file.name == _ADAPTER_FILES[0] and lora.get("kind") != "lokr" and not has_base_weights
+    is_plain = file.name == ADAPTER_FILES[0] and lora.get("kind") != "lokr" and not has_base_weights
     if not (has_loader and is_plain):
         return f"dit_lora.load_adapter(pipe, {path})"
     arguments = ", load_into_transformer_2=True" if model.get("part") == "transformer_2" else ""

@@ -11,11 +11,11 @@ from threading import Lock
 from urllib.parse import unquote, urlsplit
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import can_open_inside, open_inside
+from dit_lora.files import open_inside
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import choose_export_format, render_run
-from dit_lora.report.run.samples import CONTENT_TYPES, get_checkpoint_path
+from dit_lora.report.run.samples import CONTENT_TYPES, find_adapter_file
 
 _MAX_REQUEST_BYTES = 2**12  # maximum bytes of a request
 # Samples of prompts, and the small copies of references. Nothing else in the folder is served.
@@ -24,7 +24,8 @@ _SAMPLE_PATTERN = re.compile(
 )
 
 ExportFunction = Callable[[Path, str, Path], object]
-"""Called with a checkpoint file, an export format and a new folder; an exception gives the reason for a failure."""
+"""Called with a file of an adapter or a checkpoint, an export format and a new folder; an exception gives the reason
+for a failure."""
 
 
 class LiveReportPage:
@@ -60,13 +61,13 @@ class LiveReportPage:
             return self._page
 
     def export_step(self, step: int) -> str:
-        """Export the checkpoint of a step into the run's folder; returns the relative path.
+        """Export the adapter of a step into the run's folder; returns the relative path.
 
         Raises:
-            DitLoraError: If the step has no checkpoint, or was exported before.
+            DitLoraError: If the step has no checkpoint and no adapter, or was exported before.
         """
-        file, form = (get_checkpoint_path(self.folder, step), choose_export_format(self._reader.read().config))
-        if self._export is None or form is None or not can_open_inside(self.folder, file):
+        file, form = (find_adapter_file(self.folder, step), choose_export_format(self._reader.read().config))
+        if self._export is None or form is None or file is None:
             raise DitLoraError(f"the checkpoint of step {step} no longer exists")
         export_path = f"exports/step_{step:06d}"
         # A link could redirect the export to a folder outside the run.

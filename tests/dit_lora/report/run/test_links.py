@@ -14,7 +14,6 @@ from dit_lora.errors import DitLoraError
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.files import OBJECT_FILES
 from dit_lora.report.run.page import write_report
-from dit_lora.report.run.samples import get_checkpoint_path
 from dit_lora.report.run.serve import LiveReportPage, ReportServer
 
 PRIVATE = "a-private-word"
@@ -109,7 +108,7 @@ def test_samples_behind_a_link_are_not_served(run_dir: Path, private: Path) -> N
 def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    file = get_checkpoint_path(run_dir, 20)
+    file = run_dir / "checkpoints" / "step_000020" / "trainable.safetensors"
     file.parent.mkdir(parents=True)
     file.touch()
     written_paths: list[Path] = []

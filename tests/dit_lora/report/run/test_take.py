@@ -73,7 +73,7 @@ def test_the_written_page_has_the_line_to_type_and_no_button(folder: Path) -> No
     line = "/checkpoints/step_000006/trainable.safetensors --to diffusers --out &#39;kitten run&#39;/exports"
     assert f"dit-lora export &#39;kitten run&#39;{line}" in page
     assert 'id="export"' not in page
-    assert '<option value="4">' in page.split('id="take"')[1].split("</select>")[0]
+    assert '<option value="4" data-file="trainable.safetensors">' in page.split('id="take"')[1].split("</select>")[0]
     assert '<option value="2"' not in page.split('id="take"')[1].split("</select>")[0]
     shutil.rmtree(folder / "checkpoints")
     assert 'id="take"' not in write_report(folder).read_text()
@@ -100,6 +100,20 @@ def test_a_step_is_taken_once_and_by_its_own_page_alone(
     file = folder / "checkpoints" / "step_000004" / "trainable.safetensors"
     assert exports.asked == [(file, "diffusers", folder / "exports" / "step_000004")]
     assert ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)[0] == 422
+
+
+def test_the_adapter_that_stays_of_a_checkpoint_is_taken(
+    served: tuple[ReportServer, Exports, str], folder: Path
+) -> None:
+    server, exports, token = served
+    checkpoint = folder / "checkpoints" / "step_000006" / "trainable.safetensors"
+    adapter = checkpoint.rename(checkpoint.with_name("pytorch_lora_weights.safetensors"))
+    page = write_report(folder).read_text()
+    assert "/checkpoints/step_000006/pytorch_lora_weights.safetensors --to diffusers" in page
+    assert '<option value="4" data-file="trainable.safetensors"' in page
+    body = {"token": token, "step": 6}
+    assert ask(server, "POST", "/export", body, Origin=server.origin)[0] == 200
+    assert exports.asked == [(adapter, "diffusers", folder / "exports" / "step_000006")]
 
 
 def test_a_server_that_exports_nothing_takes_nothing(folder: Path) -> None:
