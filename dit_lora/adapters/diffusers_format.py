@@ -11,7 +11,6 @@ from typing import Any
 
 import peft
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
@@ -21,7 +20,7 @@ from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
-from dit_lora.environment.safetensors_files import read_metadata, read_tensors
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, format_list
 from dit_lora.files import read_json, set_shared_permissions, stage_folder, write_json
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
@@ -79,11 +78,11 @@ def save_adapter(
     # Diffusers has written rank and alpha into the metadata.
     metadata = read_metadata(staged / ADAPTER_FILE) | build_header_entries(run_metadata)
     # safetensors cannot change metadata in place, so the file is written again.
-    save_file(read_tensors(staged / ADAPTER_FILE), staged / ADAPTER_FILE, metadata=metadata)
+    write_tensors(read_tensors(staged / ADAPTER_FILE), staged / ADAPTER_FILE, metadata)
     if base:
         # safetensors refuses tensors that are not contiguous.
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
-        save_file(host, staged / BASE_FILE, metadata=metadata)
+        write_tensors(host, staged / BASE_FILE, metadata)
     move_staged_files(staged, output_folder, (BASE_FILE, ADAPTER_FILE))
     return output_folder / ADAPTER_FILE
 

@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,7 +25,7 @@ from dit_lora.adapters.diffusers_format import (
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.start import build_saved_config, build_saved_state
-from dit_lora.environment.safetensors_files import read_tensors
+from dit_lora.environment.safetensors_files import read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.dtensors import get_original_class
@@ -63,7 +62,7 @@ def save_chat_adapter(
     for file, tensors in ((CHAT_ADAPTER_FILE, lora), (BASE_FILE, base)):
         if tensors:
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(on_host, staged / file, metadata=metadata)
+            write_tensors(on_host, staged / file, metadata)
     move_staged_files(staged, output_folder, (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME))
     return find_chat_adapter_file(output_folder)
 

@@ -1,5 +1,6 @@
-"""Opens safetensors files of users and of strangers, with one-line errors for files that cannot be read."""
+"""Opens safetensors files of users and strangers, with one-line errors for those that cannot be read, and writes them."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_regular
@@ -99,6 +100,26 @@ def read_tensors(file: Path, *, missing_ok: bool = False) -> dict[str, torch.Ten
     # Opened first for its checks and errors: `load_file` names neither the file nor the remedy.
     with torch.device("cpu"), open_safetensors(file):
         return load_file(file)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, equal in every byte for equal content: safetensors orders `metadata` at random.
+
+    Raises `OSError` and `SafetensorError`.
+    """
+    save_file(dict(tensors), file, metadata=dict(metadata or {}) or None)
+    if not metadata:
+        return
+    with file.open("r+b") as stored:
+        # The length of the header, which is JSON and padded with spaces.
+        length = int.from_bytes(stored.read(8), "little")
+        header = json.loads(stored.read(length))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        # Tensors follow the header and stay where they are.
+        if len(text) <= length:
+            stored.seek(8)
+            stored.write(text.ljust(length))
 
 
 def _make_damaged_file_error(file: Path, error: SafetensorError) -> UnreadableFileError:

@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 import peft
 import torch
-from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, build_header_entries, get_base_weights, save_adapter
 from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.peft_format import save_chat_adapter
-from dit_lora.environment.safetensors_files import read_tensors
+from dit_lora.environment.safetensors_files import read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.key_maps import LayerKeys, build_comfyui_layout, build_kohya_layout
 from dit_lora.export.meta_model import fold_alpha, load_lora_file, load_lora_state
@@ -117,7 +116,7 @@ def _write_layout(
     if export_format == "kohya":
         metadata |= _build_kohya_metadata(updates, adapter_metadata)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(layout.build_tensors(updates), file, metadata=metadata)
+    write_tensors(layout.build_tensors(updates), file, metadata)
     # Compare the products B A, since the format may fold the scale into a factor.
     require_same_updates(updates, layout.read_updates(read_tensors(file)), file.name)
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
 from dit_lora.adapters.own_files import copy_checkpoint_files
-from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header
+from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json, write_json
 
@@ -78,7 +77,7 @@ def write_merged_pipeline(
         if bad:
             raise CheckFailedError(format_list(f"refused to write {file.name}: not finite once merged", bad))
         # Same file name and metadata as in the base.
-        save_file(tensors, output_dir / part / file.name, metadata=metadata)
+        write_tensors(tensors, output_dir / part / file.name, metadata)
 
 
 def require_merged_weights(source: Path, transformer: Any, changes: WeightChanges, weights: Tensors) -> None:

@@ -8,7 +8,6 @@ import peft
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME
-from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import ADAPTER_NAME, get_adapter_state
 from dit_lora.adapters.diffusers_format import (
@@ -25,7 +24,7 @@ from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.config.lora import PEFT_ONLY_KINDS
-from dit_lora.environment.safetensors_files import read_metadata, read_tensors
+from dit_lora.environment.safetensors_files import read_metadata, read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.meta_model import load_base_weights, read_base_weights, unfreeze_weights
 from dit_lora.families.family import DiffusionFamily
@@ -137,7 +136,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
         scale = model.get_submodule(layer).scaling[ADAPTER_NAME] if factor in _SCALED_FACTORS else 1.0
         tensors[f"{counterparts[layer]}.{factor}"] = (tensor * scale).contiguous()
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": "pt", **build_header_entries(metadata)})
+    write_tensors(tensors, file, {"format": "pt", **build_header_entries(metadata)})
     _require_same_tensors(tensors, read_tensors(file), file)
 
 

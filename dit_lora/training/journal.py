@@ -127,9 +127,7 @@ class Journal:
     def write_eval_losses(self, step: int, losses: Mapping[str, float], size: EvalSize | None = None) -> None:
         """Write the finite losses at fixed noise of a step to the log, only once per step.
 
-        `size` is their size if the run is too short for the recipe's. A run that is resumed after its last step computes
-        the same values again.
-        """
+        XX"""
         if step in self._eval_losses or not losses:
             return
         self._eval_losses[step] = dict(losses)

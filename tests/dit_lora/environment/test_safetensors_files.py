@@ -15,6 +15,7 @@ from dit_lora.environment.safetensors_files import (
     read_header,
     read_metadata,
     read_tensors,
+    write_tensors,
 )
 
 
@@ -71,3 +72,19 @@ def test_an_unreadable_file_is_named_in_one_line(
 def test_reading_an_absent_tensor_names_the_file(file: Path) -> None:
     with pytest.raises(UnreadableFileError, match=r"cannot read \S+x\.safetensors"), open_safetensors(file) as opened:
         opened.get_tensor("c")
+
+
+def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(3.0), "a": torch.zeros(2, 2, dtype=torch.bfloat16)}
+    metadata = {f"key {number}": 'a "cat"\n\u0001é\x7f\U0001f600' for number in range(9)}
+    written = set()
+    for _ in range(4):
+        write_tensors(tensors, tmp_path / "a.safetensors", metadata)
+        written.add((tmp_path / "a.safetensors").read_bytes())
+    assert len(written) == 1
+    assert read_metadata(tmp_path / "a.safetensors") == metadata
+    read = read_tensors(tmp_path / "a.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    write_tensors(tensors, tmp_path / "b.safetensors")
+    assert read_metadata(tmp_path / "b.safetensors") == {}
