@@ -21,7 +21,7 @@ const show = (list, findings) => {
 for (const card of document.querySelectorAll('.sample')) {
   const area = card.querySelector('textarea');
   const button = card.querySelector('button');
-  const said = card.querySelector('.said');
+  const status = card.querySelector('.said');
   const now = card.querySelector('.now');
   let { version } = card.dataset;
   area.value = JSON.parse(card.dataset.caption);
@@ -31,14 +31,14 @@ for (const card of document.querySelectorAll('.sample')) {
   const changed = () => {
     button.disabled = area.value === written;
     unsaved[button.disabled ? 'delete' : 'add'](card);
-    if (!button.disabled) said.textContent = '';
+    if (!button.disabled) status.textContent = '';
   };
   const save = async () => {
     if (button.disabled) return;
     const caption = area.value;
     button.disabled = true;
-    said.className = 'said';
-    said.textContent = 'saving …';
+    status.className = 'said';
+    status.textContent = 'saving …';
     try {
       const answer = await fetch('/caption', {
         method: 'POST',
@@ -59,16 +59,16 @@ for (const card of document.querySelectorAll('.sample')) {
       written = caption;
       now.hidden = true;
       show(card.querySelector('.findings'), saved.findings);
-      said.textContent = 'saved';
+      status.textContent = 'saved';
     } catch (error) {
-      said.className = 'said wrong';
-      said.textContent = `not saved: ${error.message}`;
+      status.className = 'said wrong';
+      status.textContent = `not saved: ${error.message}`;
       button.disabled = false;
       return;
     }
-    const word = said.textContent;
+    const word = status.textContent;
     changed();
-    if (area.value === written) said.textContent = word;
+    if (area.value === written) status.textContent = word;
   };
   area.addEventListener('input', changed);
   area.addEventListener('keydown', (event) => {

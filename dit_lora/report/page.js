@@ -48,8 +48,8 @@ const columnsOf = (curve, count) => {
     { curve, label: curve.name, y: curve.sparse ? shown.map((y) => y ?? undefined) : shown, faint: false },
   ];
 };
-// Where a step is on the axis that is chosen: between two recorded steps in proportion.
-const placeOn = ({ x }, { steps }) => (step) => {
+// The position of a step on the chosen axis: between two recorded steps in proportion.
+const positionOn = ({ x }, { steps }) => (step) => {
   if (!x || !steps.length) return step;
   const index = steps.findIndex((recorded) => recorded >= step);
   if (index < 0) return x.at(-1);
@@ -69,9 +69,9 @@ const seriesOf = (axis) => ({ curve, label, y, faint }) => {
     dash: curve.steps ? [3, 4] : [],
     points: { ...(faint ? { show: false } : curve.steps || alone ? { show: true } : {}), size: curve.steps ? 8 : 4, fill: stroke },
     value: (plot, _, index, at) => {
-      const place = at ?? plot.data[index].findLastIndex((y) => y != null); // the last ones, with no pointer there
-      const apart = at !== null && place !== plot.cursor.idx;
-      return words(plot.data[index][place] ?? null) + (apart ? ` at ${axis.name} ${words(plot.data[0][place], axis.x ? 4 : 9)}` : '');
+      const row = at ?? plot.data[index].findLastIndex((y) => y != null); // the last ones, with no pointer there
+      const apart = at !== null && row !== plot.cursor.idx;
+      return words(plot.data[index][row] ?? null) + (apart ? ` at ${axis.name} ${words(plot.data[0][row], axis.x ? 4 : 9)}` : '');
     },
   };
 };
@@ -98,15 +98,15 @@ const logTicks = (plot, axis, low, high) => {
   }
   return ticks.filter((value) => value >= low && value <= high);
 };
-const uprights = (plot, places, name, dash) => {
+const drawVerticalLines = (plot, positions, name, dash) => {
   const { ctx, bbox } = plot;
   ctx.save();
   ctx.strokeStyle = color(name);
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash(dash.map((part) => part * devicePixelRatio));
   ctx.beginPath();
-  for (const place of new Set(places)) {
-    const x = plot.valToPos(place, 'x', true);
+  for (const position of new Set(positions)) {
+    const x = plot.valToPos(position, 'x', true);
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
@@ -115,21 +115,21 @@ const uprights = (plot, places, name, dash) => {
   ctx.restore();
 };
 // Guard events near the pointer.
-const tell = (plot, run, place, tip) => {
+const showEvents = (plot, run, positionOf, tip) => {
   const { left } = plot.cursor;
-  const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(place(step), 'x') - left) < 6);
-  tip.replaceChildren(...near.slice(0, 3).map(([step, said]) => make('div', '', `step ${words(step, 9)}: ${said}`)));
+  const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(positionOf(step), 'x') - left) < 6);
+  tip.replaceChildren(...near.slice(0, 3).map(([step, message]) => make('div', '', `step ${words(step, 9)}: ${message}`)));
   tip.hidden = !near.length;
   tip.classList.toggle('left', left > plot.over.clientWidth / 2);
 };
 const drawCurves = (figure, run, axis, count) => {
   const chart = read(figure);
   const box = figure.querySelector('.plot');
-  const place = placeOn(axis, run);
+  const positionOf = positionOn(axis, run);
   const digits = axis.x ? 4 : 9;
-  const view = () => zoomed ?? [0, axis.x ? place(run.end) : Math.max(1, run.end)];
+  const view = () => zoomed ?? [0, axis.x ? positionOf(run.end) : Math.max(1, run.end)];
   const columns = chart.curves.flatMap((curve) => columnsOf(curve, count));
-  const tables = columns.map(({ curve, y }) => [curve.steps?.map(place) ?? axis.x ?? run.steps, y]);
+  const tables = columns.map(({ curve, y }) => [curve.steps?.map(positionOf) ?? axis.x ?? run.steps, y]);
   const gaps = columns.flatMap(({ y }, index) => tables[index][0].filter((_, at) => y[at] === null));
   figure.querySelector('.not-finite').hidden = !gaps.length;
   const tip = make('output', 'tip');
@@ -154,10 +154,10 @@ const drawCurves = (figure, run, axis, count) => {
     cursor: { y: false, drag: { setScale: false }, bind: { dblclick: () => () => zoom(null) }, points: { size: 7, fill: paint } },
     hooks: {
       drawAxes: [(self) => {
-        uprights(self, gaps, '--bad', [4, 3]);
-        uprights(self, run.marks.map(([step]) => place(step)), '--mark', [2, 3]);
+        drawVerticalLines(self, gaps, '--bad', [4, 3]);
+        drawVerticalLines(self, run.marks.map(([step]) => positionOf(step)), '--mark', [2, 3]);
       }],
-      setCursor: [(self) => tell(self, run, place, tip)],
+      setCursor: [(self) => showEvents(self, run, positionOf, tip)],
       setSelect: [(self) => {
         const { left, width } = self.select;
         if (width > 5) zoom([self.posToVal(left, 'x'), self.posToVal(left + width, 'x')]);
@@ -319,7 +319,7 @@ document.addEventListener('scroll', ({ target }) => {
 
 // Taking a step: by the server, or by a line to type.
 const number = () => value('take').padStart(6, '0');
-const tellTake = () => {
+const showExportLine = () => {
   const line = document.getElementById('take-line');
   if (!line) return;
   const { name, form } = line.closest('.take').dataset;
@@ -329,36 +329,36 @@ const tellTake = () => {
 const takeStep = async (button) => {
   const { token } = button.closest('.take').dataset;
   const step = Number(value('take'));
-  const tell = (words, wrong) => {
-    const said = document.getElementById('exported');
-    said.textContent = words;
-    said.classList.toggle('reject', wrong);
+  const showStatus = (message, isError) => {
+    const output = document.getElementById('exported');
+    output.textContent = message;
+    output.classList.toggle('reject', isError);
   };
   button.disabled = true;
-  tell('exporting …', false);
+  showStatus('exporting …', false);
   try {
     const answer = await fetch('export', {
       method: 'POST',
       headers: { 'Content-Type': 'application/json' },
       body: JSON.stringify({ token, step }),
     });
-    const words = await answer.text();
-    if (!answer.ok) throw new Error(words.trim());
-    tell(`saved in ${JSON.parse(words).written}`, false);
+    const text = await answer.text();
+    if (!answer.ok) throw new Error(text.trim());
+    showStatus(`saved in ${JSON.parse(text).written}`, false);
   } catch (error) {
-    tell(`not exported: ${error.message}`, true);
+    showStatus(`not exported: ${error.message}`, true);
   }
   button.disabled = false;
 };
 const playing = () => document.getElementById('play')?.getAttribute('aria-pressed') === 'true';
-const said = (on) => {
+const setPlaying = (on) => {
   const button = document.getElementById('play');
   if (!button) return;
   button.setAttribute('aria-pressed', String(on));
   button.textContent = on ? 'Pause' : 'Play';
 };
 const play = () => {
-  said(true);
+  setPlaying(true);
   const videos = shownVideos();
   for (const video of videos) {
     if (video.paused) video.currentTime = videos[0].currentTime;
@@ -366,7 +366,7 @@ const play = () => {
   }
 };
 const pause = () => {
-  said(false);
+  setPlaying(false);
   for (const video of all('.sample video')) video.pause();
 };
 const seek = (part) => {
@@ -401,7 +401,7 @@ document.addEventListener('input', (event) => {
   if (['axis', 'smoothing'].includes(id)) curves();
   if (id.startsWith('heat-')) chooseHeat();
   if (['left', 'right', 'mode'].includes(id) || event.target.matches('.cut')) chooseSamples();
-  if (id === 'take') tellTake();
+  if (id === 'take') showExportLine();
   if (id === 'seek') { pause(); seek(event.target.value / 1000); }
   if (id === 'loop') for (const video of all('.sample video')) video.loop = event.target.checked;
 });
@@ -428,7 +428,7 @@ const begin = () => {
   watched.disconnect();
   for (const video of all('.sample video')) watched.observe(video);
 };
-if (document.querySelector('.sample video') && !matchMedia('(prefers-reduced-motion: reduce)').matches) said(true);
+if (document.querySelector('.sample video') && !matchMedia('(prefers-reduced-motion: reduce)').matches) setPlaying(true);
 begin();
 
 // A served page: sections that changed are put in place of the old ones, with what was chosen in them.
