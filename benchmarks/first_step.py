@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,23 +53,37 @@ class Times:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, num_rounds=2)
     parser.add_argument("--before", type=Path, help="Another checkout, to run beside this one.")
-    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="of each run")
+    arguments = parser.parse_args(argv)
+    run_in_work_folder(run, arguments)
+
+
+def make_parser(description: str | None, num_rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options of the work folder, the rounds, the model and the clips."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
+    parser.add_argument("--rounds", type=int, default=num_rounds)
     parser.add_argument("--layers", type=int, default=12, help="of the transformer")
     parser.add_argument("--size", type=int, nargs=2, default=(128, 192), help="height and width of clips")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def run_in_work_folder(
+    run: Callable[[Path, Path, Path, argparse.Namespace], None], arguments: argparse.Namespace
+) -> None:
+    """Call `run` with the work folder, the model and the clips in it, and the arguments."""
     with tempfile.TemporaryDirectory() as folder:
-        run(arguments.work or Path(folder), arguments)
+        work = arguments.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+        run(work, model, clips, arguments)
 
 
-def run(work: Path, arguments: argparse.Namespace) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+def run(work: Path, model: Path, clips: Path, arguments: argparse.Namespace) -> None:
     before, steps = arguments.before, arguments.steps
-    common = tuple(f"data.{name}={pixels}" for name, pixels in zip(("height", "width"), arguments.size, strict=True))
+    common = build_size_options(arguments)
     trees = {"ours": ROOT, **({"before": before.absolute()} if before else {})}
     for name, tree in trees.items():  # encodes, and brings what is read into memory
         ours(tree, work, name, model, clips, (*common, "train.steps=1", *UNCHECKED))
@@ -114,9 +128,18 @@ def table(times: Mapping[str, Sequence[Times]], steps: int) -> str:
 
 def bare(work: Path, model: Path, clips: Path, steps: int) -> Times:
     folder = work / "run_bare"
+    return timed(build_bare_command(folder, model, clips, steps), ROOT, folder)
+
+
+def build_bare_command(folder: Path, model: Path, clips: Path, steps: int) -> list[str]:
+    """Arguments of `benchmarks.bare_start` in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    script = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
-    return timed(script, ROOT, folder)
+    return ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
+
+
+def build_size_options(arguments: argparse.Namespace) -> tuple[str, str]:
+    height, width = arguments.size
+    return f"data.height={height}", f"data.width={width}"
 
 
 def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]) -> Times:

@@ -13,11 +13,18 @@ import argparse
 import json
 import shutil
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.first_step import ROOT, build_command, make_clips, make_model, watch_process
+from benchmarks.first_step import (
+    ROOT,
+    build_bare_command,
+    build_command,
+    build_size_options,
+    make_parser,
+    run_in_work_folder,
+    watch_process,
+)
 
 LIMITS = {"cold": 1.5, "warm": 1.25}
 """Highest ratio that a run of `SHORT` steps should have."""
@@ -27,21 +34,13 @@ LONG_LIMIT = 1.05
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, num_rounds=3)
     parser.add_argument("--script", type=Path, help="Diffusers' train_cogvideox_lora.py.")
-    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs="+", default=[SHORT], help="of each run; several: one race each")
-    parser.add_argument("--layers", type=int, default=12, help="of the transformer")
-    parser.add_argument("--size", type=int, nargs=2, default=(128, 192), help="height and width of clips")
-    arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        run(arguments.work or Path(folder), arguments)
+    run_in_work_folder(run, parser.parse_args(argv))
 
 
-def run(work: Path, arguments: argparse.Namespace) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    model, clips = make_model(work / "model", arguments.layers), make_clips(work / "clips", *arguments.size)
+def run(work: Path, model: Path, clips: Path, arguments: argparse.Namespace) -> None:
     print("| steps | run | whole, s | CPU s | CPU over the script's | limit | outside of steps, CPU s |")
     print("|---:|---|---:|---:|---:|---:|---|")
     for steps in arguments.steps:
@@ -70,8 +69,7 @@ def race_script(
 ) -> tuple[float, float]:
     """Wall and CPU seconds of Diffusers' script with the settings of our recipe."""
     folder = work / "run_script"
-    shutil.rmtree(folder, ignore_errors=True)
-    command = ["-m", "benchmarks.bare_start", str(model), str(clips), str(folder), str(steps)]
+    command = build_bare_command(folder, model, clips, steps)
     if arguments.script is not None:
         lines = [json.loads(line) for line in (clips / "metadata.jsonl").read_text().splitlines()]
         (clips / "prompts.list").write_text("".join(f"{line['text']}\n" for line in lines))
@@ -91,8 +89,7 @@ def race_recipe(
     work: Path, model: Path, clips: Path, steps: int, arguments: argparse.Namespace
 ) -> tuple[float, float]:
     """Wall and CPU seconds of our recipe as it comes, all checks on."""
-    height, width = arguments.size
-    options = (f"data.height={height}", f"data.width={width}", f"train.steps={steps}")
+    options = (*build_size_options(arguments), f"train.steps={steps}")
     command = build_command(ROOT, work, "race", model, clips, options)
     return watch_process(command, ROOT, work / "run_race")[1]
 

@@ -1,4 +1,4 @@
-"""Opens safetensors files of users and strangers, with one-line errors for those that cannot be read, and writes them."""
+"""Writes safetensors files, and opens those of users and strangers with one-line errors if they cannot be read."""
 
 import json
 from collections.abc import Iterator, Mapping
