@@ -104,8 +104,9 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     for line in attached.splitlines():
         session.say_once(line)
 
-    run = prepare(session, task, checkpoint, data, model, groups, resume_from)
+    # Before the log is cut to the step that is resumed: an earlier step of a longer run is not its end.
     finished_step = find_finished_step(recipe) if session.is_main else None
+    run = prepare(session, task, checkpoint, data, model, groups, resume_from)
     if broadcast_object(finished_step == run.start_step):
         session.say(f"the run in {session.dir} is finished: step {run.start_step} was its last")
         return

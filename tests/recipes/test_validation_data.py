@@ -111,6 +111,9 @@ def test_a_run_ends_when_the_validation_loss_no_longer_falls_through_a_resume_to
     log = capsys.readouterr().err
     assert f"the run in {run} is finished: step 6 was its last\n" in log
     assert "verified" not in log
+    # An earlier step is not the end of the run that went on.
+    lora_main([*args, "train.steps=2", f"train.resume={run}/checkpoints/step_000002"])
+    assert read_run_metadata(adapter)["steps"] == 2
 
 
 @pytest.mark.slow
