@@ -13,7 +13,12 @@ from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.base_fingerprint import record_base_fingerprint, write_base_fingerprint
 from dit_lora.training.checkpoint_state import Checkpoints, resume
-from dit_lora.training.checkpoints.files import SAMPLES_PER_STEP_KEY, describe_launch_topology, require_same_recipe
+from dit_lora.training.checkpoints.files import (
+    SAMPLES_PER_STEP_KEY,
+    VALIDATION_DATA_KEY,
+    describe_launch_topology,
+    require_same_recipe,
+)
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import enable_context_parallel
@@ -136,6 +141,8 @@ def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
         SAMPLES_PER_STEP_KEY: session.samples_per_step,
         **setup.task.trajectory_config(recipe),
     }
+    if setup.data.validation_digest:
+        flat[VALIDATION_DATA_KEY] = setup.data.validation_digest
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     # Omit options at their default: checkpoints written before the option existed must still match.
     for name, field in type(recipe.lora).model_fields.items():

@@ -76,3 +76,5 @@ class TrainingData:
     """Names and digests of the LoRA files that training starts from, as stored in the result's metadata."""
     validation_set: TrainingSet | None = None
     """The samples of `validation.data`, which are never trained on; None without it, and for chat models."""
+    validation_digest: str = ""
+    """Digest of the samples of `validation.data`; empty without it, and for chat models."""

@@ -46,6 +46,8 @@ _LEFTOVER_PATTERNS = (".step_*.partial", ".step_*.removed")
 """Patterns of the folders that a killed process leaves behind while writing or removing a checkpoint."""
 SAMPLES_PER_STEP_KEY = "train.batch_size x accumulate x processes"
 """Key of a run's identity for the number of samples per optimizer step."""
+VALIDATION_DATA_KEY = "validation.data (digest of clips, captions and shape)"
+"""Key of a run's identity for the samples that are not trained on; absent without `validation.data`."""
 _BATCH_SPLIT_KEYS = ("data_ranks", "train.accumulate", "train.batch_size")
 
 TrajectoryConfig = Mapping[str, Any]
@@ -265,11 +267,15 @@ def require_same_recipe(
     # Through JSON like the stored identity: a tuple would differ from the list that it became.
     stored, current = metadata["identity"], parse_json(json.dumps(dict(trajectory_config)))
     # Listed in full: a user should fix all differences in one go.
+    keys = {*stored, *current}
+    # Validation data may be added and removed; only losses of changed data cannot be compared.
+    if VALIDATION_DATA_KEY not in stored.keys() & current.keys():
+        keys.discard(VALIDATION_DATA_KEY)
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
         + advise_on_samples_per_step(key, stored.get(key), launch_topology or {})
         + _advise_on_steps(key, current, path)
-        for key in sorted({*stored, *current})
+        for key in sorted(keys)
         if stored.get(key) != current.get(key)
     ]
     if different:

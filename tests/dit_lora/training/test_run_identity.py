@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.numerics.precision import Precision
+from dit_lora.training.checkpoints.files import VALIDATION_DATA_KEY
 from dit_lora.training.prepare import build_trajectory_config
 from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
@@ -24,14 +25,14 @@ VALUES: dict[str, Any] = {
 }
 
 
-def identity(**changes: Any) -> dict[str, Any]:
+def identity(validation_digest: str = "", **changes: Any) -> dict[str, Any]:
     values = copy.deepcopy(VALUES)
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value
     ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
     session = Session(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
-    data: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
+    data: Any = SimpleNamespace(transformer_digest="t", data_digest="d", validation_digest=validation_digest)
     task = task_of(session.recipe.model.family)
     nothing: Any = None
     return build_trajectory_config(Setup(session, task, nothing, data, nothing))
@@ -70,3 +71,7 @@ def test_what_changes_the_trajectory_is_named(change: dict[str, Any], key: str) 
 @pytest.mark.parametrize("change", [{"train__steps": 20}, {"train__keep": 9}, {"run__dir": "b"}])
 def test_what_does_not_may_change(change: dict[str, Any]) -> None:
     assert identity() == identity(**change)
+
+
+def test_validation_data_counts_where_there_is_any() -> None:
+    assert identity("d1") == identity() | {VALIDATION_DATA_KEY: "d1"}

@@ -111,6 +111,7 @@ def precompute(
     return DiffusionTrainingData(
         training_set=training_set,
         validation_set=validation_set,
+        validation_digest=compute_data_digest(validation_set) if validation_set is not None else "",
         prompt_keys=tuple((planned.text.key, planned.negative.key) for planned in plan.validation_prompts),
         sampling_checkpoint=sampling_checkpoint,
         data_digest=compute_data_digest(training_set),

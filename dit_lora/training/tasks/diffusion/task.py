@@ -41,11 +41,7 @@ from dit_lora.training.tasks.base_loss import compute_base_eval_loss
 from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest
 from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
-from dit_lora.training.tasks.diffusion.precompute import (
-    DiffusionTrainingData,
-    compute_data_digest,
-    precompute,
-)
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored_loras,
@@ -187,8 +183,7 @@ class DiffusionTask:
         num_clips, num_draws = self.find_reduced_eval_size(setup) or get_full_eval_size(setup.recipe, len(entries))
         # By a hash and not in their order, in which the first ones may be from one folder.
         shuffled = sorted(entries, key=lambda entry: derive_seed(0, "validation order", entry.id))
-        digest = compute_data_digest(validation_set)
-        return _measure_loss(setup, validation_set, shuffled[:num_clips], num_draws, digest)
+        return _measure_loss(setup, validation_set, shuffled[:num_clips], num_draws, setup.data.validation_digest)
 
     def write_samples(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)

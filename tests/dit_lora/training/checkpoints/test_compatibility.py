@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import Precision
 from dit_lora.training.checkpoints.files import (
     SAMPLES_PER_STEP_KEY,
+    VALIDATION_DATA_KEY,
     SavedState,
     advise_on_samples_per_step,
     describe_launch_topology,
@@ -97,6 +98,20 @@ def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path
     with pytest.raises(DitLoraError) as error:
         load_checkpoint(path, {SAMPLES_PER_STEP_KEY: 2}, topology)
     assert "8 in the checkpoint, 2 in the recipe; on 1 process, train.accumulate=4 restores it" in str(error.value)
+
+
+def test_validation_data_may_come_and_go_and_not_change(tmp_path: Path) -> None:
+    """The run's losses after the change would be of other samples than those before."""
+    weights = {"w": nn.Linear(3, 2).weight.detach()}
+    plain = save_checkpoint(tmp_path / "plain", 1, SavedState(weights, {}), {"seed": 1}, keep=1)
+    validated = {"seed": 1, VALIDATION_DATA_KEY: "a1"}
+    path = save_checkpoint(tmp_path / "validated", 1, SavedState(weights, {}), validated, keep=1)
+    for checkpoint, now in ((plain, validated), (path, {"seed": 1}), (path, validated)):
+        load_checkpoint(checkpoint, now)
+    with pytest.raises(
+        DitLoraError, match=r"belongs to another recipe(.|\n)*validation\.data .*'a1' in the checkpoint"
+    ):
+        load_checkpoint(path, validated | {VALIDATION_DATA_KEY: "b2"})
 
 
 def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:

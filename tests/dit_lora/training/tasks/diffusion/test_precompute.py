@@ -366,6 +366,13 @@ def test_a_validation_folder_is_encoded_and_kept_apart_without_copies_of_trainin
     assert note in audit.notes
     assert audit.totals["samples"] == 7
 
+    assert encoded.validation_digest
+    assert not plain.validation_digest
+    table.write_text(table.read_text().replace('"text": "', '"text": "now ', 1))
+    changed = encode(data__precompute=stored, validation__data=str(folder))
+    assert changed.validation_digest != encoded.validation_digest
+    assert changed.data_digest == encoded.data_digest
+
     table.write_text('{"file_name": "copy.mp4", "text": "a copy"}\n')
     with pytest.raises(DitLoraError, match=r"no sample of validation\.data is left"):
         encode(data__precompute=stored, validation__data=str(folder))
