@@ -59,7 +59,7 @@ class ReplayResult:
         if self.diagnosis is None:
             lines.append("replayed: healthy; the event does not happen again here")
         else:
-            lines.append(f"replayed: {self.diagnosis.cause}: {self.diagnosis.words}")
+            lines.append(f"replayed: {self.diagnosis.cause}: {self.diagnosis.message}")
         rows = zip(self.sample_ids, self.outcome.losses, self.outcome.timesteps, strict=True)
         lines += [f"  {sample}: loss {loss:g} at timestep {t}" for sample, loss, t in rows]
         trail = self.diagnosis.evidence.get("trail", []) if self.diagnosis else []

@@ -244,9 +244,9 @@ def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_ba
     if origin is None:
         return _add_bad_inputs(diagnosis, trace)
     position = f" at {origin.module}" if origin.module else " outside the model, in the loss"
-    message = f"{diagnosis.words}; first {origin.kind} in the {origin.direction}: {origin.op}{position}"
+    message = f"{diagnosis.message}; first {origin.kind} in the {origin.direction}: {origin.op}{position}"
     return replace(
-        diagnosis, words=message, module=origin.module, op=origin.op, direction=origin.direction, dtype=origin.dtype
+        diagnosis, message=message, module=origin.module, op=origin.op, direction=origin.direction, dtype=origin.dtype
     )
 
 
@@ -258,7 +258,7 @@ def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
     bad_inputs = "; ".join(trace.bad_inputs.values())
     message = f"the model received values that are not finite, although the cached values are finite: {bad_inputs}"
     cause = "inputs" if diagnosis.cause == "unknown" else diagnosis.cause
-    return replace(diagnosis, cause=cause, words=f"{diagnosis.words}; {message}")
+    return replace(diagnosis, cause=cause, message=f"{diagnosis.message}; {message}")
 
 
 def _should_try_fp32(pending: PendingDiagnosis) -> bool:

@@ -41,7 +41,7 @@ class Diagnosis:
     """The cause of one failed step on one rank, with the evidence."""
 
     cause: Cause
-    words: str
+    message: str
     step: int
     rank: int
     micro_step: int | None = None
@@ -60,22 +60,26 @@ class Diagnosis:
     @property
     def has_sample_names(self) -> bool:
         """True if the diagnosis's message describes several samples, each as "name: problem"."""
-        return len(self.sample_ids) > 1 and all(f"{sample}: " in self.words for sample in self.sample_ids)
+        return len(self.sample_ids) > 1 and all(f"{sample}: " in self.message for sample in self.sample_ids)
 
     def with_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
         """Copy a diagnosis with other sample names, also in its message."""
-        message = self.words
+        message = self.message
         if len(sample_ids) == len(self.sample_ids):
             # A message about several samples starts each part with the sample's name and a colon.
             for old, new in zip(self.sample_ids, sample_ids, strict=True):
                 message = message.replace(f"{old}: ", f"{new}: ")
-        return replace(self, words=message, sample_ids=tuple(sample_ids))
+        return replace(self, message=message, sample_ids=tuple(sample_ids))
 
     def to_record(self) -> dict[str, Any]:
         """Convert a diagnosis to a dict of plain values, for events.jsonl."""
         fields = asdict(self)
-        # JSON has no tuples; None means not known and is left out.
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
+        # JSON has no tuples; None means not known and is left out. In files the message is called `words`.
+        return {
+            "words" if name == "message" else name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if value is not None
+        }
 
 
 @dataclass(frozen=True)

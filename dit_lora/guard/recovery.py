@@ -307,7 +307,7 @@ def format_diagnosis_lines(diagnoses: Sequence[Diagnosis], *, is_single_rank: bo
         # A message that names its samples itself needs no names in front.
         names = "" if diagnosis.has_sample_names else ", ".join(diagnosis.sample_ids)
         position = f"{names} ({rank})" if names and rank else names or rank
-        positions.setdefault(diagnosis.words, []).append(position)
+        positions.setdefault(diagnosis.message, []).append(position)
     lines = []
     for message, labels in positions.items():
         # A dict removes repetitions and keeps the order.

@@ -101,7 +101,7 @@ def test_its_state_is_checked_as_its_record_says() -> None:
     batch: Any = SimpleNamespace(step=1, rank=0, micro_step=0)
     diagnosis = find_bad_state(batch, FakeContext(model=model, state=names.items))
     assert diagnosis is not None
-    assert "adapter/weight/magnitude must not be negative" in diagnosis.words
+    assert "adapter/weight/magnitude must not be negative" in diagnosis.message
 
 
 def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itself() -> None:

@@ -248,9 +248,9 @@ class CallDiagnoser:
             if name is None:
                 return replace(diagnosis, sample_ids=())
             # The replay appends "; first nan in the forward: <op> at <module>" to its message; keep that.
-            _, separator, first_bad_value = diagnosis.words.partition("; first ")
+            _, separator, first_bad_value = diagnosis.message.partition("; first ")
             message = f"it is healthy if another sample replaces this one{separator}{first_bad_value}"
-            return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
+            return replace(diagnosis, cause="inputs", message=message, sample_ids=(name,))
         if not diagnosis.sample_ids:
             return diagnosis
         # The experiments know rows only; find out which samples these are.
@@ -316,9 +316,9 @@ def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
     if not prefix or diagnosis.cause == "transient":
         return diagnosis
     # A prefix is a model's name with a dot, as in the names of its parameters.
-    message = f"{prefix.removesuffix('.')}: {diagnosis.words}"
+    message = f"{prefix.removesuffix('.')}: {diagnosis.message}"
     module = None if diagnosis.module is None else prefix + diagnosis.module
-    return replace(diagnosis, words=message, module=module)
+    return replace(diagnosis, message=message, module=module)
 
 
 def _format_descriptions(descriptions: Mapping[str, str]) -> str:

@@ -143,7 +143,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             diagnosis = result.diagnosis
             # Other processes may have added to the gradients.
             if self._is_independent and diagnosis.cause == "transient":
-                diagnosis = replace(diagnosis, cause="unknown", words=_OTHER_PROCESS_MESSAGE)
+                diagnosis = replace(diagnosis, cause="unknown", message=_OTHER_PROCESS_MESSAGE)
             results.append(replace(result, diagnosis=_add_bad_gradients(diagnosis, failure.gradients)))
         return results
 
@@ -340,7 +340,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return  # the saved values are checked in any case
         event = make_event(step, BAD_WEIGHTS, diagnosis, "rollback", 0.0)
         self.write_event(replace(event, facts={"guard": self.guard_id, "weights_of_step": restored_step}))
-        head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {diagnosis.words}"
+        head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {diagnosis.message}"
         _LOG.warning("%s; the weights of step %d are saved instead", head, restored_step)
 
     def _report(self, step: int, kind: str, message: str, *, action: str = "report") -> Event:
@@ -395,8 +395,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if sample_results:
             return sample_results
         # The buffer is not damaged: it holds a call's bad values.
-        message = state.words.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
-        return [RankDiagnosis(replace(state, cause="unknown", words=message, evidence={}))]
+        message = state.message.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
+        return [RankDiagnosis(replace(state, cause="unknown", message=message, evidence={}))]
 
     def _may_be_temporary(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
         """True if the step after a failed one may be healthy, because the failure is not tied to a sample.
@@ -465,5 +465,5 @@ def _add_bad_gradients(diagnosis: Diagnosis, names: Sequence[str]) -> Diagnosis:
     diagnosis = replace(diagnosis, evidence={**diagnosis.evidence, "gradients": list(names[:20])})
     if diagnosis.module is not None:
         return diagnosis
-    message = f"{diagnosis.words}; the gradient of {names[0]}{format_remaining_count(names)} was not finite"
-    return replace(diagnosis, words=message, module=names[0].rpartition(".")[0])
+    message = f"{diagnosis.message}; the gradient of {names[0]}{format_remaining_count(names)} was not finite"
+    return replace(diagnosis, message=message, module=names[0].rpartition(".")[0])

@@ -97,8 +97,8 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         if not diagnosis.sample_ids:
             return diagnosis
-        message = f"{diagnosis.words}; not confirmed on every rank, because a replay does not fit into memory there"
-        return replace(diagnosis, cause="unknown", words=message)
+        message = f"{diagnosis.message}; not confirmed on every rank, because a replay does not fit into memory there"
+        return replace(diagnosis, cause="unknown", message=message)
     if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
         runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
@@ -130,5 +130,5 @@ def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
     if diagnosis.cause != "rank":
         return diagnosis
     host = hosts[diagnosis.rank]
-    message = f"{diagnosis.words} (rank {diagnosis.rank} is on {host})"
-    return replace(diagnosis, words=message, evidence={**diagnosis.evidence, "host": host})
+    message = f"{diagnosis.message} (rank {diagnosis.rank} is on {host})"
+    return replace(diagnosis, message=message, evidence={**diagnosis.evidence, "host": host})

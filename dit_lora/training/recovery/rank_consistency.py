@@ -48,7 +48,7 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
     diagnosis = diagnose_differing_rank(accelerator, state, snapshot, step)
     if diagnosis is not None:
-        raise BadStateError(f"step {step}: {diagnosis.words}", "ranks_differ", diagnosis)
+        raise BadStateError(f"step {step}: {diagnosis.message}", "ranks_differ", diagnosis)
 
 
 def diagnose_differing_rank(

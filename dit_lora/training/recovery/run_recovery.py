@@ -321,7 +321,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 to_epoch=None if action.kind == "quarantine" else use.epoch,
                 step=step,
                 cause=diagnosis.cause,
-                reason=diagnosis.words,
+                reason=diagnosis.message,
                 evidence=evidence,
             )
             records.append(record)

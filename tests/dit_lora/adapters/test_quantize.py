@@ -157,7 +157,7 @@ def test_the_guard_names_a_frozen_weight_that_is_damaged(transformer: Any, kind:
     verdict = find_bad_state(nothing_run(), suspects)
     assert verdict is not None
     assert (verdict.cause, verdict.module) == ("weights", layer)
-    assert f"the frozen weight {layer}.{name} has 1 NaN" in verdict.words
+    assert f"the frozen weight {layer}.{name} has 1 NaN" in verdict.message
     (finding,) = check_base_weights(model)
     assert finding.fatal
     assert f"{layer}.{name} has 1 NaN" in finding.words

@@ -53,7 +53,7 @@ def test_a_cached_tensor_with_bad_values_is_its_samples_data(
     tensors = rows()
     tensors[name][where] = value
     verdict = diagnosed(batch(model, tensors), model, max_magnitude=1e4)
-    assert (verdict.cause, verdict.sample_ids, verdict.words) == ("data", ("b.mp4",), words)
+    assert (verdict.cause, verdict.sample_ids, verdict.message) == ("data", ("b.mp4",), words)
     tensors[name][where] = 0.3
     assert diagnosed(batch(model, tensors), model, max_magnitude=1e4).cause == "transient"
 
@@ -64,16 +64,16 @@ def test_faults_found_when_the_cache_was_read_are_told_in_their_own_words(model:
     failing_batch = batch(model, tensors, faults={"b.mp4": "its digest is another"})
     verdict = diagnosed(failing_batch, model, kind="bad_data")
     assert (verdict.cause, verdict.sample_ids) == ("data", ("b.mp4", "a.mp4"))
-    assert verdict.words == "b.mp4: its digest is another; a.mp4: latents has 1 NaN among 6 values"
+    assert verdict.message == "b.mp4: its digest is another; a.mp4: latents has 1 NaN among 6 values"
     failing_batch = batch(model, tensors, faults={"a.mp4": "its digest is another"})
-    assert diagnosed(failing_batch, model).words == "its digest is another"
+    assert diagnosed(failing_batch, model).message == "its digest is another"
 
 
 def test_labels_are_the_cause_where_no_sample_has_one(model: Net) -> None:
     tensors = rows() | {"labels": torch.full((3, 2), IGNORE_INDEX)}
     verdict = diagnosed(batch(model, tensors), model)
     assert (verdict.cause, verdict.sample_ids) == ("labels", IDS)
-    assert verdict.words.startswith("a.mp4: all of its 2 labels are -100")
+    assert verdict.message.startswith("a.mp4: all of its 2 labels are -100")
     tensors["labels"][2, 1] = 8
     assert diagnosed(batch(model, tensors), model).cause == "transient"
 
@@ -88,7 +88,7 @@ def test_a_bad_weight_with_good_moments_is_the_weights(model: Net, frozen: bool)
     assert (verdict.cause, verdict.sample_ids) == ("weights", ())
     assert verdict.module == ("base" if frozen else "up")
     expected = "frozen weight base.weight has 1 NaN" if frozen else "trained weight up.weight has 1 Inf"
-    assert verdict.words.startswith(f"the {expected} among ")
+    assert verdict.message.startswith(f"the {expected} among ")
     assert ("frozen" in verdict.evidence) is frozen  # which no snapshot holds
 
 
@@ -109,7 +109,7 @@ def test_a_bad_moment_is_the_optimizer_even_where_it_spoiled_weights(
     state[f"adapter/up.weight/{key}"][2, 1] = value
     verdict = diagnosed(batch(model), model, state=state.items)
     assert (verdict.cause, verdict.module) == ("optimizer", "up")
-    assert verdict.words == f"the optimizer's adapter/up.weight/{key} {words}"
+    assert verdict.message == f"the optimizer's adapter/up.weight/{key} {words}"
     with torch.no_grad():
         model.up.weight[2, 1] = torch.nan
     assert diagnosed(batch(model), model, state=state.items).cause == "optimizer"
@@ -124,7 +124,7 @@ def test_weights_that_grew_a_hundredfold_are_the_learning_rate(model: Net, finit
             model.up.weight[2, 0] = torch.nan
     verdict = diagnosed(batch(model), model, start_peak=0.3)
     assert (verdict.cause, verdict.evidence["weight_peak"]) == ("learning_rate", 31)
-    assert "trained weights reach 31, from 0.3 at the start" in verdict.words
+    assert "trained weights reach 31, from 0.3 at the start" in verdict.message
     assert diagnosed(batch(model), model, start_peak=0.4).cause != "learning_rate"
 
 
@@ -151,7 +151,7 @@ def test_more_than_half_of_the_elements_bad_with_good_moments_are_the_learning_r
         "learning_rate": "2 of 2 trained tensors overflowed in one update, with finite moments: ",
         "weights": "the trained weight down.weight has ",
     }[cause]
-    assert (verdict.cause, verdict.words[: len(expected)]) == (cause, expected)
+    assert (verdict.cause, verdict.message[: len(expected)]) == (cause, expected)
 
 
 def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
@@ -171,7 +171,7 @@ def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) ->
     verdict = diagnosed(batch(model), model, fallbacks=[*idle, switch(model.block, cause=cause)])
     assert "does not fit into memory" in str(verdict.evidence["norm"])
     assert (verdict.cause, verdict.switch) == (cause, f"{cause}:norm")
-    assert verdict.words == (
+    assert verdict.message == (
         f"finite with {cause}:norm switched off (eager mode in its place); "
         "first inf in the forward: aten.div.Tensor at block"
     )
@@ -188,7 +188,7 @@ def test_an_fp16_overflow_is_the_precision() -> None:
     model.block.fault = grow
     verdict = diagnosed(batch(model), model, fallbacks=[switch(Block())])
     assert (verdict.cause, verdict.module, verdict.dtype) == ("precision", "block", "float16")
-    assert "finite in fp32" in verdict.words
+    assert "finite in fp32" in verdict.message
 
 
 def test_fp32_is_not_tried_where_a_second_copy_of_the_weights_does_not_fit() -> None:
@@ -230,7 +230,9 @@ def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(model: Net, co
         verdict = diagnosed(failing_batch, model, fallbacks=[switch(Block())], control=control)
         assert (verdict.cause, verdict.sample_ids) == (cause, ("b.mp4",))
         assert (verdict.timesteps, verdict.op) == ((17,), "aten.exp.default")
-        is_in_message = "it fails whichever component is switched off, and other samples are healthy" in verdict.words
+        is_in_message = (
+            "it fails whichever component is switched off, and other samples are healthy" in verdict.message
+        )
         assert is_in_message is (cause == "data")
 
 
@@ -252,7 +254,7 @@ BAD_NOISE = torch.tensor([0.3, torch.nan, -0.2, 0.1, 0.0, 2.0])
 def test_bad_noise_for_good_samples_is_the_inputs(model: Net) -> None:
     verdict = diagnosed(batch(model, noise=BAD_NOISE), model, fallbacks=[switch(model.block)])
     assert (verdict.cause, verdict.sample_ids, verdict.timesteps) == ("inputs", IDS, TIMESTEPS)
-    assert "argument 0 has 3 NaN among 18 values" in verdict.words
+    assert "argument 0 has 3 NaN among 18 values" in verdict.message
 
 
 def test_bad_noise_is_the_inputs_though_a_module_hid_an_infinity_of_its_own(model: Net) -> None:
@@ -268,7 +270,7 @@ def test_what_nothing_cures_is_unknown_and_all_samples_are_named(model: Net) -> 
     verdict = diagnosed(batch(model), model, **facts)
     assert (verdict.cause, verdict.sample_ids, verdict.switch) == ("unknown", IDS, None)
     assert (verdict.module, verdict.timesteps) == ("block", TIMESTEPS)
-    assert "switching components off does not make it healthy" in verdict.words
+    assert "switching components off does not make it healthy" in verdict.message
     assert verdict.evidence["losses"] == ["inf"] * 3
     assert {*verdict.evidence["bad_gradients"]} == {"down.weight", "up.weight"}
 
@@ -276,12 +278,12 @@ def test_what_nothing_cures_is_unknown_and_all_samples_are_named(model: Net) -> 
 def test_a_loss_that_fails_by_itself_is_told_to_be_outside_the_model(model: Net) -> None:
     verdict = diagnosed(batch(model, loss=fails), model)
     assert (verdict.cause, verdict.module) == ("unknown", "")
-    assert verdict.words.endswith("aten.div.Tensor outside the model, in the loss")
+    assert verdict.message.endswith("aten.div.Tensor outside the model, in the loss")
 
 
 def test_an_op_of_the_model_itself_is_not_told_to_be_in_the_loss(model: Net) -> None:
     model.register_forward_hook(lambda _module, _args, output: output / 0)
-    assert "in the loss" not in diagnosed(batch(model), model).words
+    assert "in the loss" not in diagnosed(batch(model), model).message
 
 
 def test_a_gradient_of_zero_is_cured_by_its_switch_or_else_is_nobodys_sample(model: Net) -> None:
@@ -331,7 +333,7 @@ def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
         model.up.weight[:] = 500.0
     verdict = diagnose_diverged_weights(batch(model), DiagnosisContext(model, start_peak=0.25))
     assert (verdict.cause, verdict.step, verdict.rank) == ("learning_rate", 12, 2)
-    assert "trained weights reach 500, from 0.25 at the start" in verdict.words
+    assert "trained weights reach 500, from 0.25 at the start" in verdict.message
 
 
 def test_weights_are_lost_by_their_largest_magnitude_and_by_what_they_started_at() -> None:

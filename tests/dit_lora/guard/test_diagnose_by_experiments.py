@@ -48,7 +48,7 @@ def test_a_run_that_comes_out_otherwise_now_and_then_is_transient_with_its_rate(
     assert (verdict.cause, verdict.switch, verdict.sample_ids) == ("transient", None, ())
     rate = verdict.evidence["replays"]
     assert 0 < rate["failed"] < rate["of"]
-    assert f"fails in {rate['failed']} of {rate['of']} runs" in verdict.words
+    assert f"fails in {rate['failed']} of {rate['of']} runs" in verdict.message
 
 
 def test_chance_convicts_nothing_however_often_it_strikes(model: Net) -> None:
@@ -78,7 +78,7 @@ def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(m
     )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
-    assert "any sample fails at this position in the run" in verdict.words
+    assert "any sample fails at this position in the run" in verdict.message
 
 
 def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Net) -> None:
@@ -96,7 +96,7 @@ def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Ne
 def test_samples_that_fail_in_company_alone_are_not_to_blame(model: Net) -> None:
     verdict = diagnosed(batch(model, loss=lambda losses: losses / (len(losses) == 1)), model)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
-    assert "each of its samples is healthy by itself" in verdict.words
+    assert "each of its samples is healthy by itself" in verdict.message
 
 
 @pytest.mark.parametrize(("draw_is_bad", "said"), [(True, "fails"), (False, "healthy")])
@@ -117,7 +117,7 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
     control = batch(model, ids=("c.mp4",), loss=fails)
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("unknown", ())
-    assert "every sample fails now, also those that were healthy" in verdict.words
+    assert "every sample fails now, also those that were healthy" in verdict.message
 
 
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
@@ -145,7 +145,7 @@ def test_a_replay_that_does_not_fit_into_memory_convicts_nobody(model: Net) -> N
     out_of_memory = Mock(side_effect=torch.OutOfMemoryError)
     verdict = diagnosed(batch(model, loss=out_of_memory), model)
     assert (verdict.cause, verdict.sample_ids) == ("unknown", IDS)
-    assert "does not fit into memory" in verdict.words
+    assert "does not fit into memory" in verdict.message
 
 
 def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(model: Net) -> None:
@@ -163,7 +163,7 @@ def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(
         model.block.fault = fails
         verdict = diagnosed(batch(model), model, frozen_record=record)
         assert (verdict.cause, verdict.sample_ids) == ("weights", ())
-        assert verdict.words.startswith(pattern)
+        assert verdict.message.startswith(pattern)
         assert verdict.evidence["frozen"]
         values.copy_(original)
         model.block.fault = None
@@ -186,7 +186,7 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
         values.view(-1)[3] = 1e30
         verdict = diagnosed(batch(model), model, **facts)
         assert verdict.cause == cause
-        assert f"1 of {values.numel()} elements reach 1e+30" in verdict.words
+        assert f"1 of {values.numel()} elements reach 1e+30" in verdict.message
         values.fill_(1e7)  # all of them: no memory does that
         assert diagnosed(batch(model), model, **facts).cause != cause
         values.copy_(original)
@@ -226,7 +226,7 @@ def test_moments_that_overflow_under_lost_weights_are_the_rates_and_one_alone_is
         model.down.weight.fill_(1e6)
     verdict = diagnosed(batch(model), model, **facts)
     assert verdict.cause == "learning_rate"
-    assert "the learning rate is too high" in verdict.words
+    assert "the learning rate is too high" in verdict.message
 
 
 def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net) -> None:

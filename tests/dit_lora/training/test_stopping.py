@@ -107,6 +107,6 @@ def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_wh
     diagnoses = [replace(make_diagnosis("weights"), micro_step=micro) for micro in range(2)]
     assert guarded.fail_step(6, *diagnoses) == 0
     (message,) = guarded.files.said
-    assert message.count(diagnoses[0].words) == 1
+    assert message.count(diagnoses[0].message) == 1
     assert "rolled back to step 0: 5 healthy step(s) are repeated" in message
     assert len(guarded.files.events) == 2

@@ -341,7 +341,7 @@ def test_bad_state_is_named_with_its_parameter(name: str, key: str, value: float
     diagnosis = find_bad_state(batch, context)
     assert diagnosis is not None
     assert diagnosis.cause == "optimizer"
-    assert named in diagnosis.words
+    assert named in diagnosis.message
 
 
 @pytest.mark.gpu

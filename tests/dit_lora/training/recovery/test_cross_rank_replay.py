@@ -29,4 +29,4 @@ def test_a_sample_is_at_fault_only_where_it_fails_on_every_rank(
     """A rank that is out of memory has no evidence: `unknown`, which drops no sample permanently."""
     diagnosis = _conclude_from_outcomes(DATA, outcomes)
     assert (diagnosis.cause, diagnosis.sample_ids) == (cause, blamed)
-    assert ("does not fit into memory" in diagnosis.words) is (cause == "unknown")
+    assert ("does not fit into memory" in diagnosis.message) is (cause == "unknown")
