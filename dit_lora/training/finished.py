@@ -6,6 +6,7 @@ from dit_lora.config.experts import in_turn
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.records import Status, VerifiedFiles, read_typed_json
 from dit_lora.files import read_json_lines
+from dit_lora.parsing import ParseError
 from dit_lora.training.early_stopping import find_stalled_best
 from dit_lora.training.eval_losses import read_eval_losses
 
@@ -16,13 +17,14 @@ def find_finished_step(recipe: Recipe) -> int | None:
     It is `train.steps`, or the step after which `train.stop_after` has ended the run.
     """
     folder, train = Path(recipe.run.dir), recipe.train
-    if not (folder / "status.json").is_file():
-        return None
-    if read_typed_json(folder / "status.json", Status).get("state") != "finished":
-        return None
     verification = folder / "verification.json"
-    # A result that failed its verification is written again.
-    if verification.is_file() and not read_typed_json(verification, VerifiedFiles).get("passed", True):
+    try:
+        has_ended = read_typed_json(folder / "status.json", Status).get("state") == "finished"
+        # A result that failed its verification is written again.
+        is_sound = not verification.is_file() or read_typed_json(verification, VerifiedFiles).get("passed", True)
+    except (OSError, ParseError):  # missing or damaged: a resumed run writes them again
+        return None
+    if not (has_ended and is_sound):
         return None
     metrics = read_json_lines(folder / "metrics.jsonl").objects
     step = metrics[-1].get("step") if metrics else None
