@@ -316,7 +316,7 @@ def test_what_reads_back_otherwise_is_not_kept(
 ) -> None:
     """A writer that changes one matrix by a thousandth."""
     adapter = make()
-    for writer in ("save_adapter", "save_chat_adapter", "save_file"):
+    for writer in ("save_adapter", "save_chat_adapter", "write_tensors"):
         monkeypatch.setattr(formats, writer, wrong(getattr(formats, writer)))
     with pytest.raises(CheckFailedError, match=r"read back, is not the adapter.*\n  - .*differs by"):
         exported(adapter, form)
