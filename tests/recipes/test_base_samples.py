@@ -1,6 +1,7 @@
 """Samples of the base: equal runs share them by way of the cache, and nothing else does."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from runs import same_adapter
 from dit_lora.commands.cache import count_cache_entries
 from dit_lora.data.cache.cache import TensorCache, make_entry_key
 from dit_lora.families.cogvideox.text_to_video import CogVideoXSampler
+from dit_lora.training import choose_checkpointing
 from dit_lora.training.tasks.diffusion import base_samples
 from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, BaseSamples, find_samples_of_prompts
 
@@ -48,8 +50,22 @@ def test_a_second_run_writes_the_cached_samples_of_its_base(
     # Before training, and after it.
     assert all_seeds == [0, 1, 0, 1]
     capsys.readouterr()
+    # So are the bytes of activations.
+    checks = tmp_path / "cache" / "preflight_0.json"
+    counted = re.sub(r'(?<="words": )"{.*}"', r'"{\\"none\\": 7}"', checks.read_text())
+    assert counted != checks.read_text()
+    checks.write_text(counted)
+    peaks: list[Any] = []
+    advise = choose_checkpointing.advise_checkpointing
+
+    def noting_peaks(*arguments: Any) -> Any:
+        peaks.append(arguments[0])
+        return advise(*arguments)
+
+    monkeypatch.setattr(choose_checkpointing, "advise_checkpointing", noting_peaks)
     assert run("again", "train.seed=7") == ([0, 1], first)
     assert "samples: using the cached ones for step 0" in capsys.readouterr().err
+    assert peaks == [{"none": 7}]
     assert not same_adapter(tmp_path / "first", tmp_path / "again")
 
     cache = TensorCache(tmp_path / "cache" / SAMPLES_CACHE)

@@ -1,6 +1,5 @@
 """Keeps samples of the base in the cache folder: runs on an equal base write them again without generating them."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,14 +18,11 @@ from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.files import read_json, write_atomically
-from dit_lora.fuse.patches import get_fusion
-from dit_lora.fuse.sources import compute_sources_digest
 from dit_lora.guard.fallbacks import list_attention_fallbacks
 from dit_lora.numerics.dtensors import needs_all_ranks
-from dit_lora.training.recovery.parity_cache import REMEASURE, describe_device
+from dit_lora.training.check_cache import REMEASURE, build_model_facts, describe_active_kernels
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
-from dit_lora.version import __version__
 
 SAMPLES_CACHE = "samples"
 """Name of the folder in `data.cache`. Its entries are the files as they were written, not tensors."""
@@ -59,6 +55,7 @@ class BaseSamples:
             # An undamaged copy of it will be written.
             self.cache.mark_bad(key)
             return False
+        # One tensor: the bytes of the file.
         for suffix, data in tensors.items():
             write_atomically(path.with_suffix(f".{suffix}"), data.numpy().tobytes())
         return True
@@ -102,8 +99,10 @@ def open_base_samples(
         or recipe.validation.other_expert is not None
     ):
         return None
+    # The files were hashed when captions and clips were encoded, so that their digests are known.
     digests = Digests(recipe.cache_dir / "digests.json")
     shared_facts = _build_shared_facts(setup, digests)
+    # Each prompt is sampled with `validation.count` seeds in a row.
     prompt_keys = [keys for keys in setup.data.prompt_keys for _ in range(recipe.validation.count)]
     facts = [
         {**shared_facts, _PROMPT_FACT: list(keys), "sampling": _describe_sampling(sampling, digests)}
@@ -122,42 +121,28 @@ def find_samples_of_prompts(cache: TensorCache, text_keys: set[str]) -> set[str]
 
 
 def _build_shared_facts(setup: Setup[DiffusionTrainingData, Checkpoint], digests: Digests) -> dict[str, Any]:
-    recipe, environment, model = setup.recipe, probe_environment(), setup.transformer
-    checkpoint = setup.data.sampling_checkpoint or setup.checkpoint
-    fusion = get_fusion(model)
-    kernels = None if fusion is None else [sorted(fusion.op_states.items()), fusion.stock, fusion.backend]
-    layout = [(n, tuple(p.shape), str(p.dtype)) for n, p in (*model.named_parameters(), *model.named_buffers())]
+    recipe, checkpoint = setup.recipe, setup.data.sampling_checkpoint or setup.checkpoint
+    index = checkpoint.info.path / "model_index.json"
+    # By content, so that a moved checkpoint keeps its samples.
+    folders = [index.with_name(name) for name in read_json(index)]
+    components = {folder.name: digests.hash_component(folder) for folder in folders if folder.is_dir()}
     return {
         "what": "sample of the base",
-        "version": __version__,
-        "sources": compute_sources_digest(),
-        "packages": {**environment.versions, "pillow": PIL.__version__},
+        **build_model_facts(setup),
+        # Libraries outside of Python round differently, and encode to other bytes.
+        "platform": probe_environment().platform,
+        "pillow": PIL.__version__,
         "codecs": {name: list(version) for name, version in av.library_versions.items()},
-        "python": environment.python,
-        "platform": environment.platform,
-        "cuda": environment.torch_cuda,
-        "device": describe_device(setup.accelerator.device),
+        # The order of sums in a CPU's products.
         "threads": torch.get_num_threads(),
-        "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
-        "checkpoint": _hash_components(checkpoint, digests),
-        "transformer": setup.data.transformer_digest,
-        "layout": hashlib.sha256(repr(layout).encode()).hexdigest(),
+        "checkpoint": {**components, index.name: digests.hash_file(index)},
         "model": recipe.model.model_dump(mode="json", exclude={"path", "revision"}),
-        "dtype": str(setup.dtype),
-        "lora": recipe.lora.model_dump(mode="json", exclude={"under"}),
         "under": setup.data.adapters.get("under"),
-        "kernels": kernels,
+        # Preflight may have switched some off.
+        "active kernels": describe_active_kernels(setup),
         "attention": [fallback.name for fallback in list_attention_fallbacks()],
         "data": recipe.data.model_dump(mode="json", include=_DATA_OPTIONS),
     }
-
-
-def _hash_components(checkpoint: Checkpoint, digests: Digests) -> dict[str, str]:
-    """Digests of the pipeline's components and of its index, by name."""
-    index = checkpoint.info.path / "model_index.json"
-    folders = [index.with_name(name) for name in read_json(index)]
-    components = {folder.name: digests.hash_component(folder) for folder in folders if folder.is_dir()}
-    return {**components, index.name: digests.hash_file(index)}
 
 
 def _describe_sampling(sampling: Sampling, digests: Digests) -> dict[str, Any]:
