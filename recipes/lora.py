@@ -134,5 +134,9 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
 
 
 if __name__ == "__main__":
-    with reported_errors("interrupted; to continue from the last checkpoint, add train.resume=auto"):
-        main(sys.argv[1:])
+    try:
+        with reported_errors("interrupted; to continue from the last checkpoint, add train.resume=auto"):
+            main(sys.argv[1:])
+    finally:
+        # While Python ends, Ctrl-C could only show a traceback of some exit handler.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Implements `dit-lora cache`: fill, verify, count and prune the caches of clips and of captions."""
+"""Implements `dit-lora cache`: fill, verify, count and prune the caches of clips, captions and samples of the base."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,13 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.training.session.session import running
+from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, find_samples_of_prompts
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
-_CACHE_NAMES = ("videos", "texts")
+_ENCODED_CACHES = ("videos", "texts")
+_CACHE_NAMES = (*_ENCODED_CACHES, SAMPLES_CACHE)
 _BYTE_FIELDS = ("bytes", "file_bytes", "freed")
 _MAX_SHOWN_PROBLEMS = 50  # problems listed in a terminal; JSON has all
 
@@ -30,7 +32,7 @@ Caches = Mapping[str, TensorCache]
 
 @dataclass(frozen=True)
 class CacheOutcome:
-    """The result of verifying, counting or pruning the caches of clips and of captions."""
+    """The result of verifying, counting or pruning each of the caches."""
 
     root: Path
     results: Mapping[str, Any]
@@ -84,7 +86,15 @@ def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> Ca
 
 def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
     """Count a cache's entries, shards and bytes. Reads only headers."""
-    return _maintain_caches(target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache))
+
+    def count_entries(cache: TensorCache, _: maintenance.OnProgress) -> maintenance.CacheStats:
+        stats = maintenance.compute_stats(cache)
+        if cache.root.name == SAMPLES_CACHE:
+            # Files, each with a length of its own.
+            stats.kinds = {}
+        return stats
+
+    return _maintain_caches(target, overrides, "counting", count_entries)
 
 
 def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
@@ -105,11 +115,16 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
         plan = make_plan(
             recipe, checkpoint.encoders, dtype, samples_per_step=1, quiet=False, sampling_encoders=second_encoders
         )
-        keys_of_each.append(dict(zip(_CACHE_NAMES, plan.keys, strict=True)))
+        keys_of_each.append(dict(zip(_ENCODED_CACHES, plan.keys, strict=True)))
 
     def prune_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.PruneResult:
+        if not keep:
+            return maintenance.prune_cache(cache, on_progress=on_progress)
         # Recipes may share the cache: an entry stays if any of them uses it.
-        used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
+        if cache.root.name == SAMPLES_CACHE:
+            used_keys = find_samples_of_prompts(cache, set().union(*(keys["texts"] for keys in keys_of_each)))
+        else:
+            used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each))
         return maintenance.prune_cache(cache, used_keys, on_progress=on_progress)
 
     return _maintain_caches(target, overrides, "pruning", prune_entries)
@@ -126,8 +141,8 @@ def _maintain_caches(
     verb: str,
     process_cache: Callable[[TensorCache, maintenance.OnProgress], Any],
 ) -> CacheOutcome:
-    """Apply `process_cache` to the cache of clips and to that of captions, each with a progress bar."""
-    # Both caches are worked through, even if the first one has problems.
+    """Apply `process_cache` to each of the caches, with a progress bar."""
+    # All caches are worked through, even if the first one has problems.
     root = _resolve_root(target, overrides)
     results = {}
     for kind in _CACHE_NAMES:
@@ -145,8 +160,8 @@ def _resolve_root(target: str, overrides: Sequence[str]) -> Path:
     else:
         root = Path(target).expanduser()
     # Check before anything is pruned: a wrong path must not look like an empty cache.
-    if not any((root / kind).is_dir() for kind in _CACHE_NAMES):
-        raise DitLoraError(f"{root} is not a cache: it lacks the folders {' and '.join(_CACHE_NAMES)}")
+    if not any((root / kind).is_dir() for kind in _ENCODED_CACHES):
+        raise DitLoraError(f"{root} is not a cache: it lacks the folders {' and '.join(_ENCODED_CACHES)}")
     return root
 
 

@@ -1,21 +1,38 @@
 """Chooses the run's gradient checkpointing mode from the memory that is free for activations."""
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
 from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from dit_lora.data.cache.cache import Spec
+from dit_lora.families.base import Tensors
+from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.memory import get_available_bytes
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.numerics.streams import RandomStreams
+from dit_lora.parsing import parse_json
+from dit_lora.training.check_cache import (
+    REMEASURE,
+    build_model_facts,
+    describe_active_kernels,
+    get_preflight_cache_path,
+)
 from dit_lora.training.execution.activation_checkpointing import (
     CHECKPOINTING_MODES,
     choose_least_memory_mode,
     require_checkpointing,
     set_checkpointing,
 )
-from dit_lora.training.execution.activations import CheckpointingAdvice, advise_checkpointing, measure_activations
+from dit_lora.training.execution.activations import (
+    CheckpointingAdvice,
+    PeakBytes,
+    advise_checkpointing,
+    measure_activations,
+)
 from dit_lora.training.replayable_batch import compute_training_losses
 from dit_lora.training.task import AnySetup
 
@@ -57,18 +74,10 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
     _, spec = setup.data.training_set.largest_shape
     # Shapes of the largest bucket, with a batch dimension in front.
     batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
-    streams = RandomStreams(setup.recipe.train.seed, range(size))
+    integers = {name: t.expand(size, *t.shape) for name, t in setup.data.training_set.integer_inputs().items()}
+    setup.transformer.train()
     try:
-        needs = measure_activations(
-            setup.transformer.train(),
-            lambda model, tensors: compute_training_losses(setup.checkpoint, model, tensors, streams),
-            batch,
-            setup.accelerator.device,
-            integer_inputs={
-                name: t.expand(size, *t.shape) for name, t in setup.data.training_set.integer_inputs().items()
-            },
-            forward_context=setup.engine.enable_local_forward(),
-        )
+        needs = _measure_with_cache(setup, batch, integers)
     # Ops without fake tensor support, and token ids that do not fit the media, raise many exception classes.
     except (RuntimeError, ValueError) as error:
         mode = choose_least_memory_mode(setup.transformer) if requested_mode == "auto" else requested_mode
@@ -82,6 +91,41 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
         # A compiled block is one piece: selective checkpointing cannot keep its attention outputs.
         needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
     return advise_checkpointing(needs, count_free(setup), requested_mode)
+
+
+def _measure_with_cache(setup: AnySetup, batch: Spec, integer_inputs: Tensors) -> PeakBytes:
+    """Peak bytes of activations, cached for equal models and batches. Raises the errors of `measure_activations`."""
+    path, cached_finding = get_preflight_cache_path(setup), None
+    # Everything that the count depends on: the mode that it chooses must be that of a new count.
+    facts = {
+        "what": "activations",
+        **build_model_facts(setup),
+        # What the loss computes.
+        "identity": setup.task.trajectory_config(setup.recipe),
+        # Kernels may have been switched off since the model was built.
+        "active kernels": describe_active_kernels(setup),
+        "batch": {name: [list(shape), str(dtype)] for name, (shape, dtype) in batch.items()},
+        "integers": {name: [list(t.shape), t.flatten().tolist()] for name, t in integer_inputs.items()},
+    }
+    if setup.recipe.guard.preflight != REMEASURE:
+        cached_finding = next(iter(read_cached_findings(path, facts)), None)
+    # The text of the finding is the result as JSON.
+    if cached_finding is not None:
+        cached_peaks: PeakBytes = parse_json(cached_finding.words)
+        return cached_peaks
+    streams = RandomStreams(setup.recipe.train.seed, range(setup.recipe.train.batch_size))
+    peaks = measure_activations(
+        setup.transformer,
+        lambda model, tensors: compute_training_losses(setup.checkpoint, model, tensors, streams),
+        batch,
+        setup.accelerator.device,
+        integer_inputs=integer_inputs,
+        forward_context=setup.engine.enable_local_forward(),
+    )
+    # Without a place in the cache, the next start counts again.
+    with suppress(OSError):
+        store_findings(path, facts, [CheckFinding("activations", True, json.dumps(peaks), fatal=False)])
+    return peaks
 
 
 def count_free_bytes(setup: AnySetup) -> int:

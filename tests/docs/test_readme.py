@@ -2,8 +2,12 @@
 
 import re
 import tomllib
+from typing import get_args
 
 from launching import ROOT
+
+from dit_lora.config.lora import AdapterKind
+from dit_lora.environment.versions import TRACKERS
 
 README = (ROOT / "README.md").read_text()
 
@@ -63,3 +67,61 @@ def test_the_comparison_says_what_the_runs_showed() -> None:
     assert re.search(r"SimpleTuner \S+ \| Z-Image; NaN in a gradient \| no adapter: an error in the next step", runs)
     assert musubi_tuner == "trains on"
     assert re.search(r"musubi-tuner \S+ \| Z-Image; NaN in a cached latent \| 14 of 42 tensors", runs)
+
+
+# Figures of the README, and the sentences or cells of the pages that they are rounded from.
+SOURCES = {
+    "CogVideoX-5B takes 2.0 s": ("benchmarks/gpu.md", "| **ours** | 2.019 |"),
+    "3.6 s in Diffusers' example": ("benchmarks/gpu.md", "| example: Diffusers' script, with checkpointing | 3.644 |"),
+    "| 1.012; the guard": ("benchmarks/README.md", "| ours over bare | 1.0111, 1.0122 |"),
+    "the guard 1.003": ("benchmarks/README.md", "1.0031 ± 0.0022"),
+    "to 1.005 |": ("benchmarks/README.md", "| 1.005 (0.976 to 1.013) |"),
+    "| 98 %": ("benchmarks/README.md", "| 0.978 | 1.011 to 0.278 |"),
+    "; 88 % |": ("benchmarks/README.md", "| 0.97 | 1.00 | 1.00 | 1.00 | 0.88 | 0.88 | 0.95 | 0.967 |"),
+    "10.2 of 16.2": ("kernels.md", "| CogVideoX-5B | 16.2 | 10.2 |"),
+    "13.7 of 42.1": ("kernels.md", "| Sana-1.6B | 42.1 | 13.7 |"),
+    "0.99 to 1.06": ("benchmarks/README.md", "| 16.5 | 16.4 | 0.99 (0.99 to 1.01) |"),
+    "2.9 to 3.1": ("benchmarks/README.md", "(x 2.85)"),
+    "7 + 13 resumed steps": ("checkpoints.md", "Each run's end equals the undisturbed one's bit for bit."),
+}
+
+
+def test_every_measured_figure_is_on_the_page_of_its_benchmark() -> None:
+    for words, (page, source) in SOURCES.items():
+        assert words in README, words
+        assert source in (ROOT / "docs" / page).read_text(encoding="utf-8"), words
+    measured = README.split("| measured (")[1].split("\n\n")[0]
+    for row in measured.splitlines()[2:]:
+        figures = row.split("|")[2]
+        assert any(words.strip("| ;") in figures for words in SOURCES), row
+        for command in re.findall(r"benchmarks\.(\w+)", row.split("|")[3]):
+            assert (ROOT / "benchmarks" / f"{command}.py").is_file()
+
+
+def test_every_model_is_in_a_recipe_or_on_the_pages_of_models() -> None:
+    names = re.search(r"\nAlso (.*?) and\n(\S+)\. On", README, re.DOTALL)
+    assert names is not None
+    models = [*re.split(r",\s+", names[1]), names[2]]
+    assert len(models) > 10
+    recipes = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "recipes").glob("*/*.yaml")))
+    pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("models.md", "video_chat.md")]
+    known = "".join([recipes, *pages]).lower()
+    assert [name for name in models if name.lower() not in known] == []
+
+
+def test_adapters_and_trackers_are_those_of_recipes() -> None:
+    kinds = re.search(r"\| adapts \| \[([^\]]+)\]", README)
+    assert kinds is not None
+    assert {kind.lower() for kind in kinds[1].split(", ")} == set(get_args(AdapterKind))
+    page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+    for tracker, name in zip(TRACKERS, ("TensorBoard", "Weights & Biases", "Trackio"), strict=True):
+        assert name in README
+        assert tracker in page
+
+
+def test_the_licence_and_the_status_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert README.rstrip().endswith("Apache-2.0.")
+    assert "Development Status :: 3 - Alpha" in project["classifiers"]
+    assert "**Status: alpha**" in README

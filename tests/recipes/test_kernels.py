@@ -14,7 +14,8 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api, attention
 from dit_lora.fuse.models import cogvideox
-from dit_lora.training.recovery import kernel_parity, parity_cache
+from dit_lora.training import check_cache
+from dit_lora.training.recovery import kernel_parity
 
 Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]
@@ -194,7 +195,7 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     assert compares("other_kernels", "kernels.qk_norm_rope=off")
     assert not compares("third")
     with monkeypatch.context() as patch:
-        patch.setattr(parity_cache, "compute_sources_digest", lambda: "other sources")
+        patch.setattr(check_cache, "compute_sources_digest", lambda: "other sources")
         assert compares("other_sources")
     # Goes on from weights that no comparison has seen.
     assert compares("third", "train.steps=2", "train.resume=auto")

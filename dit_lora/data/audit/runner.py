@@ -23,6 +23,8 @@ from dit_lora.environment.progress_bar import ProgressBar
 
 MediaOrMask = Media | LossMask
 _Probes = dict[MediaOrMask, ProbedFile]
+_MAX_GOOD_THUMBNAILS = 2000
+"""Number of good samples up to which their thumbnails are kept: about 20 MB."""
 
 
 def audit_media(
@@ -140,10 +142,11 @@ def _audit_clips(
     for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
         by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
     result = []
+    num_good = sum(sample.verdict == "ok" for sample in by_id.values())
     for clip in clips:
         sample = by_id[clip.id]
-        # Thumbnails are kept only where the report shows them: a large set would fill the memory.
-        if sample.verdict != "ok" or clip.references or clip.mask is not None:
+        # The report shows few good samples: thumbnails of a large set would fill the memory.
+        if sample.verdict != "ok" or num_good <= _MAX_GOOD_THUMBNAILS or clip.references or clip.mask is not None:
             sample = replace(
                 sample,
                 thumbnail=probes[clip.media].thumbnail,

@@ -6,7 +6,6 @@ The loop, the gate, recovery and checkpoints are the same for all of them.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -49,11 +48,14 @@ class Engine:
     collective_forward: ClassVar[bool] = False
     """True if a forward of `unwrapped_model` needs every rank: all then run the same forward at the same time."""
 
-    @cached_property
+    @property
     def unwrapped_model(self) -> nn.Module:
         """The unwrapped model, with its original parameter names. Used for replays, sampling and saving."""
-        # Cached: each call takes 2 ms to check whether DeepSpeed is installed.
-        return self.accelerator.unwrap_model(self.model)
+        # Accelerate's `unwrap_model` would import DeepSpeed if it is installed.
+        if isinstance(self.model, DistributedDataParallel):
+            module: nn.Module = self.model.module
+            return module
+        return self.model
 
     @property
     def in_flight_bytes(self) -> int:

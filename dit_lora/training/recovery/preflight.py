@@ -34,6 +34,7 @@ from dit_lora.guard.replay import MicroBatch, get_cuda_devices
 from dit_lora.guard.stored_precision import check_stored_precision, read_stored_dtype
 from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_all_ranks
 from dit_lora.numerics.saturation import has_fp16_saturation
+from dit_lora.training.check_cache import REMEASURE, get_preflight_cache_path
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.parity_batches import (
@@ -43,7 +44,7 @@ from dit_lora.training.recovery.parity_batches import (
     read_good_samples,
     select_usable_entries,
 )
-from dit_lora.training.recovery.parity_cache import REMEASURE, ParityCache, get_preflight_cache_path
+from dit_lora.training.recovery.parity_cache import ParityCache
 from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup

@@ -7,7 +7,7 @@ from typing import Any
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
 from dit_lora.numerics.ranks import gather_object, is_true_on_all_ranks
-from dit_lora.training.recovery.parity_cache import REMEASURE, describe_device, get_preflight_cache_path
+from dit_lora.training.check_cache import REMEASURE, describe_device, get_preflight_cache_path
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.eval_loss import EvalSample
 from dit_lora.version import __version__

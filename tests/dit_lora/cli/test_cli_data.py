@@ -114,7 +114,7 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     invoke("cache", "build", recipe, "data.rejects=skip", "data.fps=16")
     cache_stats = json.loads(invoke("cache", "stats", cache, "--json"))
     assert cache_stats["videos"]["entries"] == 10
-    assert invoke("cache", "verify", recipe).count("problems 0") == 2
+    assert invoke("cache", "verify", recipe).count("problems 0") == 3
 
     sample = sorted(path.name for path in (tmp_path / "data").glob("*.mp4"))[0]
     poison(cache, sample)

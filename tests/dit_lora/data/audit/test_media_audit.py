@@ -284,7 +284,7 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == ["ok"]
 
 
-def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path: Path) -> None:
+def test_copies_and_first_images_are_named_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(tmp_path / "a.mp4", moving("a"))
     encode(tmp_path / "near.mp4", moving("a"), options={"crf": "32"})
     encode(tmp_path / "other.mp4", moving("other"))
@@ -302,13 +302,16 @@ def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path:
         "same.mp4": ["duplicate_clip"],
         "b.mp4": ["black"],
     }
-    assert sample_by_file["a.mp4"].thumbnail is None
+    assert all(sample.thumbnail for sample in sample_by_file.values())
     thumbnail = Image.open(io.BytesIO(sample_by_file["same.mp4"].thumbnail or b""))
     assert thumbnail.format == "JPEG"
     assert thumbnail.size == (320, 53)
     first_frame = moving("a")[0].astype(float)
     corner = np.asarray(thumbnail.crop((0, 0, 80, 53)).resize((48, 32), Image.Resampling.BOX), float)
     assert np.abs(corner - first_frame).mean() < 12
+    # Of a large set, good samples have no thumbnail.
+    monkeypatch.setattr(runner, "_MAX_GOOD_THUMBNAILS", 1)
+    assert [bool(sample.thumbnail) for sample in audit_media(clips, DATA)] == [False, True, False, True, True]
 
 
 def test_equal_clips_of_different_shapes_do_not_look_alike(tmp_path: Path) -> None:
