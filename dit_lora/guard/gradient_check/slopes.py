@@ -1,0 +1,314 @@
+"""Measure the slope of a loss along a direction, with an error bound from the same evaluations.
+
+At each step size the loss is evaluated at -2, -1, 0, 1 and 2 steps. From its changes:
+
+- The slope, by central differences at 1 and 2 steps and Richardson extrapolation.
+- The truncation error, from the difference between the two.
+- The noise of one evaluation, from the fourth difference. For a smooth loss it vanishes with the step size, and for
+  rounding errors it does not (Moré and Wild, Estimating Computational Noise, SIAM J. Sci. Comput. 33, 2011).
+  Evaluating twice at the same weights would find only nondeterminism.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from dit_lora.guard.gradient_check.directions import Direction, displace_weights
+
+CheckResult = Literal["agrees", "differs", "cannot tell"]
+LossTerms = Callable[[], torch.Tensor]
+"""Computes the terms of a step's loss, such as each sample's share; their sum is the loss."""
+
+_POSITIONS = (1, -1, 2, -2)
+EVALUATIONS_PER_SIZE = len(_POSITIONS)
+# Variance of a fourth difference of independent values: the squares of 1, -4, 6, -4, 1.
+_FOURTH_DIFFERENCE_VARIANCE = 70.0
+# Standard deviation of the extrapolated slope for noise of 1: root of 2 * (8/12)^2 + 2 * (1/12)^2.
+_SLOPE_DEVIATION = math.sqrt(130) / 12
+NOISE_FACTOR = 8.0
+"""Standard deviations in the bound. They are estimated from few values, hence more than for a known deviation."""
+_MAX_SIZES = 6
+_SIZE_FACTOR = 2.5
+"""Ratio of two step sizes that are tried in turn."""
+
+
+class SlopeTolerance(NamedTuple):
+    """Tolerances of a comparison for the dtype that the model computes in."""
+
+    gradient_error: float
+    """Relative rounding error of a correct gradient, which evaluations of the loss cannot measure."""
+    target_bound: float
+    """Relative bound of the measured slope below which no other step size is tried."""
+    max_bound: float
+    """Relative bound above which the result is `cannot tell` instead of `agrees`."""
+    loss_change: float
+    """Change of the loss in the first step tried, relative to the loss."""
+
+
+TOLERANCES = {
+    torch.float64: SlopeTolerance(1e-6, 1e-5, 0.1, 1e-3),
+    torch.float32: SlopeTolerance(1e-3, 5e-3, 0.1, 1e-3),
+    torch.float16: SlopeTolerance(5e-3, 0.02, 0.15, 3e-3),
+    torch.bfloat16: SlopeTolerance(0.02, 0.04, 0.15, 1e-2),
+}
+
+
+class EvaluationBudgetError(Exception):
+    """Raised if a comparison needs more evaluations of the loss than the check may use."""
+
+
+@dataclass
+class LossEvaluator:
+    """Evaluates the loss without gradients, counts the evaluations, and restores the random state after each."""
+
+    compute_terms: LossTerms
+    devices: Sequence[torch.device]
+    """CUDA devices whose random state the loss uses."""
+    max_evaluations: int
+    num_evaluations: int = 0
+    base_terms: torch.Tensor = field(init=False)
+    """Terms at the original weights, fp64."""
+    base_noise: float = field(init=False)
+    """Lower bound of the noise: of rounding the terms, and of two evaluations at the same weights."""
+    _epsilon: float = field(init=False, default=0.0)
+
+    def evaluate_base(self) -> None:
+        """Evaluate the loss twice at the original weights."""
+        terms, repeated_terms = self.evaluate(), self.evaluate()
+        # 1.0 has the spacing eps; the sum that makes a term adds more rounding.
+        rounding = self._epsilon * terms.norm().item()
+        self.base_terms = terms
+        self.base_noise = max(rounding, _measure_spread(repeated_terms - terms) / math.sqrt(2))
+
+    @property
+    def base_loss(self) -> float:
+        return self.base_terms.sum().item()
+
+    def require_budget(self, num_evaluations: int) -> None:
+        """Raise `EvaluationBudgetError` if so many evaluations are too many."""
+        if self.num_evaluations + num_evaluations > self.max_evaluations:
+            raise EvaluationBudgetError
+
+    def evaluate(self) -> torch.Tensor:
+        """The terms of the loss at the present weights, fp64 on the CPU."""
+        self.num_evaluations += 1
+        # Autocast caches casts of weights, which would hide that they have changed; and a cast that was cached without
+        # gradients would zero the gradient of the next step.
+        torch.clear_autocast_cache()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(self.devices):
+                terms = self.compute_terms().detach()
+        finally:
+            torch.clear_autocast_cache()
+        self._epsilon = torch.finfo(terms.dtype).eps
+        # (terms,)
+        return terms.double().cpu().flatten()
+
+
+def _measure_spread(differences: torch.Tensor) -> float:
+    # Errors of terms are independent (their root sum square), or of equal sign (their sum): the larger.
+    return max(differences.sum().abs().item(), differences.norm().item())
+
+
+@dataclass(frozen=True)
+class SlopeEstimate:
+    """Slope and projection at one step size, both as changes of the loss per step."""
+
+    size: float
+    slope: float
+    """Measured from evaluations of the loss."""
+    projection: float
+    """Computed from the gradient, for the displacements as stored."""
+    noise: float
+    """Standard deviation of one evaluation of the loss."""
+    truncation: float
+    """Bound of the error by the loss's curvature."""
+    gradient_error: float
+    """Bound of the gradient's own rounding error."""
+    moves_loss: bool
+    """False if all evaluations were bitwise equal."""
+
+    @property
+    def bound(self) -> float:
+        return self.measurement_bound + self.gradient_error
+
+    @property
+    def measurement_bound(self) -> float:
+        """Bound of the error of `slope`."""
+        return self.noise_bound + self.truncation
+
+    @property
+    def noise_bound(self) -> float:
+        return NOISE_FACTOR * _SLOPE_DEVIATION * self.noise
+
+    @property
+    def relative_bound(self) -> float:
+        return divide(self.bound, abs(self.projection))
+
+    @property
+    def difference(self) -> float:
+        return self.slope - self.projection
+
+    @property
+    def differs(self) -> bool:
+        return abs(self.difference) > self.bound
+
+
+def divide(numerator: float, denominator: float) -> float:
+    """The quotient; infinite, or NaN for 0 / 0, if the denominator is 0."""
+    if denominator:
+        return numerator / denominator
+    return math.copysign(math.inf, numerator) if numerator else math.nan
+
+
+@dataclass(frozen=True)
+class SlopeComparison:
+    """Result of comparing the loss's slope along a direction with the gradient's projection on it."""
+
+    direction: str
+    parameters: tuple[str, ...]
+    """Names of the parameters that were moved."""
+    result: CheckResult
+    num_evaluations: int
+    estimate: SlopeEstimate | None = None
+    """The estimate with the narrowest bound; None if there was none, because the loss was not finite or the budget
+    was used up."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured slope / projection of the gradient: 1 for a correct gradient, 2 for half of it."""
+        return divide(self.estimate.slope, self.estimate.projection) if self.estimate else math.nan
+
+    @property
+    def bound(self) -> float:
+        """Bound of the ratio's error; infinite if the gradient's projection is zero."""
+        return self.estimate.relative_bound if self.estimate else math.inf
+
+
+def compare_slopes(
+    evaluator: LossEvaluator, direction: Direction, *, size: float, dtype: torch.dtype
+) -> SlopeComparison:
+    """Compare slope and gradient along a direction at several step sizes, starting with `size`.
+
+    `dtype` is the lowest precision that the weights are cast to in the forward pass.
+    """
+    tolerance = TOLERANCES[dtype]
+    began = evaluator.num_evaluations
+    estimates: list[SlopeEstimate] = []
+    next_size: float | None = size
+    while next_size is not None and len(estimates) < _MAX_SIZES:
+        try:
+            estimate = measure_slope(evaluator, direction, next_size, dtype)
+        except EvaluationBudgetError:
+            break
+        if not math.isfinite(estimate.slope):
+            # Too far: the displaced weights do not give a finite loss.
+            next_size = next_size / 16 if not estimates and next_size > size / 1e3 else None
+            continue
+        estimates.append(estimate)
+        next_size = _choose_next_size(_share_noise(estimates), tolerance)
+    names = tuple(direction.parameters)
+    num_evaluations = evaluator.num_evaluations - began
+    if not estimates:
+        return SlopeComparison(direction.label, names, "cannot tell", num_evaluations)
+    shared = _share_noise(estimates)
+    result = judge_estimates(shared, tolerance)
+    return SlopeComparison(direction.label, names, result, num_evaluations, _find_best(shared))
+
+
+def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, dtype: torch.dtype) -> SlopeEstimate:
+    """Measure the slope at one step size. Raises `EvaluationBudgetError` before the first evaluation."""
+    evaluator.require_budget(EVALUATIONS_PER_SIZE)
+    terms = {0: evaluator.base_terms}
+    predicted = {}
+    with displace_weights(direction, size, dtype) as displacement:
+        for position in _POSITIONS:
+            predicted[position] = displacement.move_to(position)
+            terms[position] = evaluator.evaluate()
+        random_projection = displacement.compute_random_projection()
+    projections = [(predicted[k] - predicted[-k]) / (2 * k) for k in (1, 2)]
+    slopes = [(terms[k] - terms[-k]).sum().item() / (2 * k) for k in (1, 2)]
+    # The differences are extrapolated and not the slopes: steps of 1 and 2 are not exactly parallel after rounding.
+    near, far = (slope - projection for slope, projection in zip(slopes, projections, strict=True))
+    projection = _extrapolate(*projections)
+    # Each sample's differences in fp64, before they are summed.
+    fourth = terms[2] - 4 * terms[1] + 6 * terms[0] - 4 * terms[-1] + terms[-2]
+    noise = _measure_spread(fourth) / math.sqrt(_FOURTH_DIFFERENCE_VARIANCE)
+    return SlopeEstimate(
+        size=size,
+        slope=projection + _extrapolate(near, far),
+        projection=projection,
+        noise=max(noise, evaluator.base_noise),
+        # Three times the correction that the extrapolation makes: the remaining error is smaller.
+        truncation=abs(far - near),
+        # A bias of the whole gradient, plus four standard deviations of independent errors in its elements.
+        gradient_error=TOLERANCES[dtype].gradient_error * (abs(projection) + 4 * random_projection),
+        moves_loss=any(not torch.equal(terms[k], terms[0]) for k in _POSITIONS),
+    )
+
+
+def _extrapolate(near: float, far: float) -> float:
+    """Richardson extrapolation of central differences at 1 and 2 steps."""
+    return (4 * near - far) / 3
+
+
+def _share_noise(estimates: Sequence[SlopeEstimate]) -> list[SlopeEstimate]:
+    """Use for each estimate the largest noise at its own and smaller sizes, in order of size.
+
+    Noise hardly depends on the step size, and each size finds it from few values. Larger sizes are left out, because
+    there the fourth difference contains curvature.
+    """
+    ordered = sorted(estimates, key=lambda e: e.size)
+    shared: list[SlopeEstimate] = []
+    largest = 0.0
+    for estimate in ordered:
+        largest = max(largest, estimate.noise)
+        shared.append(replace(estimate, noise=largest))
+    return shared
+
+
+def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> float | None:
+    """The next step size to try, next to the best one. None if no other is needed, or both sides were tried."""
+    if not any(e.moves_loss for e in estimates):
+        return None if estimates[-1].projection == 0 else estimates[-1].size * _SIZE_FACTOR**2
+    best = _find_best(estimates)
+    is_narrow = divide(best.measurement_bound, abs(best.projection)) <= tolerance.target_bound
+    if judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs):
+        return None
+    sides = [best.size * _SIZE_FACTOR, best.size / _SIZE_FACTOR]
+    # Noise needs larger steps and curvature smaller ones. A bound as large as the slope says that the loss is far from
+    # linear; then the fourth difference is curvature too.
+    if best.noise_bound < 2 * best.truncation or best.measurement_bound > 0.5 * abs(best.projection) > 0:
+        sides.reverse()
+    untried = [s for s in sides if not any(0.7 < s / e.size < 1.4 for e in estimates)]
+    return next(iter(untried), None)
+
+
+def _find_best(estimates: Sequence[SlopeEstimate]) -> SlopeEstimate:
+    return min(estimates, key=lambda e: e.bound / e.size)
+
+
+def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> CheckResult:
+    """The result that estimates at several step sizes support."""
+    if not any(e.moves_loss for e in estimates):
+        # The loss does not depend on the weights, bit for bit, and the gradient says the same.
+        return "agrees" if all(e.projection == 0 for e in estimates) else "cannot tell"
+    best = _find_best(estimates)
+    if not best.differs:
+        return "agrees" if best.relative_bound <= tolerance.max_bound else "cannot tell"
+    others = [e for e in estimates if e is not best and e.differs]
+    return "differs" if any(_is_confirmed_by(best, other) for other in others) else "cannot tell"
+
+
+def _is_confirmed_by(estimate: SlopeEstimate, other: SlopeEstimate) -> bool:
+    """True if the other step size shows the same difference.
+
+    In low precision, small changes of a layer's output are rounded away when they are added to it. Then the measured
+    slope is too small without any noise, but it depends on the step size.
+    """
+    difference, other_difference = estimate.difference / estimate.size, other.difference / other.size
+    smaller = min(abs(difference), abs(other_difference))
+    return abs(difference - other_difference) <= 0.5 * smaller
