@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 
@@ -28,7 +29,7 @@ class Direction(ABC):
     def compute_vector(self, name: str) -> torch.Tensor:
         """The direction's values for one parameter, in fp32 (fp64 for fp64 parameters)."""
 
-    def restrict(self, names: Iterable[str]) -> "Direction":
+    def restrict(self, names: Iterable[str]) -> Self:
         """The same direction for some of its parameters; it leaves the others where they are."""
         return replace(self, parameters={name: self.parameters[name] for name in names})
 
@@ -62,7 +63,7 @@ class TensorwiseGradientDirection(GradientDirection):
 
 @dataclass(frozen=True, eq=False)
 class RandomDirection(Direction):
-    """Random signs, scaled to the weights: it also moves parameters whose gradient is missing or zero."""
+    """Random signs, scaled to the weights. Its slope also contains errors that are orthogonal to the gradient."""
 
     scales: Mapping[str, float] = field(default_factory=dict)
     """Root mean square of each tensor's weights. Computed once, because the weights move while it is used."""
@@ -71,7 +72,7 @@ class RandomDirection(Direction):
     label = "random"
 
     @classmethod
-    def from_parameters(cls, parameters: Parameters, seed: int) -> "RandomDirection":
+    def from_parameters(cls, parameters: Parameters, seed: int) -> Self:
         """A direction over all parameters; `restrict` it to those that are to be moved."""
         scales = {name: compute_rms(p.detach()) for name, p in parameters.items()}
         # For tensors whose weights are all zero, such as B in a new LoRA.
@@ -83,6 +84,13 @@ class RandomDirection(Direction):
         generator = seed_generator(values.device, self.seed, "signs", name)
         signs = torch.randint(0, 2, values.shape, generator=generator, device=values.device, dtype=values.dtype)
         return (2 * signs - 1) * self.scales[name]
+
+
+@dataclass(frozen=True, eq=False)
+class UntrainedDirection(RandomDirection):
+    """Random signs for parameters whose gradient is missing or zero. If that is right, the loss does not change."""
+
+    label = "random, zero gradients"
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ _FOURTH_DIFFERENCE_VARIANCE = 70.0
 _SLOPE_DEVIATION = math.sqrt(130) / 12
 NOISE_FACTOR = 8.0
 """Standard deviations in the bound. They are estimated from few values, hence more than for a known deviation."""
-_MAX_SIZES = 6
+MAX_SIZES = 6
 _SIZE_FACTOR = 2.5
 """Ratio of two step sizes that are tried in turn."""
 
@@ -50,10 +50,14 @@ class SlopeTolerance(NamedTuple):
 
 TOLERANCES = {
     torch.float64: SlopeTolerance(1e-6, 1e-5, 0.1, 1e-3),
-    torch.float32: SlopeTolerance(1e-3, 5e-3, 0.1, 1e-3),
+    torch.float32: SlopeTolerance(1e-4, 2e-3, 0.1, 1e-3),
     torch.float16: SlopeTolerance(5e-3, 0.02, 0.15, 3e-3),
     torch.bfloat16: SlopeTolerance(0.02, 0.04, 0.15, 1e-2),
 }
+
+
+# Sums of thousands of products in 10 bits of mantissa.
+_TF32_GRADIENT_ERROR = 2e-3
 
 
 class EvaluationBudgetError(Exception):
@@ -128,6 +132,8 @@ class SlopeEstimate:
     """Bound of the error by the loss's curvature."""
     gradient_error: float
     """Bound of the gradient's own rounding error."""
+    scale: float
+    """What differences are relative to: the projection or, where its terms cancel, their root sum square."""
     moves_loss: bool
     """False if all evaluations were bitwise equal."""
 
@@ -143,10 +149,6 @@ class SlopeEstimate:
     @property
     def noise_bound(self) -> float:
         return NOISE_FACTOR * _SLOPE_DEVIATION * self.noise
-
-    @property
-    def relative_bound(self) -> float:
-        return divide(self.bound, abs(self.projection))
 
     @property
     def difference(self) -> float:
@@ -185,11 +187,11 @@ class SlopeComparison:
     @property
     def bound(self) -> float:
         """Bound of the ratio's error; infinite if the gradient's projection is zero."""
-        return self.estimate.relative_bound if self.estimate else math.inf
+        return divide(self.estimate.bound, abs(self.estimate.projection)) if self.estimate else math.inf
 
 
 def compare_slopes(
-    evaluator: LossEvaluator, direction: Direction, *, size: float, dtype: torch.dtype
+    evaluator: LossEvaluator, direction: Direction, *, size: float, dtype: torch.dtype, max_sizes: int = MAX_SIZES
 ) -> SlopeComparison:
     """Compare slope and gradient along a direction at several step sizes, starting with `size`.
 
@@ -199,7 +201,7 @@ def compare_slopes(
     began = evaluator.num_evaluations
     estimates: list[SlopeEstimate] = []
     next_size: float | None = size
-    while next_size is not None and len(estimates) < _MAX_SIZES:
+    while next_size is not None and len(estimates) < max_sizes:
         try:
             estimate = measure_slope(evaluator, direction, next_size, dtype)
         except EvaluationBudgetError:
@@ -245,9 +247,18 @@ def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, d
         # Three times the correction that the extrapolation makes: the remaining error is smaller.
         truncation=abs(far - near),
         # A bias of the whole gradient, plus four standard deviations of independent errors in its elements.
-        gradient_error=TOLERANCES[dtype].gradient_error * (abs(projection) + 4 * random_projection),
+        gradient_error=choose_gradient_error(direction, dtype) * (abs(projection) + 4 * random_projection),
+        scale=max(abs(projection), random_projection),
         moves_loss=any(not torch.equal(terms[k], terms[0]) for k in _POSITIONS),
     )
+
+
+def choose_gradient_error(direction: Direction, dtype: torch.dtype) -> float:
+    """Relative rounding error of a correct gradient: of the dtype, or in fp32 of TF32 if matrix products use it."""
+    uses_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    if dtype == torch.float32 and uses_tf32 and any(p.is_cuda for p in direction.parameters.values()):
+        return _TF32_GRADIENT_ERROR
+    return TOLERANCES[dtype].gradient_error
 
 
 def _extrapolate(near: float, far: float) -> float:
@@ -275,13 +286,13 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
     if not any(e.moves_loss for e in estimates):
         return None if estimates[-1].projection == 0 else estimates[-1].size * _SIZE_FACTOR**2
     best = _find_best(estimates)
-    is_narrow = divide(best.measurement_bound, abs(best.projection)) <= tolerance.target_bound
+    is_narrow = divide(best.measurement_bound, best.scale) <= tolerance.target_bound
     if judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs):
         return None
     sides = [best.size * _SIZE_FACTOR, best.size / _SIZE_FACTOR]
     # Noise needs larger steps and curvature smaller ones. A bound as large as the slope says that the loss is far from
     # linear; then the fourth difference is curvature too.
-    if best.noise_bound < 2 * best.truncation or best.measurement_bound > 0.5 * abs(best.projection) > 0:
+    if best.noise_bound < 2 * best.truncation or best.measurement_bound > 0.5 * best.scale > 0:
         sides.reverse()
     untried = [s for s in sides if not any(0.7 < s / e.size < 1.4 for e in estimates)]
     return next(iter(untried), None)
@@ -298,7 +309,7 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
         return "agrees" if all(e.projection == 0 for e in estimates) else "cannot tell"
     best = _find_best(estimates)
     if not best.differs:
-        return "agrees" if best.relative_bound <= tolerance.max_bound else "cannot tell"
+        return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
     others = [e for e in estimates if e is not best and e.differs]
     return "differs" if any(_is_confirmed_by(best, other) for other in others) else "cannot tell"
 
