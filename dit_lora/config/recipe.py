@@ -128,6 +128,10 @@ class GuardConfig(Section):
     parity_every: Annotated[int, Field(ge=0)] = 500
     """Steps between comparisons of the fused kernels with the stock model, on the weights and a batch of then, and
     once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""
+    gradient_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checks that the gradient is the slope of the loss, of which the first is in the first step; 0 for
+    none. One costs about 20 forward passes of a step, and more where they differ. It is reported and training goes on.
+    One process only."""
     quarantine: str | None = None
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
     allow_extreme_update: bool = False

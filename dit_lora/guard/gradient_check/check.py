@@ -38,6 +38,8 @@ from dit_lora.numerics.adapter_tensors import get_layer_name
 
 _RELATIVE_SIZE = 0.02
 """First step along a random direction, relative to the weights."""
+_LOSS_NOT_FINITE = "the loss is not finite"
+_GRADIENT_NOT_FINITE = "the gradient is not finite"
 _MAX_RANDOM_SIZES = 3
 """Step sizes along random signs, which need not give a result."""
 _MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 0.03}
@@ -60,6 +62,14 @@ class FaultLocation:
     """Whether the layers before `layer` differ too; None if there are none or it was not measured."""
     comparisons: tuple[SlopeComparison, ...] = ()
 
+    @property
+    def description(self) -> str:
+        """The place as the end of a sentence."""
+        if self.layer is None:
+            return f", in at least one of {len(self.candidates)} layers"
+        earlier = " and layers before it" if self.earlier_layers == "differs" else ""
+        return f", in {self.layer}{earlier}"
+
 
 @dataclass(frozen=True)
 class GradientReport:
@@ -80,6 +90,29 @@ class GradientReport:
         differing = [c for c in self.comparisons if c.result == "differs"]
         along_gradient = [c for c in self.comparisons if c.direction == GradientDirection.label]
         return next(iter(differing or along_gradient), None)
+
+    @property
+    def is_finite(self) -> bool:
+        return self.reason not in (_LOSS_NOT_FINITE, _GRADIENT_NOT_FINITE)
+
+    @property
+    def message(self) -> str:
+        """The result in one sentence."""
+        worst = self.worst
+        if self.result == "cannot tell" or worst is None:
+            figures = (
+                f"slope / gradient is {worst.ratio:.4g} +- {worst.bound:.2g}" if worst else "nothing was compared"
+            )
+            return f"the gradient could not be checked against the loss: {self.reason or figures}"
+        if self.result == "agrees":
+            return f"the gradient agrees with the loss: slope / gradient is {worst.ratio:.4f} +- {worst.bound:.2g}"
+        place = self.location.description if self.location else ""
+        if worst.direction == UntrainedDirection.label:
+            return f"the loss depends on parameters whose gradient is missing or zero{place}"
+        return (
+            f"the gradient is wrong: along {worst.direction}, the slope of the loss is {worst.ratio:.4g} +- "
+            f"{worst.bound:.2g} times what the gradient says{place}"
+        )
 
 
 DirectionMaker = Callable[[Sequence[str]], Direction]
@@ -184,9 +217,9 @@ def _describe_bad_start(
 ) -> str:
     """Why no comparison is possible; empty if it is."""
     if not evaluator.base_terms.isfinite().all():
-        return "the loss is not finite"
+        return _LOSS_NOT_FINITE
     if not all(bool(p.grad.isfinite().all()) for p in parameters.values() if p.grad is not None):
-        return "the gradient is not finite"
+        return _GRADIENT_NOT_FINITE
     if step_loss is None:
         return ""
     loss = evaluator.base_loss
