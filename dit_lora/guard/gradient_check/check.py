@@ -26,7 +26,6 @@ from dit_lora.guard.gradient_check.directions import (
 )
 from dit_lora.guard.gradient_check.slopes import (
     MAX_SIZES,
-    NOISE_FACTOR,
     TOLERANCES,
     CheckResult,
     LossEvaluator,
@@ -173,7 +172,7 @@ def check_gradient(
     dtype: torch.dtype = torch.float32,
     groups: Mapping[str, Sequence[str]] | None = None,
     step_loss: float | None = None,
-    max_evaluations: int = 150,
+    max_evaluations: int = 300,
     seed: int = 0,
 ) -> GradientReport:
     """Compare a step's gradient with the slope of its loss.
@@ -223,7 +222,7 @@ def _describe_bad_start(
     if step_loss is None:
         return ""
     loss = evaluator.base_loss
-    limit = _MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + NOISE_FACTOR * evaluator.base_noise
+    limit = _MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
     if abs(loss - step_loss) > limit:
         return f"the loss is {loss:.6g} when it is evaluated again, and was {step_loss:.6g} in the step"
     return ""

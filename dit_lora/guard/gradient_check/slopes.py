@@ -10,7 +10,8 @@ At each step size the loss is evaluated at -2, -1, 0, 1 and 2 steps. From its ch
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -28,18 +29,22 @@ EVALUATIONS_PER_SIZE = len(_POSITIONS)
 _FOURTH_DIFFERENCE_VARIANCE = 70.0
 # Standard deviation of the extrapolated slope for noise of 1: root of 2 * (8/12)^2 + 2 * (1/12)^2.
 _SLOPE_DEVIATION = math.sqrt(130) / 12
-NOISE_FACTOR = 8.0
-"""Standard deviations in the bound. They are estimated from few values, hence more than for a known deviation."""
+_NOISE_FACTOR = 5.0
+"""Standard deviations in the bound, of noise that is known; `SlopeEstimate.noise_bound` uses more for an estimate."""
 MAX_SIZES = 6
 _SIZE_FACTOR = 2.5
 """Ratio of two step sizes that are tried in turn."""
+_REPEATS = (1.1, 0.9, 1.2)
+"""Relative step sizes of measurements that are averaged with the best, if noise makes it too inexact."""
 
 
 class SlopeTolerance(NamedTuple):
     """Tolerances of a comparison for the dtype that the model computes in."""
 
-    gradient_error: float
-    """Relative rounding error of a correct gradient, which evaluations of the loss cannot measure."""
+    gradient_bias: float
+    """Relative rounding error of a correct gradient as a whole, which evaluations of the loss cannot measure."""
+    gradient_spread: float
+    """Relative rounding error of its elements, as root mean square; it averages out."""
     target_bound: float
     """Relative bound of the measured slope below which no other step size is tried."""
     max_bound: float
@@ -49,10 +54,10 @@ class SlopeTolerance(NamedTuple):
 
 
 TOLERANCES = {
-    torch.float64: SlopeTolerance(1e-6, 1e-5, 0.1, 1e-3),
-    torch.float32: SlopeTolerance(1e-4, 2e-3, 0.1, 1e-3),
-    torch.float16: SlopeTolerance(5e-3, 0.02, 0.15, 3e-3),
-    torch.bfloat16: SlopeTolerance(0.02, 0.04, 0.15, 1e-2),
+    torch.float64: SlopeTolerance(1e-6, 1e-6, 1e-5, 0.1, 1e-3),
+    torch.float32: SlopeTolerance(1e-4, 1e-4, 2e-3, 0.1, 1e-3),
+    torch.float16: SlopeTolerance(3e-3, 5e-3, 0.02, 0.1, 3e-3),
+    torch.bfloat16: SlopeTolerance(0.01, 0.02, 0.02, 0.1, 1e-2),
 }
 
 
@@ -136,6 +141,10 @@ class SlopeEstimate:
     """What differences are relative to: the projection or, where its terms cancel, their root sum square."""
     moves_loss: bool
     """False if all evaluations were bitwise equal."""
+    num_values: int
+    """Number of terms of the loss from which the noise was estimated."""
+    is_average: bool = False
+    """True if it is the average of several measurements with almost equal step sizes."""
 
     @property
     def bound(self) -> float:
@@ -148,7 +157,8 @@ class SlopeEstimate:
 
     @property
     def noise_bound(self) -> float:
-        return NOISE_FACTOR * _SLOPE_DEVIATION * self.noise
+        # Like Student's t: few values may happen to be close to each other.
+        return _NOISE_FACTOR * (1 + 4 / self.num_values) * _SLOPE_DEVIATION * self.noise
 
     @property
     def difference(self) -> float:
@@ -213,10 +223,12 @@ def compare_slopes(
         estimates.append(estimate)
         next_size = _choose_next_size(_share_noise(estimates), tolerance)
     names = tuple(direction.parameters)
-    num_evaluations = evaluator.num_evaluations - began
     if not estimates:
-        return SlopeComparison(direction.label, names, "cannot tell", num_evaluations)
+        return SlopeComparison(direction.label, names, "cannot tell", evaluator.num_evaluations - began)
     shared = _share_noise(estimates)
+    if max_sizes == MAX_SIZES and _is_inconclusive(shared, tolerance):
+        shared = _average_best(evaluator, direction, shared, dtype)
+    num_evaluations = evaluator.num_evaluations - began
     result = judge_estimates(shared, tolerance)
     return SlopeComparison(direction.label, names, result, num_evaluations, _find_best(shared))
 
@@ -246,19 +258,25 @@ def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, d
         noise=max(noise, evaluator.base_noise),
         # Three times the correction that the extrapolation makes: the remaining error is smaller.
         truncation=abs(far - near),
-        # A bias of the whole gradient, plus four standard deviations of independent errors in its elements.
-        gradient_error=choose_gradient_error(direction, dtype) * (abs(projection) + 4 * random_projection),
+        gradient_error=_bound_gradient_error(direction, dtype, projection, random_projection),
         scale=max(abs(projection), random_projection),
         moves_loss=any(not torch.equal(terms[k], terms[0]) for k in _POSITIONS),
+        num_values=len(fourth),
     )
 
 
-def choose_gradient_error(direction: Direction, dtype: torch.dtype) -> float:
-    """Relative rounding error of a correct gradient: of the dtype, or in fp32 of TF32 if matrix products use it."""
+def _bound_gradient_error(
+    direction: Direction, dtype: torch.dtype, projection: float, random_projection: float
+) -> float:
+    """Bound of the rounding error in the projection of a correct gradient.
+
+    A bias of the whole, plus four standard deviations of independent errors in the elements.
+    """
+    bias, spread, *_ = TOLERANCES[dtype]
     uses_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
     if dtype == torch.float32 and uses_tf32 and any(p.is_cuda for p in direction.parameters.values()):
-        return _TF32_GRADIENT_ERROR
-    return TOLERANCES[dtype].gradient_error
+        bias = spread = _TF32_GRADIENT_ERROR
+    return bias * abs(projection) + 4 * spread * random_projection
 
 
 def _extrapolate(near: float, far: float) -> float:
@@ -285,10 +303,9 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
     """The next step size to try, next to the best one. None if no other is needed, or both sides were tried."""
     if not any(e.moves_loss for e in estimates):
         return None if estimates[-1].projection == 0 else estimates[-1].size * _SIZE_FACTOR**2
-    best = _find_best(estimates)
-    is_narrow = divide(best.measurement_bound, best.scale) <= tolerance.target_bound
-    if judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs):
+    if not _is_inconclusive(estimates, tolerance):
         return None
+    best = _find_best(estimates)
     sides = [best.size * _SIZE_FACTOR, best.size / _SIZE_FACTOR]
     # Noise needs larger steps and curvature smaller ones. A bound as large as the slope says that the loss is far from
     # linear; then the fourth difference is curvature too.
@@ -296,6 +313,46 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
         sides.reverse()
     untried = [s for s in sides if not any(0.7 < s / e.size < 1.4 for e in estimates)]
     return next(iter(untried), None)
+
+
+def _is_inconclusive(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> bool:
+    """True if there is no result yet, or one with a wide bound."""
+    best = _find_best(estimates)
+    is_narrow = divide(best.measurement_bound, best.scale) <= tolerance.target_bound
+    is_settled = judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs)
+    return best.moves_loss and not is_settled
+
+
+def _average_best(
+    evaluator: LossEvaluator, direction: Direction, estimates: Sequence[SlopeEstimate], dtype: torch.dtype
+) -> list[SlopeEstimate]:
+    """Repeat the best measurement with slightly different step sizes, and replace it with the average.
+
+    Other step sizes round otherwise, so their noise is independent.
+    """
+    best = _find_best(estimates)
+    measured = [best]
+    with suppress(EvaluationBudgetError):
+        measured.extend(measure_slope(evaluator, direction, best.size * factor, dtype) for factor in _REPEATS)
+    # Per length, in units of the best one's step.
+    lengths = [e.size / best.size for e in measured]
+
+    def average(values: Iterable[float]) -> float:
+        return sum(value / length for value, length in zip(values, lengths, strict=True)) / len(measured)
+
+    mean_square_noise = average(e.noise**2 / length for e, length in zip(measured, lengths, strict=True))
+    average_estimate = replace(
+        best,
+        slope=average(e.slope for e in measured),
+        projection=average(e.projection for e in measured),
+        noise=math.sqrt(mean_square_noise / len(measured)),
+        truncation=average(e.truncation for e in measured),
+        gradient_error=average(e.gradient_error for e in measured),
+        scale=average(e.scale for e in measured),
+        num_values=sum(e.num_values for e in measured),
+        is_average=True,
+    )
+    return [*(e for e in estimates if e is not best), average_estimate]
 
 
 def _find_best(estimates: Sequence[SlopeEstimate]) -> SlopeEstimate:
@@ -310,7 +367,8 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
     best = _find_best(estimates)
     if not best.differs:
         return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
-    others = [e for e in estimates if e is not best and e.differs]
+    # An average of four differs less often by chance: another size need not exclude equality.
+    others = [e for e in estimates if e is not best and (e.differs or best.is_average)]
     return "differs" if any(_is_confirmed_by(best, other) for other in others) else "cannot tell"
 
 
