@@ -40,7 +40,7 @@ def _find_layer(training: TinyTraining, endings: tuple[str, ...]) -> nn.Module:
 
 
 @contextmanager
-def _changed_weights(changes: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+def change_weights(changes: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
     """Other values in frozen weights, which autograd does not notice, as of a block that is being copied."""
     originals = {weight: weight.detach().clone() for weight in changes}
     for weight, values in changes.items():
@@ -57,7 +57,7 @@ def _change_at_backward(make_changes: Callable[[TinyTraining], dict[torch.Tensor
         training.optimizer.zero_grad(set_to_none=True)
         for micro_step, batch in enumerate(training.make_micro_batches()):
             loss = training.compute_losses(batch, micro_step).mean() / MICRO_BATCHES
-            with _changed_weights(make_changes(training)):
+            with change_weights(make_changes(training)):
                 loss.backward()
 
     return plant
@@ -67,22 +67,24 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p for n, p in module.named_parameters() if not p.requires_grad and p.ndim == 2}
 
 
-def _use_other_block(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
-    *_, other, last = find_blocks(training)
-    others = _frozen_weights(other)
+def use_other_block(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+    *_, previous_block, block = find_blocks(training)
+    previous_weights = _frozen_weights(previous_block)
     return {
-        p: others[n].clone() for n, p in _frozen_weights(last).items() if n in others and others[n].shape == p.shape
+        weight: previous_weights[name].clone()
+        for name, weight in _frozen_weights(block).items()
+        if name in previous_weights and previous_weights[name].shape == weight.shape
     }
 
 
-def _use_stale_weights(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+def use_stale_weights(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
     """Every weight as it was in another run: 10 % away."""
     weights = _frozen_weights(training.model).values()
     generator = torch.Generator().manual_seed(0)
     return {p: p * (1 + 0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype) for p in weights}
 
 
-def _copy_half(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+def copy_half(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
     weight = next(iter(_frozen_weights(_find_layer(training, ("to_out.0", "to_v"))).values()))
     half = weight.detach().clone()
     half[len(half) // 2 :] = 0
@@ -118,7 +120,7 @@ def _scale(factor: float) -> Plant:
     return partial(TinyTraining.run_backward, weights=(factor / MICRO_BATCHES,) * MICRO_BATCHES)
 
 
-def _lose_gradient(training: TinyTraining) -> None:
+def lose_gradient(training: TinyTraining) -> None:
     training.run_backward()
     layers = [get_layer_name(name) for name in training.parameters]
     for name, parameter in training.parameters.items():
@@ -126,10 +128,10 @@ def _lose_gradient(training: TinyTraining) -> None:
             parameter.grad = None
 
 
-def _cache_casts(training: TinyTraining) -> None:
+def cache_casts(training: TinyTraining) -> None:
     """A layer is called without gradients first, in the same autocast context: its casts are cached without them."""
     name = [get_layer_name(n) for n in training.parameters][len(training.parameters) // 2]
-    layer = training.model.get_submodule(name)
+    layer: Any = training.model.get_submodule(name)
     training.optimizer.zero_grad(set_to_none=True)
     for micro_step, batch in enumerate(training.make_micro_batches()):
         with torch.autocast("cpu", training.dtype):
@@ -139,7 +141,7 @@ def _cache_casts(training: TinyTraining) -> None:
         loss.backward()
 
 
-def _recompute_with_other_dropout(training: TinyTraining) -> None:
+def recompute_with_other_dropout(training: TinyTraining) -> None:
     with ExitStack() as stack:
         for block in find_blocks(training):
             stack.callback(setattr, block, "forward", block.forward)
@@ -147,25 +149,25 @@ def _recompute_with_other_dropout(training: TinyTraining) -> None:
         training.run_backward()
 
 
-def _use_previous_batch(training: TinyTraining) -> None:
+def use_previous_batch(training: TinyTraining) -> None:
     training.step -= 1
     training.run_backward()
     training.step += 1
 
 
 FAULTS = (
-    GradientFault("another block's weights at the backward", _change_at_backward(_use_other_block)),
-    GradientFault("all weights 10 % off at the backward", _change_at_backward(_use_stale_weights)),
-    GradientFault("half of a layer not copied at the backward", _change_at_backward(_copy_half)),
+    GradientFault("another block's weights at the backward", _change_at_backward(use_other_block)),
+    GradientFault("all weights 10 % off at the backward", _change_at_backward(use_stale_weights)),
+    GradientFault("half of a layer not copied at the backward", _change_at_backward(copy_half)),
     GradientFault("FFN input detached", _detach_input(("ff", "ffn", "img_mlp", "proj_mlp"))),
     GradientFault("one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v"))),
-    GradientFault("one LoRA without a gradient", _lose_gradient),
-    GradientFault("autocast's cache drops a gradient", _cache_casts, needs_autocast=True),
-    GradientFault("recomputed with other dropout masks", _recompute_with_other_dropout, dropout=0.3),
+    GradientFault("one LoRA without a gradient", lose_gradient),
+    GradientFault("autocast's cache drops a gradient", cache_casts, needs_autocast=True),
+    GradientFault("recomputed with other dropout masks", recompute_with_other_dropout, dropout=0.3),
     GradientFault("gradient halved", _scale(0.5)),
     GradientFault("not divided by the micro-batches", _scale(MICRO_BATCHES)),
     GradientFault("one rank's gradient without all-reduce", partial(TinyTraining.run_backward, weights=(1.0, 0.0))),
-    GradientFault("gradient of the step before", _use_previous_batch),
+    GradientFault("gradient of the step before", use_previous_batch),
     GradientFault("last micro-batch weighted twice", partial(TinyTraining.run_backward, weights=(0.5, 1.0))),
     GradientFault("an op's backward 3 % too large", _scale_backward(1.03)),
 )

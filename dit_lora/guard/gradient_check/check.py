@@ -105,12 +105,12 @@ class GradientReport:
             return f"the gradient could not be checked against the loss: {self.reason or figures}"
         if self.result == "agrees":
             return f"the gradient agrees with the loss: slope / gradient is {worst.ratio:.4f} +- {worst.bound:.2g}"
-        place = self.location.description if self.location else ""
+        location = self.location.description if self.location else ""
         if worst.direction == UntrainedDirection.label:
-            return f"the loss depends on parameters whose gradient is missing or zero{place}"
+            return f"the loss depends on parameters whose gradient is missing or zero{location}"
         return (
             f"the gradient is wrong: along {worst.direction}, the slope of the loss is {worst.ratio:.4g} +- "
-            f"{worst.bound:.2g} times what the gradient says{place}"
+            f"{worst.bound:.2g} times what the gradient says{location}"
         )
 
 
@@ -141,12 +141,14 @@ class _Check:
     def _choose_size(self, direction: Direction, slope: float) -> float:
         """The first step size to try."""
         if direction.label in self.sizes:
-            size, whole_slope = self.sizes[direction.label]
+            size, known_slope = self.sizes[direction.label]
             # A part of the model changes the loss less, so noise calls for longer steps; with equal changes of the
             # loss they would often be too long.
-            return size * max(1.0, whole_slope / slope) ** 0.5 if slope else size
+            return size * max(1.0, known_slope / slope) ** 0.5 if slope else size
+        # Signs are scaled to the weights already, and their slope may cancel to almost nothing.
         if isinstance(direction, RandomDirection) or not slope:
             return _RELATIVE_SIZE
+        # Along the gradient: the step that changes the loss by a given share.
         loss = max(abs(self.evaluator.base_loss), self.evaluator.base_noise)
         return TOLERANCES[self.dtype].loss_change * loss / slope
 
@@ -204,9 +206,11 @@ def check_gradient(
     for names, make_direction in check.list_directions():
         comparison = check.compare(make_direction(names))
         comparisons.append(comparison)
+        # The first direction that differs is searched; the rest would find the same fault again.
         if comparison.result == "differs":
             location = _locate(check, comparison, make_direction, groups or {})
             return GradientReport("differs", tuple(comparisons), evaluator.num_evaluations, location)
+    # Random signs are extra: noise may hide their slope without making the others less certain.
     is_sure = all(c.result == "agrees" for c in comparisons if c.direction != RandomDirection.label)
     return GradientReport("agrees" if is_sure else "cannot tell", tuple(comparisons), evaluator.num_evaluations)
 
@@ -219,6 +223,7 @@ def _describe_bad_start(
         return _LOSS_NOT_FINITE
     if not all(bool(p.grad.isfinite().all()) for p in parameters.values() if p.grad is not None):
         return _GRADIENT_NOT_FINITE
+    # Without the step's loss, replays are trusted to repeat it.
     if step_loss is None:
         return ""
     loss = evaluator.base_loss
@@ -229,11 +234,11 @@ def _describe_bad_start(
 
 
 def _locate(
-    check: _Check, whole: SlopeComparison, make_direction: DirectionMaker, groups: Mapping[str, Sequence[str]]
+    check: _Check, comparison: SlopeComparison, make_direction: DirectionMaker, groups: Mapping[str, Sequence[str]]
 ) -> FaultLocation:
     """Find the parameter groups that differ, then by bisection the last layer that does."""
     comparisons: list[SlopeComparison] = []
-    if whole.direction == GradientDirection.label:
+    if comparison.direction == GradientDirection.label:
         # Within a part of the model, every layer counts alike.
         make_direction = TensorwiseGradientDirection(check.parameters).restrict
 
@@ -241,12 +246,14 @@ def _locate(
         comparisons.append(check.compare(make_direction(names)))
         return comparisons[-1].result
 
-    names_of_group = {group: [n for n in whole.parameters if n in names] for group, names in groups.items()}
+    names_of_group = {group: [n for n in comparison.parameters if n in names] for group, names in groups.items()}
+    # A search over groups says something only if there are several.
     candidates = [group for group, names in names_of_group.items() if names]
     differing = [g for g in candidates if compare(names_of_group[g]) == "differs"] if len(candidates) > 1 else []
-    groups_searched = {name for group in differing for name in names_of_group[group]} or set(whole.parameters)
+    groups_searched = {name for group in differing for name in names_of_group[group]} or set(comparison.parameters)
+    # In the model's order, which is roughly that of the forward pass.
     names_of_layer: dict[str, list[str]] = {}
-    for name in whole.parameters:
+    for name in comparison.parameters:
         if name in groups_searched:
             names_of_layer.setdefault(get_module_name(name), []).append(name)
     layers = list(names_of_layer)
@@ -279,6 +286,7 @@ def _bisect(num_layers: int, compare: Callable[[int, int], CheckResult]) -> tupl
         # The half nearer to the loss first: a wrong gradient there also makes those before it wrong.
         if compare(middle, high) == "differs":
             low = middle
+        # Measured, not concluded: the difference may be spread over layers that are each within their bound.
         elif compare(low, middle) == "differs":
             high = middle
         else:

@@ -46,6 +46,7 @@ class GradientDirection(Direction):
 
     def compute_vector(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
+        # A parameter without a gradient stays where it is.
         return torch.zeros_like(widen(parameter)) if parameter.grad is None else widen(parameter.grad)
 
 
@@ -106,6 +107,7 @@ def project(parameter: torch.Tensor, displacement: torch.Tensor) -> float:
     """Scalar product of a parameter's gradient and a displacement in fp64; 0 without a gradient."""
     if parameter.grad is None:
         return 0.0
+    # One tensor at a time in fp64, for sums over millions of elements.
     return torch.sum(parameter.grad.double() * displacement.double()).item()
 
 
@@ -138,7 +140,9 @@ class Displacement:
         for name, parameter in self.direction.parameters.items():
             original = self._originals[name]
             step = self._compute_step(name, original)
+            # Always from the copy: adding and subtracting would not give the original bits back.
             parameter.copy_(widen(original) + position * step)
+            # In fp64, of the stored values: what low precision rounded away has not moved the loss either.
             predicted += project(parameter, parameter.double() - original.double())
         return predicted
 
@@ -158,6 +162,7 @@ class Displacement:
 
     def _compute_step(self, name: str, original: torch.Tensor) -> torch.Tensor:
         vector = self.direction.compute_vector(name)
+        # Seeded at every call: all positions use the same step.
         generator = seed_generator(vector.device, 0, "rounding", name)
         # The coarser of the dtype that stores the weight and the dtype that it is cast to in the forward pass.
         dtype = max(original.dtype, self.dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -183,5 +188,6 @@ def round_to_spacing(
     exponent = torch.frexp(weight.abs() + 2 * step.abs()).exponent
     smallest = max(info.smallest_normal * info.eps, torch.finfo(step.dtype).tiny)
     spacing = torch.ldexp(torch.full_like(step, info.eps / 2), exponent).clamp(min=smallest)
+    # Rounded up with a probability equal to the remainder.
     offsets = torch.rand(step.shape, generator=generator, device=step.device, dtype=step.dtype)
     return torch.floor(step / spacing + offsets) * spacing

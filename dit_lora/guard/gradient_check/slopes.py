@@ -208,11 +208,13 @@ def compare_slopes(
     `dtype` is the lowest precision that the weights are cast to in the forward pass.
     """
     tolerance = TOLERANCES[dtype]
+    # For the number of evaluations of this comparison: the evaluator counts those of the whole check.
     began = evaluator.num_evaluations
     estimates: list[SlopeEstimate] = []
     next_size: float | None = size
     while next_size is not None and len(estimates) < max_sizes:
         try:
+            # Four evaluations, at both sides of the original weights.
             estimate = measure_slope(evaluator, direction, next_size, dtype)
         except EvaluationBudgetError:
             break
@@ -226,6 +228,7 @@ def compare_slopes(
     if not estimates:
         return SlopeComparison(direction.label, names, "cannot tell", evaluator.num_evaluations - began)
     shared = _share_noise(estimates)
+    # Not for comparisons that may stay without a result.
     if max_sizes == MAX_SIZES and _is_inconclusive(shared, tolerance):
         shared = _average_best(evaluator, direction, shared, dtype)
     num_evaluations = evaluator.num_evaluations - began
@@ -236,6 +239,7 @@ def compare_slopes(
 def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, dtype: torch.dtype) -> SlopeEstimate:
     """Measure the slope at one step size. Raises `EvaluationBudgetError` before the first evaluation."""
     evaluator.require_budget(EVALUATIONS_PER_SIZE)
+    # By position: (terms,), and the change that the gradient predicts.
     terms = {0: evaluator.base_terms}
     predicted = {}
     with displace_weights(direction, size, dtype) as displacement:
@@ -243,11 +247,13 @@ def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, d
             predicted[position] = displacement.move_to(position)
             terms[position] = evaluator.evaluate()
         random_projection = displacement.compute_random_projection()
+    # Central differences, in which even powers of the step size cancel.
     projections = [(predicted[k] - predicted[-k]) / (2 * k) for k in (1, 2)]
     slopes = [(terms[k] - terms[-k]).sum().item() / (2 * k) for k in (1, 2)]
     # The differences are extrapolated and not the slopes: steps of 1 and 2 are not exactly parallel after rounding.
     near, far = (slope - projection for slope, projection in zip(slopes, projections, strict=True))
     projection = _extrapolate(*projections)
+    # Zero for a cubic polynomial, so that noise and higher derivatives are left.
     # Each sample's differences in fp64, before they are summed.
     fourth = terms[2] - 4 * terms[1] + 6 * terms[0] - 4 * terms[-1] + terms[-2]
     noise = _measure_spread(fourth) / math.sqrt(_FOURTH_DIFFERENCE_VARIANCE)
@@ -311,12 +317,13 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
     # linear; then the fourth difference is curvature too.
     if best.noise_bound < 2 * best.truncation or best.measurement_bound > 0.5 * best.scale > 0:
         sides.reverse()
+    # With both sides tried, the best size is a minimum of the bound.
     untried = [s for s in sides if not any(0.7 < s / e.size < 1.4 for e in estimates)]
     return next(iter(untried), None)
 
 
 def _is_inconclusive(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> bool:
-    """True if there is no result yet, or one with a wide bound."""
+    """True if the estimates give no result yet, or a result with a wide bound."""
     best = _find_best(estimates)
     is_narrow = divide(best.measurement_bound, best.scale) <= tolerance.target_bound
     is_settled = judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs)
@@ -367,17 +374,19 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
     best = _find_best(estimates)
     if not best.differs:
         return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
-    # An average of four differs less often by chance: another size need not exclude equality.
-    others = [e for e in estimates if e is not best and (e.differs or best.is_average)]
-    return "differs" if any(_is_confirmed_by(best, other) for other in others) else "cannot tell"
+    # An average of four differs less often by chance: a second size need not exclude equality.
+    confirming = [e for e in estimates if e is not best and (e.differs or best.is_average)]
+    return "differs" if any(_is_confirmed_by(best, estimate) for estimate in confirming) else "cannot tell"
 
 
-def _is_confirmed_by(estimate: SlopeEstimate, other: SlopeEstimate) -> bool:
-    """True if the other step size shows the same difference.
+def _is_confirmed_by(estimate: SlopeEstimate, second_estimate: SlopeEstimate) -> bool:
+    """True if a second step size shows the same difference.
 
     In low precision, small changes of a layer's output are rounded away when they are added to it. Then the measured
     slope is too small without any noise, but it depends on the step size.
     """
-    difference, other_difference = estimate.difference / estimate.size, other.difference / other.size
-    smaller = min(abs(difference), abs(other_difference))
-    return abs(difference - other_difference) <= 0.5 * smaller
+    # Per length: steps of different sizes change the loss by different amounts.
+    difference = estimate.difference / estimate.size
+    second_difference = second_estimate.difference / second_estimate.size
+    # A difference that is caused by rounding shrinks by more than this from one size to the next.
+    return abs(difference - second_difference) <= 0.5 * min(abs(difference), abs(second_difference))

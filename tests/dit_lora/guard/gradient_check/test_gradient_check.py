@@ -1,8 +1,9 @@
 """Slopes of a small net's loss against gradients that are right, wrong or missing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class SmallStep:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
-        weight = self.model[0].weight
+        weight = self.parameters["0.weight"]
         self.x = torch.randn(5, 7, generator=generator).to(weight.dtype)
         self.y = torch.randn(5, 4, generator=generator)
         for name, layer in self.model.named_children():
@@ -46,10 +47,10 @@ class SmallStep:
         return dict(self.model.named_parameters())
 
     def compute_terms(self) -> torch.Tensor:
-        is_low_precision = self.model[0].weight.dtype == torch.float32 and self.dtype == torch.bfloat16
+        is_low_precision = self.parameters["0.weight"].dtype == torch.float32 and self.dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16) if is_low_precision else nullcontext():
             output = self.model(self.x)
-        losses = (output.to(self.model[0].weight.dtype if not is_low_precision else torch.float32) - self.y).square()
+        losses = (output.to(self.parameters["0.weight"].dtype) - self.y).square()
         terms = losses.mean(1) / len(self.x)
         if not torch.is_grad_enabled() and self.extra_noise:
             # Of another generator, as atomic additions of a GPU.
@@ -66,13 +67,17 @@ class SmallStep:
         with torch.random.fork_rng([]):
             self.compute_terms().sum().backward()
 
-    def check(self, **options: object) -> GradientReport:
+    def scale_gradients(self, factor: float, names: Iterable[str] = ()) -> None:
+        for name in names or self.parameters:
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            gradient.mul_(factor)
+
+    def check(self, **options: Any) -> GradientReport:
         return check_gradient(self.compute_terms, self.parameters, dtype=self.dtype, **options)
 
 
-def small_step(
-    dtype: torch.dtype = torch.float32, *, weights: torch.dtype | None = None, **options: object
-) -> SmallStep:
+def small_step(dtype: torch.dtype = torch.float32, *, weights: torch.dtype | None = None, **options: Any) -> SmallStep:
     torch.manual_seed(5)
     layers = [nn.Linear(7, 48), nn.Dropout(0.2), nn.Tanh(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 4)]
     model = nn.Sequential(*layers).to(weights or (torch.float64 if dtype == torch.float64 else torch.float32))
@@ -108,8 +113,7 @@ def test_the_slope_is_autograds_in_fp64(make_direction: Callable[[dict[str, torc
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 def test_a_scaled_gradient_differs_by_its_factor(dtype: torch.dtype, factor: float) -> None:
     step = small_step(dtype)
-    for parameter in step.parameters.values():
-        parameter.grad *= factor
+    step.scale_gradients(factor)
     report = step.check()
     assert report.result == ("agrees" if factor == 1 else "differs")
     assert report.worst is not None
@@ -124,7 +128,7 @@ def test_a_scaled_gradient_differs_by_its_factor(dtype: torch.dtype, factor: flo
 def test_noise_that_hides_the_slope_allows_no_result() -> None:
     quiet, noisy = small_step(extra_noise=1e-6), small_step(extra_noise=0.3)
     assert quiet.check().result == "agrees"
-    noisy.parameters["3.weight"].grad *= 0.9
+    noisy.scale_gradients(0.9, ["3.weight"])
     report = noisy.check()
     assert report.result == "cannot tell"
     assert all(comparison.result == "cannot tell" for comparison in report.comparisons)
@@ -133,8 +137,7 @@ def test_noise_that_hides_the_slope_allows_no_result() -> None:
 def test_weights_stored_in_bf16_are_moved_by_whole_spacings() -> None:
     step = small_step(torch.bfloat16, weights=torch.bfloat16)
     assert step.check().result == "agrees"
-    for parameter in step.parameters.values():
-        parameter.grad *= 0.5
+    step.scale_gradients(0.5)
     assert step.check().result == "differs"
 
 
@@ -176,7 +179,7 @@ def test_detached_inputs_are_located_before_the_layer(dtype: torch.dtype) -> Non
 
 def test_the_parameter_group_is_named() -> None:
     step = small_step()
-    step.parameters["3.weight"].grad *= 1.3
+    step.scale_gradients(1.3, ["3.weight"])
     groups = {layer: [f"{layer}.weight", f"{layer}.bias"] for layer in LAYERS}
     report = step.check(groups=groups)
     assert report.location is not None
@@ -193,7 +196,9 @@ def test_weights_without_effect_may_have_no_gradient() -> None:
         for name in ("5.weight", "3.bias"):
             step.parameters[name].zero_()
     step.run_backward()
-    assert not step.parameters["3.weight"].grad.any()
+    gradient = step.parameters["3.weight"].grad
+    assert gradient is not None
+    assert not gradient.any()
     assert step.check().result == "agrees"
 
 
@@ -227,7 +232,7 @@ def test_autocasts_cache_neither_hides_steps_nor_loses_the_next_gradient() -> No
     with torch.autocast("cpu", torch.bfloat16):
         assert step.check().result == "agrees"
         step.run_backward()
-    assert all(p.grad.any() for p in step.parameters.values())
+    assert all(p.grad is not None and p.grad.any() for p in step.parameters.values())
 
 
 def test_what_cannot_be_compared_says_why() -> None:
@@ -236,7 +241,7 @@ def test_what_cannot_be_compared_says_why() -> None:
         loss = step.compute_terms().sum().item()
     assert "was 2 in the step" in step.check(step_loss=2.0).reason
     assert step.check(step_loss=loss).reason == ""
-    step.parameters["3.bias"].grad[1] = float("nan")
+    step.scale_gradients(float("nan"), ["3.bias"])
     assert step.check().reason == "the gradient is not finite"
     step.y[2, 2] = float("inf")
     report = step.check()
@@ -245,7 +250,7 @@ def test_what_cannot_be_compared_says_why() -> None:
 
 def test_the_budget_of_evaluations_is_kept() -> None:
     step = small_step()
-    step.parameters["3.weight"].grad *= 2
+    step.scale_gradients(2, ["3.weight"])
     assert step.check(max_evaluations=5).result == "cannot tell"
     report = step.check(max_evaluations=18)
     assert report.result == "differs"
