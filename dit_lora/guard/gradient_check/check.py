@@ -192,7 +192,8 @@ def check_gradient(
         groups: Names of parameters by parameter group.
         step_loss: The loss that the step had, if known. If the loss evaluated now differs from it, nothing can be
             said about the gradient.
-        max_evaluations: Evaluations of the loss that the check may use. A healthy check takes 10 to 20.
+        max_evaluations: Evaluations of the loss that the check may use. A healthy check took about 22 in
+            fp32 and 60 in bf16.
         seed: Seeds random directions.
     """
     devices = list({p.device for p in parameters.values() if p.device.type == "cuda"})
