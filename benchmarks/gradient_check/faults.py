@@ -23,7 +23,6 @@ class GradientFault:
 
     name: str
     plant: Plant
-    needs_autocast: bool = False
     dropout: float = 0.0
 
 
@@ -128,19 +127,6 @@ def lose_gradient(training: TinyTraining) -> None:
             parameter.grad = None
 
 
-def cache_casts(training: TinyTraining) -> None:
-    """A layer is called without gradients first, in the same autocast context: its casts are cached without them."""
-    name = [get_layer_name(n) for n in training.parameters][len(training.parameters) // 2]
-    layer: Any = training.model.get_submodule(name)
-    training.optimizer.zero_grad(set_to_none=True)
-    for micro_step, batch in enumerate(training.make_micro_batches()):
-        with torch.autocast("cpu", training.dtype):
-            with torch.no_grad():
-                layer(torch.zeros(1, layer.in_features, dtype=training.dtype))
-            loss = training.compute_losses(batch, micro_step).mean() / MICRO_BATCHES
-        loss.backward()
-
-
 def recompute_with_other_dropout(training: TinyTraining) -> None:
     with ExitStack() as stack:
         for block in find_blocks(training):
@@ -162,7 +148,6 @@ FAULTS = (
     GradientFault("FFN input detached", _detach_input(("ff", "ffn", "img_mlp", "proj_mlp"))),
     GradientFault("one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v"))),
     GradientFault("one LoRA without a gradient", lose_gradient),
-    GradientFault("autocast's cache drops a gradient", cache_casts, needs_autocast=True),
     GradientFault("recomputed with other dropout masks", recompute_with_other_dropout, dropout=0.3),
     GradientFault("gradient halved", _scale(0.5)),
     GradientFault("not divided by the micro-batches", _scale(MICRO_BATCHES)),

@@ -104,8 +104,8 @@ class LossEvaluator:
     def evaluate(self) -> torch.Tensor:
         """The terms of the loss at the present weights, fp64 on the CPU."""
         self.num_evaluations += 1
-        # Autocast caches casts of weights, which would hide that they have changed; and a cast that was cached without
-        # gradients would zero the gradient of the next step.
+        # Autocast caches casts of weights, which would hide that they have changed. In some versions of PyTorch a cast
+        # that was cached without gradients also loses the gradient of the next step.
         torch.clear_autocast_cache()
         try:
             with torch.no_grad(), torch.random.fork_rng(self.devices):
