@@ -26,7 +26,7 @@ From a NaN loss to the quarantine of a clip:
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -145,6 +145,10 @@ class LoopCallbacks(ABC):
     @abstractmethod
     def load_batches(self, start_step: int) -> Iterable[Batch]:
         """This rank's micro-batches of the steps after `start_step`."""
+
+    def on_gradients(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Called before clipping and the update, with the step's gradients in place. It must leave them unchanged."""
+        return
 
     def on_step(self, result: StepResult) -> None:
         """Called after each step that was taken, with equal results on all ranks.
@@ -275,6 +279,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
         step.gate.record_gradient_norms(norms)
         watcher.collect_gradients(number)
+        loop.callbacks.on_gradients(number, step.micro_batches)
         norm = engine.clip_gradients(norms, loop.optim, watcher.get_clip_bound)
         # A function of the step and not a scheduler: a step that is taken again cannot advance it.
         lr_scale = loop.recovery.lr_scale
