@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+import torch
+
 from dit_lora.data.loading.batch import Batch, PositionSampler, Reading
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
@@ -67,9 +69,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     is_quiet = not session.is_main
     bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
-        gradient_watch = GradientWatch(run, run.start_step)
-        if gradient_watch.unsupported_reason is not None:
-            session.say(f"warning: {gradient_watch.unsupported_reason}")
+        gradient_watch = GradientWatch(run, run.recovery, run.start_step)
+        reason = gradient_watch.unsupported_reason or gradient_watch.skipped_reason
+        if reason is not None:
+            session.say(f"warning: {reason}")
         callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits, gradient_watch)
         phases.begin_first_step()
         with run.saved_checkpoints.finish_writes():
@@ -125,12 +128,16 @@ class RunCallbacks(LoopCallbacks):
     def should_sync_after(self, step: int) -> bool:
         return _should_sync_after(self.run, step)
 
-    def on_gradients(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def on_gradients(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        losses: Sequence[torch.Tensor],
+        previous_batch: MicroBatch | None,
+    ) -> None:
         if self.gradient_watch.is_due(step):
             with self.run.session.phases.timing("gradient check"):
-                event = self.gradient_watch.check(step, micro_batches)
-            if event is not None:
-                _report_anomaly(self.run, event)
+                self.gradient_watch.check(step, micro_batches, losses, previous_batch)
 
     def on_step(self, result: StepResult) -> None:
         run = self.run

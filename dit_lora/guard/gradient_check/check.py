@@ -216,6 +216,36 @@ def check_gradient(
     return GradientReport("agrees" if is_sure else "cannot tell", tuple(comparisons), evaluator.num_evaluations)
 
 
+def repeat_comparison(
+    compute_terms: LossTerms,
+    parameters: Parameters,
+    comparison: SlopeComparison,
+    *,
+    dtype: torch.dtype,
+    max_evaluations: int = 60,
+    seed: int = 0,
+) -> CheckResult:
+    """Repeat a comparison of `check_gradient` with the gradient that the parameters have now.
+
+    Parameters without a gradient may have one now: then it is compared too.
+    """
+    devices = list({p.device for p in parameters.values() if p.device.type == "cuda"})
+    evaluator = LossEvaluator(compute_terms, devices, max_evaluations)
+    evaluator.evaluate_base()
+    parameters = {name: parameters[name] for name in comparison.parameters}
+    if _describe_bad_start(evaluator, parameters, dtype, step_loss=None):
+        return "cannot tell"
+    check = _Check(evaluator, parameters, dtype, seed)
+    directions = [make_direction(names) for names, make_direction in check.list_directions()]
+    labels = {comparison.direction}
+    if comparison.direction == UntrainedDirection.label:
+        labels.add(GradientDirection.label)
+    results = {check.compare(direction).result for direction in directions if direction.label in labels}
+    if "differs" in results:
+        return "differs"
+    return "agrees" if results == {"agrees"} else "cannot tell"
+
+
 def _describe_bad_start(
     evaluator: LossEvaluator, parameters: Parameters, dtype: torch.dtype, step_loss: float | None
 ) -> str:
