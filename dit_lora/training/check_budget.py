@@ -93,5 +93,6 @@ def estimate_gradient_evaluations(dtype: torch.dtype) -> int:
 
 
 def count_paying_steps(num_evaluations: int) -> int:
-    """The steps of which a check with so many evaluations of the loss costs `GRADIENT_CHECK_SHARE`."""
+    """Number of steps that pay for a gradient check: their `GRADIENT_CHECK_SHARE` is as long as the check."""
+    # An evaluation is a forward pass of all samples of a step.
     return math.ceil(num_evaluations / _FORWARDS_PER_SAMPLE / GRADIENT_CHECK_SHARE)

@@ -71,6 +71,7 @@ class ReplayableStep:
     def compare_again(self, comparison: SlopeComparison) -> CheckResult:
         """Compute the step's gradient again, and repeat a comparison that differed."""
         with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
+            # Each sum of micro-batches starts from no gradient.
             for micro_batch in self.micro_batches:
                 (micro_batch.forward().losses.mean() / len(self.micro_batches)).backward()
             return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=self.dtype)
@@ -130,10 +131,13 @@ def find_gradient_cause(
         extra_fallbacks: Further components, which change only how a gradient is computed.
     """
     worst = report.worst
+    # A report that differs has the comparison that does.
     assert worst is not None
+    # Without a change: a fault that comes and goes proves no cause.
     results = [step.compare_again(worst) for _ in range(NUM_REPLAYS)]
     evidence: dict[str, Any] = {"replays": results}
     if set(results) == {"agrees"}:
+        # A replay has the step's forward and backward passes, but sums the gradients itself.
         finding = _explain_by_micro_batches(step)
     elif set(results) == {"differs"}:
         context = replace(context, fallbacks=[*context.fallbacks, *extra_fallbacks])
@@ -179,6 +183,7 @@ def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
         shares = ", ".join(f"{weight:.3g}" for weight in relative)
         message = f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {shares} times"
         return CauseFinding("accumulation" if count > 1 else "unknown", message, evidence=evidence)
+    # Gradients that were not cleared are those of the step before, of which one micro-batch is known.
     if step.previous_batch is not None:
         previous = step.compute_sampled_gradient(step.previous_batch)
         weights = fit_weights(target, [*gradients, previous])
@@ -190,8 +195,9 @@ def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
 
 
 def sample_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Evenly spaced elements of the parameters' gradients, fp64 on the CPU; zeros where there is no gradient."""
+    """Evenly spaced elements of the parameters' gradients, fp64 (elements,) on the CPU. Missing gradients are zero."""
     parameters = list(parameters)
+    # A stride and not the first elements: every tensor is in the sample.
     spacing = max(1, sum(p.numel() for p in parameters) // _MAX_SAMPLED_ELEMENTS)
     sampled = []
     for parameter in parameters:
@@ -215,6 +221,7 @@ def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list
     # Nearly parallel gradients do not say which of them it is.
     if torch.linalg.svdvals(columns).min().item() < _MAX_RESIDUAL:
         return None
+    # In fp64: the weights are known to more digits than they are compared with.
     solution = torch.linalg.lstsq(columns, target).solution
     residual = (columns @ solution - target).norm() / target.norm()
     return (solution / lengths).tolist() if residual.item() <= _MAX_RESIDUAL else None

@@ -237,7 +237,9 @@ def repeat_comparison(
         return "cannot tell"
     check = _Check(evaluator, parameters, dtype, seed)
     directions = [make_direction(names) for names, make_direction in check.list_directions()]
+    # The other directions agreed before, or were not tried.
     labels = {comparison.direction}
+    # If these parameters have a gradient now, random signs for zero gradients move none of them.
     if comparison.direction == UntrainedDirection.label:
         labels.add(GradientDirection.label)
     results = {check.compare(direction).result for direction in directions if direction.label in labels}

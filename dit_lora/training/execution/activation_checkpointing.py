@@ -137,6 +137,7 @@ def get_checkpointing_mode(transformer: nn.Module) -> CheckpointingMode:
     ]
     if not functions:
         return "none"
+    # One function for all blocks.
     return "selective" if _checkpoint_selectively in functions else "full"
 
 

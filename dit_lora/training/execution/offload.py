@@ -137,6 +137,7 @@ class Offload:
 
     def disable(self) -> None:
         """Move all weights to the device, where they stay. Needs memory for the whole base."""
+        # First: the hooks must not send away what is loaded here.
         self._is_disabled = True
         for group in self.groups.values():
             self._load_group(group)

@@ -69,7 +69,7 @@ class GradientWatch:
         engine = type(self.setup.engine)
         # The loss of all ranks, and weights or gradients that are sharded, need collective evaluations.
         if self.setup.accelerator.num_processes > 1 or engine is not Engine:
-            reason = f"{_ENGINE_NAMES[engine]}: the check needs a run in one process"
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs a run in one process"
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
@@ -78,12 +78,13 @@ class GradientWatch:
     @property
     def skipped_reason(self) -> str | None:
         """Why an automatic interval allows no check in this run; None if it allows one."""
-        needed = count_paying_steps(self._num_evaluations)
+        # With a number of steps, the first step is always checked.
         if not self.is_on or self.setup.recipe.guard.gradient_every != "auto" or self._is_affordable(self._next_step):
             return None
+        num_steps = count_paying_steps(self._num_evaluations)
         return (
-            f"gradients are not checked: with guard.gradient_every=auto that takes {needed} steps, of which it costs "
-            "1%; set a number of steps instead"
+            f"gradients are not checked: guard.gradient_every=auto needs a run of {num_steps} steps, of which a check "
+            "costs 1%; set a number of steps instead"
         )
 
     def is_due(self, step: int) -> bool:
@@ -112,15 +113,16 @@ class GradientWatch:
         losses: Sequence[torch.Tensor],
         previous_batch: MicroBatch | None,
     ) -> None:
-        """Check a step's gradient after accumulation and before clipping, and report what is wrong with it.
+        """Check a step's gradient after accumulation and before clipping. See `LoopCallbacks.on_gradients`.
 
-        An error inside of the check is reported, and the run goes on. See `LoopCallbacks.on_gradients`.
+        A wrong gradient is logged and written to events.jsonl. After an error inside the check the run goes on.
 
         Raises:
             RolledBackError: A component at fault was switched off, and the step is to be taken again.
         """
         began = time.perf_counter()
         self._num_switched_off = len(self.recovery.state.switched_off)
+        # On the unwrapped model, as all replays.
         replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
@@ -133,17 +135,18 @@ class GradientWatch:
         if report.result == "agrees":
             self._record_sound_step(step, report)
             return
+        # Before the event is written: it names the action.
         is_switched_off = self._switch_off(finding)
-        words = f"{report.message}{finding.message}{self._describe_action(step, finding)}"
+        message = f"{report.message}{finding.message}{self._describe_action(step, finding)}"
         event = Event(
             step,
             _EVENT_KIND,
-            _build_verdict(report, finding, words),
+            _build_verdict(report, finding, message),
             action="fallback" if is_switched_off else "report",
             seconds=time.perf_counter() - began,
         )
         self.recovery.files.write_event(event)
-        self.recovery.files.say(f"guard: step {step}: {words}")
+        self.recovery.files.say(f"guard: step {step}: {message}")
         if is_switched_off:
             # Without the component, more may be kept for backward.
             choose_checkpointing(self.setup)
@@ -190,20 +193,21 @@ class GradientWatch:
         return True
 
     def _describe_action(self, step: int, finding: CauseFinding) -> str:
-        """What is done about a cause, or what the user can do, as the end of a sentence."""
+        """The action taken for a cause, or advice for the user, as the end of a sentence."""
         fallback = finding.fallback
         if fallback is None or fallback.name not in self.recovery.state.switched_off:
             return _ADVICE.get(finding.cause, "")
         text = f"; {fallback.name} stays off for this run, and the step is repeated"
+        # Steps that an earlier process trained have not been checked by this one.
         first_step = 1 + (self._last_sound_step or 0)
         if first_step >= step:
             return text
         return f"{text}; steps {first_step} to {step - 1} may have been trained with it"
 
 
-def _build_verdict(report: GradientReport, finding: CauseFinding, words: str) -> dict[str, Any]:
+def _build_verdict(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
     """The diagnosis in the event of a gradient check, with its figures as evidence."""
-    verdict: dict[str, Any] = {"cause": finding.cause, "words": words}
+    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
     evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
     if finding.fallback is not None:
         verdict["switch"] = finding.fallback.name
