@@ -1,7 +1,7 @@
 """Check gradients of tiny models: planted faults must be found, and healthy gradients must not be reported.
 
     python -m benchmarks.gradient_check [--families wan sana] [--dtypes fp32] [--steps 0 3] [--only detached]
-        [--healthy 20] [--work FOLDER]
+        [--healthy 20] [--adapters lora dora] [--quantize int8] [--rounding] [--work FOLDER]
 
 All values of a step with a planted fault are finite, and its loss is right. For each fault it prints: how far the
 gradient is off (relative to the right one), the result, the direction that found it, slope / gradient with its bound,
@@ -15,13 +15,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from benchmarks.gradient_check.faults import FAULTS, GradientFault
+from benchmarks.gradient_check.rounding import measure_largest_rounding
 from benchmarks.gradient_check.tiny_training import TinyTraining
+from dit_lora.config.lora import AdapterKind
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient, get_module_name
 from dit_lora.numerics.precision import DTYPES
+from dit_lora.numerics.quantized_linear import Quantization
 
 FAMILIES = ("cogvideox", "wan", "flux", "sana", "sd3", "qwen_image")
 _MIN_ERROR = 0.01
@@ -129,13 +133,15 @@ def run_faults(arguments: argparse.Namespace, work: Path, family: str, dtype: to
                     yield row
 
 
-def run_healthy(count: int, work: Path, family: str, dtype: torch.dtype) -> HealthyChecks:
-    """Check each step of a short training; each training starts with another LoRA."""
+def run_healthy(
+    count: int, work: Path, family: str, dtype: torch.dtype, adapter: AdapterKind, quantize: Quantization | None
+) -> HealthyChecks:
+    """Check each step of a short training; each training starts with another adapter."""
     checks = HealthyChecks()
-    training = TinyTraining.from_family(family, work, dtype)
+    training = None
     for number in range(count):
-        if number and number % 25 == 0:
-            training = TinyTraining.from_family(family, work, dtype, seed=number)
+        if training is None or number % 25 == 0:
+            training = TinyTraining.from_family(family, work, dtype, seed=number, adapter=adapter, quantize=quantize)
         training.run_backward()
         checks.add(check_step(training))
         training.train(1)
@@ -150,6 +156,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="WORDS", help="faults with these words in their name")
     parser.add_argument("--no-faults", action="store_true", help="healthy checks only")
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy checks for each family and dtype")
+    parser.add_argument("--adapters", nargs="+", choices=get_args(AdapterKind), default=("lora",))
+    parser.add_argument("--quantize", choices=("int8", "fp8"), help="the base of healthy checks")
+    parser.add_argument("--rounding", action="store_true", help="measure rounding errors of right gradients only")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps tiny checkpoints for the next call")
     return parser.parse_args(argv)
 
@@ -161,6 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = arguments.work or Path(temporary)
         work.mkdir(exist_ok=True)
         runs = [(family, DTYPES[name]) for family in arguments.families for name in arguments.dtypes]
+        if arguments.rounding:
+            for family, dtype in runs:
+                rounding = measure_largest_rounding(family, work, dtype)
+                print(f"{family} {_get_dtype_name(dtype)}: {rounding}", flush=True)
+            return 0
         if not arguments.no_faults:
             print(_HEADER)
             for family, dtype in runs:
@@ -168,10 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(row, flush=True)
                     rows.append(row)
         num_alarms = 0
-        for family, dtype in runs if arguments.healthy else ():
-            checks = run_healthy(arguments.healthy, work, family, dtype)
+        healthy_runs = [(*run, adapter) for run in runs for adapter in arguments.adapters] if arguments.healthy else []
+        for family, dtype, adapter in healthy_runs:
+            checks = run_healthy(arguments.healthy, work, family, dtype, adapter, arguments.quantize)
             num_alarms += checks.results.count("differs")
-            print(f"{family} {_get_dtype_name(dtype)}: {checks}", flush=True)
+            print(f"{family} {_get_dtype_name(dtype)} {adapter}: {checks}", flush=True)
     counts = [f"{sum(f'| {outcome} |' in row for row in rows)} {outcome}" for outcome in _OUTCOMES]
     num_wrong = sum("(wrong)" in row for row in rows)
     print(f"{len(rows)} faults: {', '.join(counts)}; {num_wrong} with a wrong layer; {num_alarms} false alarms")

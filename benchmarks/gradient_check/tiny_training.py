@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.quantize import quantize_base
+from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Tensors
+from dit_lora.numerics.quantized_linear import Quantization
 from dit_lora.numerics.streams import RandomStreams
 
 MICRO_BATCHES, SAMPLES = 2, 2
@@ -40,9 +43,17 @@ class TinyTraining:
 
     @classmethod
     def from_family(
-        cls, family_name: str, folder: Path, dtype: torch.dtype, *, dropout: float = 0.0, seed: int = 0
+        cls,
+        family_name: str,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+        adapter: AdapterKind = "lora",
+        quantize: Quantization | None = None,
     ) -> "TinyTraining":
-        """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach a LoRA."""
+        """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter."""
         family = get_family(family_name)
         variant = family.tiny_variants[0]
         path = folder / variant
@@ -51,7 +62,10 @@ class TinyTraining:
         checkpoint = family.open(ModelConfig(family=family_name, path=str(path)))
         torch.manual_seed(seed)
         model = checkpoint.denoiser.load_transformer(dtype)
-        attach_lora(model, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=seed)
+        if quantize is not None:
+            quantize_base(model, quantize)
+        lora = LoraConfig(kind=adapter, dropout=dropout, **({} if adapter == "oft" else {"rank": 4}))
+        attach_lora(model, lora, family.lora_targets, seed=seed)
         return cls(checkpoint, model.train(), dtype, _encode_samples(checkpoint, family_name))
 
     @property

@@ -53,11 +53,14 @@ class SlopeTolerance(NamedTuple):
     """Change of the loss in the first step tried, relative to the loss."""
 
 
+# The first two columns, from `python -m benchmarks.gradient_check --rounding`: the largest errors in 60 steps of six
+# families on a CPU were 4e-7 and 3e-6 in fp32, and 0.03 and 0.084 in bf16. In fp32 a single tensor had 1e-4; other
+# devices sum in another order. fp16 has three bits more than bf16, and fp64 29 more than fp32.
 TOLERANCES = {
     torch.float64: SlopeTolerance(1e-6, 1e-6, 1e-5, 0.1, 1e-3),
     torch.float32: SlopeTolerance(1e-4, 1e-4, 2e-3, 0.1, 1e-3),
-    torch.float16: SlopeTolerance(3e-3, 5e-3, 0.02, 0.1, 3e-3),
-    torch.bfloat16: SlopeTolerance(0.01, 0.02, 0.02, 0.1, 1e-2),
+    torch.float16: SlopeTolerance(4e-3, 0.01, 0.02, 0.1, 3e-3),
+    torch.bfloat16: SlopeTolerance(0.03, 0.08, 0.02, 0.15, 1e-2),
 }
 
 
