@@ -29,7 +29,7 @@ class FaultyKernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_on = True
-        fallback = Fallback("norm", "kernel", self.disable_temporarily, self.disable, "stock code")
+        fallback = Fallback("qk_norm_rope", "kernel", self.disable_temporarily, self.disable, "PyTorch's own ops")
         monkeypatch.setattr(build, "list_fallbacks", lambda _model: [fallback])
         finish = GradientWatch.__post_init__
 
@@ -82,10 +82,15 @@ def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unch
     lora_main([*args, f"run.dir={repaired}", "guard.gradient_every=2"])
     (event,) = read_events(repaired)
     verdict = event["verdict"]
-    assert (event["step"], event["action"], verdict["cause"], verdict["switch"]) == (1, "fallback", "kernel", "norm")
+    assert (event["step"], event["action"], verdict["cause"], verdict["switch"]) == (
+        1,
+        "fallback",
+        "kernel",
+        "qk_norm_rope",
+    )
     assert verdict["module"] == LAYER
     assert verdict["evidence"]["replays"] == ["differs"] * 3
-    assert verdict["words"].endswith("; norm stays off for this run, and the step is repeated")
+    assert verdict["words"].endswith("; qk_norm_rope stays off for this run, and the step is repeated")
     output = capsys.readouterr()
     # The repeated step is checked again.
     assert "step 1: the gradient agrees with the loss" in output.out + output.err
