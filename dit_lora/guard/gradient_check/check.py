@@ -112,8 +112,9 @@ class GradientReport:
         location = self.location.description if self.location else ""
         if worst.direction == UntrainedDirection.label:
             return f"the loss depends on parameters whose gradient is missing or zero{location}"
+        article = "the " if worst.direction.startswith("gradient") else ""
         return (
-            f"the gradient is wrong: along {worst.direction}, the slope of the loss is {worst.ratio:.4g} +- "
+            f"the gradient is wrong: along {article}{worst.direction}, the slope of the loss is {worst.ratio:.4g} +- "
             f"{worst.bound:.2g} times what the gradient says{location}"
         )
 

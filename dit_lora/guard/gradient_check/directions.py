@@ -70,7 +70,7 @@ class RandomDirection(Direction):
     """Root mean square of each tensor's weights. Computed once, because the weights move while it is used."""
     seed: int = 0
 
-    label = "random"
+    label = "random signs"
 
     @classmethod
     def from_parameters(cls, parameters: Parameters, seed: int) -> Self:
@@ -91,7 +91,7 @@ class RandomDirection(Direction):
 class UntrainedDirection(RandomDirection):
     """Random signs for parameters whose gradient is missing or zero. If that is right, the loss does not change."""
 
-    label = "random, zero gradients"
+    label = "random signs, zero gradients"
 
 
 @torch.no_grad()

@@ -162,7 +162,7 @@ def test_a_missing_gradient_is_named(missing: Callable[[torch.Size], torch.Tenso
     report = step.check()
     assert report.result == "differs"
     assert report.worst is not None
-    assert (report.worst.direction, report.worst.parameters) == ("random, zero gradients", ("3.weight",))
+    assert (report.worst.direction, report.worst.parameters) == ("random signs, zero gradients", ("3.weight",))
     assert report.worst.bound == report.worst.ratio * report.worst.ratio == float("inf")
     assert report.location is not None
     assert (report.location.layer, report.location.candidates) == ("3", ("3",))
