@@ -64,7 +64,8 @@ class TinyTraining:
         model = checkpoint.denoiser.load_transformer(dtype)
         if quantize is not None:
             quantize_base(model, quantize)
-        lora = LoraConfig(kind=adapter, dropout=dropout, **({} if adapter == "oft" else {"rank": 4}))
+        # A rotation has a block size, and no rank.
+        lora = LoraConfig(kind=adapter, dropout=dropout, rank=None if adapter == "oft" else 4)
         attach_lora(model, lora, family.lora_targets, seed=seed)
         return cls(checkpoint, model.train(), dtype, _encode_samples(checkpoint, family_name))
 

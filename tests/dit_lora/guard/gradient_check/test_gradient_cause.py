@@ -90,8 +90,10 @@ def find_cause(
     assert report.result == "differs"
     finding = find_gradient_cause(step, report, DiagnosisContext(step.model, [*fallbacks]), extra)
     for parameter, gradient in zip(step.parameters.values(), gradients, strict=True):
-        assert (parameter.grad is None) == (gradient is None)
-        assert gradient is None or torch.equal(parameter.grad, gradient)
+        if parameter.grad is None or gradient is None:
+            assert parameter.grad is gradient
+        else:
+            assert torch.equal(parameter.grad, gradient)
     return finding
 
 
