@@ -73,6 +73,8 @@ class GradientWatch:
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
+        elif recipe.lora.kind == "dora":
+            reason = "lora.kind=dora: by design, its gradient leaves out the norm of the weights"
         return f"guard.gradient_every: gradients are not checked with {reason}" if reason else None
 
     @property

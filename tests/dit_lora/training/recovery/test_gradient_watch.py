@@ -26,11 +26,13 @@ def make_watch(
     engine: type[Engine] = Engine,
     num_processes: int = 1,
     fp8: str = "off",
+    adapter: str = "lora",
 ) -> GradientWatch:
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(
             guard=SimpleNamespace(gradient_every=gradient_every),
             kernels=SimpleNamespace(fp8=fp8),
+            lora=SimpleNamespace(kind=adapter),
             train=SimpleNamespace(steps=steps),
         ),
         accelerator=SimpleNamespace(num_processes=num_processes),
@@ -101,6 +103,7 @@ def test_a_run_that_is_too_short_for_an_automatic_check_says_so() -> None:
         ({"engine": Zero2}, "DeepSpeed"),
         ({"engine": ContextParallel}, "train.context_parallel"),
         ({"fp8": "on"}, "kernels.fp8=on"),
+        ({"adapter": "dora"}, "lora.kind=dora"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_by_name(options: dict[str, Any], name: str) -> None:
