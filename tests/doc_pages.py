@@ -336,7 +336,7 @@ EXAMPLES: dict[str, list[str]] = {
         "a part of a recipe",
         "a part of a recipe",
     ],
-    "docs/numerics.md": ["a checkpoint made so"],
+    "docs/numerics.md": ["a planted fault", "a checkpoint made so"],
     "docs/scaling.md": ["a run on a slow disk"],
     "docs/video_chat.md": ["a stage-3 file, tiny"],
 }

@@ -302,7 +302,7 @@ def is_cause_of_failure(
             return False
     # Test A again: if the run does not fail with the component on, its success without it was chance.
     for _ in range(rounds):
-        if pending.is_healthy(pending.rerun()):
+        if pending.rerun_is_healthy():
             raise InconsistentReplayError
         with disable_component():
             if not pending.run_is_healthy():

@@ -281,6 +281,10 @@ class PendingDiagnosis:
         """Run a micro-batch once, by default the one under diagnosis. True if it is healthy."""
         return self.is_healthy(replay_micro_batch(batch or self.micro_batch, self.context.model))
 
+    def rerun_is_healthy(self) -> bool:
+        """Run the unchanged micro-batch once more and count the run. True if it is healthy."""
+        return self.is_healthy(self.rerun())
+
     def rerun(self) -> Outcome:
         """Replay the unchanged micro-batch, and count whether it is healthy."""
         outcome = replay_micro_batch(self.micro_batch, self.context.model)

@@ -19,6 +19,8 @@ from dit_lora.numerics.dtensors import gather_in_fp32
 from dit_lora.numerics.finite import HALF_DTYPES
 
 COMPILE = "compile"
+CHECKPOINTING = "checkpointing"
+OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)

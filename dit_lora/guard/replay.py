@@ -98,7 +98,7 @@ def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
     the micro-batch's rank, and the bad gradients of any rank.
     """
-    with _preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
+    with preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
         output = _run_forward_backward(micro_batch)
         # For sharded parameters, this rank's part of each gradient.
         named = list(model.named_parameters())
@@ -133,7 +133,7 @@ def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
 def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
     """Replay a micro-batch while every op is observed, to find the first module and op with a bad value."""
     with (
-        _preserve_gradients(model),
+        preserve_gradients(model),
         torch.random.fork_rng(get_cuda_devices(model)),
         disable_compile(model),
         Probe(model).observe() as trace,
@@ -181,7 +181,7 @@ def _run_forward_backward(micro_batch: MicroBatch) -> LossOutput:
 
 
 @contextmanager
-def _preserve_gradients(model: nn.Module) -> Iterator[None]:
+def preserve_gradients(model: nn.Module) -> Iterator[None]:
     """Set all gradients of a model to None inside the context, and restore the previous ones on exit."""
     saved_grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in saved_grads:

@@ -1,10 +1,13 @@
-"""Limits kernel comparisons and the eval loss to a share of a run's training time.
+"""Limits kernel comparisons, the eval loss and gradient checks to a share of a run's training time.
 
 The limits follow from counts, not from clocks: repeated runs make the same checks, and all ranks agree without
 communication. They apply only where the recipe leaves a setting at its default.
 """
 
+import math
 from typing import NamedTuple
+
+import torch
 
 from dit_lora.config.recipe import Recipe
 
@@ -13,6 +16,8 @@ CHECK_SHARE = 0.015
 may cost of the steps since the one before."""
 MIN_EVAL_SAMPLES = 4
 """Forward passes that each eval loss may always take."""
+GRADIENT_CHECK_SHARE = 0.01
+"""Share of the steps that gradient checks may cost with `guard.gradient_every: auto`."""
 _FORWARDS_PER_SAMPLE = 3
 """Cost of a training sample in forward passes: a backward pass takes about twice the time of a forward pass."""
 
@@ -79,3 +84,15 @@ def count_affordable_passes(num_steps: float, num_blocks: int, num_kernels: int)
     # Each kernel also takes a forward pass of the whole model, which gives the blocks their inputs.
     passes = CHECK_SHARE * num_steps * num_blocks / num_kernels - num_blocks / _FORWARDS_PER_SAMPLE
     return max(0, int(passes))
+
+
+def estimate_gradient_evaluations(dtype: torch.dtype) -> int:
+    """Evaluations of the loss in a gradient check of a model that computes in `dtype`."""
+    # Medians of benchmarks/gradient_check over healthy steps: bf16 needs several step sizes.
+    return 22 if dtype in (torch.float32, torch.float64) else 66
+
+
+def count_paying_steps(num_evaluations: int) -> int:
+    """Number of steps that pay for a gradient check: their `GRADIENT_CHECK_SHARE` is as long as the check."""
+    # An evaluation is a forward pass of all samples of a step.
+    return math.ceil(num_evaluations / _FORWARDS_PER_SAMPLE / GRADIENT_CHECK_SHARE)

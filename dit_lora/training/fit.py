@@ -1,17 +1,20 @@
 """Trains a prepared run: the training loop, and everything that happens between two steps."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
+
+import torch
 
 from dit_lora.data.loading.batch import Batch, PositionSampler, Reading
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
+from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
@@ -24,6 +27,7 @@ from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line
 from dit_lora.training.loop import Loop, LoopCallbacks, train
 from dit_lora.training.optim.build import Schedule
 from dit_lora.training.recovery.build import choose_gradient_norms
+from dit_lora.training.recovery.gradient_watch import GradientWatch
 from dit_lora.training.recovery.preflight import preflight
 from dit_lora.training.recovery.rank_consistency import record_sound_averages, require_agreement
 from dit_lora.training.recovery.state_checks import (
@@ -65,7 +69,11 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     is_quiet = not session.is_main
     bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
-        callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits)
+        gradient_watch = GradientWatch(run, run.recovery, run.start_step)
+        reason = gradient_watch.unsupported_reason or gradient_watch.skipped_reason
+        if reason is not None:
+            session.say(f"warning: {reason}")
+        callbacks = RunCallbacks(run, bar, get_signal_code, on_checkpoint, base_waits, gradient_watch)
         phases.begin_first_step()
         with run.saved_checkpoints.finish_writes():
             train(_build_loop(run, callbacks), start_step=run.start_step, steps=run.last_step)
@@ -85,6 +93,7 @@ class RunCallbacks(LoopCallbacks):
     """Called after each step that is saved or validated."""
     base_waits: bool
     """True until the base has been validated, if this waits for the first step."""
+    gradient_watch: GradientWatch
 
     def load_batches(self, start_step: int) -> Iterable[Batch]:
         """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
@@ -118,6 +127,17 @@ class RunCallbacks(LoopCallbacks):
 
     def should_sync_after(self, step: int) -> bool:
         return _should_sync_after(self.run, step)
+
+    def on_gradients(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        losses: Sequence[torch.Tensor],
+        previous_batch: MicroBatch | None,
+    ) -> None:
+        if self.gradient_watch.is_due(step):
+            with self.run.session.phases.timing("gradient check"):
+                self.gradient_watch.check(step, micro_batches, losses, previous_batch)
 
     def on_step(self, result: StepResult) -> None:
         run = self.run

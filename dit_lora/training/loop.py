@@ -26,7 +26,7 @@ From a NaN loss to the quarantine of a clip:
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -56,7 +56,7 @@ _MAX_WAIT_S = 10.0
 
 
 class RolledBackError(Exception):
-    """Raised by `on_step` on every rank after the run was rolled back to an earlier step."""
+    """Raised by `on_step` or `on_gradients` on every rank if training continues from an earlier step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"back to step {step}")
@@ -145,6 +145,26 @@ class LoopCallbacks(ABC):
     @abstractmethod
     def load_batches(self, start_step: int) -> Iterable[Batch]:
         """This rank's micro-batches of the steps after `start_step`."""
+
+    def on_gradients(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        losses: Sequence[torch.Tensor],
+        previous_batch: MicroBatch | None,
+    ) -> None:
+        """Called before clipping and the update, with the step's gradients in place. It must leave them unchanged.
+
+        Args:
+            step: The step's number.
+            micro_batches: This rank's micro-batches.
+            losses: The losses of each, (B,), on the device.
+            previous_batch: The last micro-batch of the step before; None in the first step of a process.
+
+        Raises:
+            RolledBackError: The gradients are wrong, and the step is to be taken again.
+        """
+        return
 
     def on_step(self, result: StepResult) -> None:
         """Called after each step that was taken, with equal results on all ranks.
@@ -270,6 +290,13 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         return False
     with step.measure_time():
         stop_code = loop.callbacks.get_stop_code()
+        # Before anything of this step is recorded: it may be taken again.
+        try:
+            loop.callbacks.on_gradients(number, step.micro_batches, step.losses, state.control)
+        except RolledBackError as back:
+            engine.discard_gradients()
+            state.confirmed_step = back.step
+            return False
         # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
         norms = engine.compute_gradient_norms(loop.compute_norms)
         # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.

@@ -80,6 +80,11 @@ SMALL_RUNS = (
         r"diagnosis of weights: N s at most",
     ),
     SmallRun(
+        "gradient_check.__main__",
+        "--work {work} --families cogvideox --dtypes fp32 --steps 0 --only halved --healthy 1",
+        r"1 faults: 1 found, 0 within the bound, 0 missed, 0 cannot tell; 0 with a wrong layer; 0 false alarms",
+    ),
+    SmallRun(
         "guard_in_turns",
         "--model tiny-sana --rounds 2 --steps 1 --device cpu",
         r"tiny-sana: N s a step without the guard, with it N times that \(median of 2 rounds; N to N\)",

@@ -43,6 +43,19 @@ _CAUSE_TEXTS = {
     "transient": "a transient fault; the step is finite when repeated",
     "unknown": "not found",
 }
+_GRADIENT_CAUSE_TEXTS = {
+    "kernel": "a fused kernel; the gradient agrees with the loss without it",
+    "attention_backend": "an attention backend; the gradient agrees with the loss without it",
+    "compile": "torch.compile; the gradient agrees with the loss in eager mode",
+    "recomputation": "gradient checkpointing; the gradient agrees with the loss without it",
+    "offload": "offload; the gradient agrees with the loss while the base stays on the device",
+    "accumulation": "the weights of the micro-batches in the gradient",
+    "stale": "the gradient of the step before was not cleared",
+    "detached": "parameters that affect the loss get no gradient",
+    "transient": "a transient fault; the gradient agrees with the loss in some replays",
+    "unknown": "not found",
+}
+"""Causes in events of kind `gradient_check`."""
 _ACTION_TEXTS = {
     "retry": "repeated the step",
     "skip": "repeated the step without the sample",
@@ -152,9 +165,10 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
     """The table row of one guard event; `actions` describes each recovery action by its name."""
     verdict = ensure_dict(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
+    cause_texts = _GRADIENT_CAUSE_TEXTS if event.get("kind") == "gradient_check" else _CAUSE_TEXTS
     micro_step, seconds = event.get("micro_step"), to_float_or_nan(event.get("seconds"))
     rows = [
-        ("Cause", f"{cause}: {_CAUSE_TEXTS[cause]}" if cause in _CAUSE_TEXTS else cause),
+        ("Cause", f"{cause}: {cause_texts[cause]}" if cause in cause_texts else cause),
         ("Action", f"{action}: {actions[action]}" if action in actions else action),
         ("Samples", format_value(event.get("sample_ids"))),
         ("Micro-step, rank", f"{micro_step}, {event.get('rank')}" if micro_step is not None else ""),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.fallbacks import CHECKPOINTING, Fallback
 from dit_lora.numerics.attention_calls import swap_context_provider
 
 CheckpointingMode = Literal["none", "selective", "full"]
@@ -126,18 +127,37 @@ def set_checkpointing(transformer: nn.Module, mode: CheckpointingMode) -> None:
         set_block_caller(transformer, BLOCK_CALLERS[mode])
 
 
-@contextmanager
-def use_checkpointing_mode(transformer: nn.Module, mode: CheckpointingMode) -> Iterator[None]:
-    """Checkpoint the model's blocks in `mode` inside the context, and restore the previous mode afterwards."""
+def get_checkpointing_mode(transformer: nn.Module) -> CheckpointingMode:
+    """The mode in which the model's blocks are checkpointed now."""
     # There is no public accessor: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
         for module in transformer.modules()
         if getattr(module, "gradient_checkpointing", False)
     ]
-    before: CheckpointingMode = "none"
-    if functions:
-        before = "selective" if _checkpoint_selectively in functions else "full"
+    if not functions:
+        return "none"
+    # One function for all blocks.
+    return "selective" if _checkpoint_selectively in functions else "full"
+
+
+def make_checkpointing_fallback(transformer: nn.Module) -> Fallback | None:
+    """The fallback of gradient checkpointing: no recomputation; None if there is none now."""
+    if get_checkpointing_mode(transformer) == "none":
+        return None
+    return Fallback(
+        CHECKPOINTING,
+        "kernel",
+        lambda: use_checkpointing_mode(transformer, "none"),
+        lambda: set_checkpointing(transformer, "none"),
+        "activations that are kept",
+    )
+
+
+@contextmanager
+def use_checkpointing_mode(transformer: nn.Module, mode: CheckpointingMode) -> Iterator[None]:
+    """Checkpoint the model's blocks in `mode` inside the context, and restore the previous mode afterwards."""
+    before = get_checkpointing_mode(transformer)
     set_checkpointing(transformer, mode)
     try:
         yield

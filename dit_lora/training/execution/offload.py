@@ -9,7 +9,8 @@ it releases a block's weights when its recomputation ends, before its backward p
 stops early, as torch's does, it releases nothing; and it prefetches only in the order of the forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
+from dit_lora.guard.fallbacks import OFFLOAD, Fallback
 from dit_lora.numerics.transformer_blocks import WHOLE_BLOCK_LAUNCHES, find_weights_read_outside, repeated_blocks
 from dit_lora.training.execution.activation_checkpointing import register_before_computation, supports_checkpointing
 
@@ -51,6 +53,14 @@ def get_device_placement(*objects: Any) -> list[bool] | None:
     return [not module for module in offloaded_flags] if any(offloaded_flags) else None
 
 
+def make_offload_fallback(transformer: nn.Module) -> Fallback | None:
+    """The fallback of `train.offload`: the whole base on the device; None without offload."""
+    offload: Offload | None = transformer.__dict__.get(_OFFLOAD_KEY)
+    if offload is None:
+        return None
+    return Fallback(OFFLOAD, "kernel", offload.disable_temporarily, offload.disable, "the base on the device")
+
+
 class Offload:
     """Moves the frozen weights of a model's blocks and tracks them; between passes all are in host memory."""
 
@@ -65,6 +75,8 @@ class Offload:
         self._device = device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resident_groups: list[_FrozenGroup] = []
+        self._is_disabled = False
+        """True while all weights stay on the device."""
         self._last_two_groups: _GroupPair = (None, None)
         self._next_groups: dict[_GroupPair, _FrozenGroup] = {}
         """The group that last followed two others; pairs tell forward order from backward order."""
@@ -97,7 +109,7 @@ class Offload:
 
         May be called twice for one computation.
         """
-        if group is self._last_two_groups[1]:
+        if self._is_disabled or group is self._last_two_groups[1]:
             return
         # In a backward pass no module hook runs after the last block, but the engine's callback does.
         if not self.resident_groups and torch._C._current_graph_task_id() != -1:
@@ -117,9 +129,30 @@ class Offload:
 
     def _offload_all(self, *_: Any) -> None:
         """Move all offloaded weights to host memory: before and after a forward pass, and after a backward pass."""
+        if self._is_disabled:
+            return
         for group in list(self.resident_groups):
             self._offload_group(group)
         self._last_two_groups = (None, None)
+
+    def disable(self) -> None:
+        """Move all weights to the device, where they stay. Needs memory for the whole base."""
+        # First: the hooks must not send away what is loaded here.
+        self._is_disabled = True
+        for group in self.groups.values():
+            self._load_group(group)
+            if group.arrival_event is not None:
+                torch.cuda.current_stream(self._device).wait_event(group.arrival_event)
+
+    @contextmanager
+    def disable_temporarily(self) -> Iterator[None]:
+        """Keep all weights on the device inside the context. It begins and ends between two passes."""
+        try:
+            self.disable()
+            yield
+        finally:
+            self._is_disabled = False
+            self._offload_all()
 
     def _load_group(self, group: "_FrozenGroup") -> None:
         if group in self.resident_groups:

@@ -340,3 +340,22 @@ def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str,
     for name, grad in results["none"].items():
         difference = torch.linalg.vector_norm(results["group"][name] - grad)
         assert difference <= 1e-4 * torch.linalg.vector_norm(grad), name
+
+
+def test_the_guard_can_keep_the_base_on_the_device_for_an_experiment(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = a_step(tiny_checkpoints, "dit-tiny")
+    set_checkpointing(step.transformer, "full")
+    expected = step.gradients()
+    elsewhere = Elsewhere(step.transformer, monkeypatch)
+    step.transformer.__dict__[offload._OFFLOAD_KEY] = elsewhere.offload
+    fallback = offload.make_offload_fallback(step.transformer)
+    assert fallback is not None
+    with fallback.disable_temporarily():
+        assert len(elsewhere.there) == len(elsewhere.home)
+        grads = step.gradients()
+        assert len(elsewhere.there) == len(elsewhere.home)
+    assert elsewhere.there == []
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert offload.make_offload_fallback(nn.Linear(2, 2)) is None

@@ -1,0 +1,1 @@
+"""Planted faults that leave every value finite, and the gradient check that must find them."""

@@ -1,0 +1,197 @@
+"""Check gradients of tiny models: planted faults must be found, and healthy gradients must not be reported.
+
+    python -m benchmarks.gradient_check [--families wan sana] [--dtypes fp32] [--steps 0 3] [--only detached]
+        [--healthy 20] [--adapters lora dora] [--quantize int8] [--rounding] [--work FOLDER]
+
+All values of a step with a planted fault are finite, and its loss is right. For each fault it prints: how far the
+gradient is off (relative to the right one), the result, the direction that found it, slope / gradient with its bound,
+the layer named and whether that layer's gradient is indeed wrong, and the evaluations of the loss.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from benchmarks.gradient_check.faults import FAULTS, GradientFault
+from benchmarks.gradient_check.rounding import measure_largest_rounding
+from benchmarks.gradient_check.tiny_training import TinyTraining
+from dit_lora.config.lora import AdapterKind
+from dit_lora.guard.gradient_check.check import GradientReport, check_gradient, get_module_name
+from dit_lora.numerics.precision import DTYPES
+from dit_lora.numerics.quantized_linear import Quantization
+
+FAMILIES = ("cogvideox", "wan", "flux", "sana", "sd3", "qwen_image")
+_MIN_ERROR = 0.01
+"""A layer's gradient is wrong from this relative error on, above the rounding of bf16 in a second backward pass."""
+_OUTCOMES = ("found", "within the bound", "missed", "cannot tell")
+_HEADER = (
+    "| fault | family | dtype | step | error | result | direction | slope / gradient | bound | layer | evaluations |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class HealthyChecks:
+    """What checks of right gradients reported."""
+
+    results: list[str] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    evaluations: list[int] = field(default_factory=list)
+
+    def add(self, report: GradientReport) -> None:
+        self.results.append(report.result)
+        self.evaluations.append(report.num_evaluations)
+        for comparison in report.comparisons:
+            if comparison.direction.startswith("gradient") and comparison.result != "cannot tell":
+                self.ratios.append(comparison.ratio)
+                self.bounds.append(comparison.bound)
+
+    def __str__(self) -> str:
+        count = self.results.count
+        text = f"{count('differs')} false alarms of {len(self.results)} checks, {count('cannot tell')} cannot tell"
+        if not self.ratios:
+            return text
+        return (
+            f"{text}; slope / gradient {min(self.ratios):.4f} to {max(self.ratios):.4f}, bound "
+            f"{statistics.median(self.bounds):.2g} (at most {max(self.bounds):.2g}); evaluations "
+            f"{statistics.median(self.evaluations):.0f} (at most {max(self.evaluations)})"
+        )
+
+
+def check_step(training: TinyTraining) -> GradientReport:
+    return check_gradient(training.compute_terms, training.parameters, dtype=training.dtype)
+
+
+def measure_errors(gradients: Gradients, right: Gradients) -> dict[str, float]:
+    """Relative errors of the gradients by layer; over all layers as `""`."""
+    squares: dict[str, list[float]] = {}
+    for name, gradient in right.items():
+        for layer in ("", get_module_name(name)):
+            sums = squares.setdefault(layer, [0.0, 0.0])
+            sums[0] += (gradients[name] - gradient).double().square().sum().item()
+            sums[1] += gradient.double().square().sum().item()
+    return {layer: (error / (total or 1.0)) ** 0.5 for layer, (error, total) in squares.items()}
+
+
+def name_outcome(report: GradientReport, gradients: Gradients, right: Gradients) -> str:
+    """The result for a planted fault; a fault that the gradient's own bound admits is not missed."""
+    if report.result != "agrees" or report.worst is None:
+        return "found" if report.result == "differs" else "cannot tell"
+    slope = sum((gradients[name].double() * right[name].double()).sum().item() for name in right)
+    ratio = slope / sum(gradient.double().square().sum().item() for gradient in gradients.values())
+    return "within the bound" if abs(ratio - 1) <= report.worst.bound else "missed"
+
+
+def judge_fault(fault: GradientFault, training: TinyTraining, family: str) -> str | None:
+    """A row of the table; None if the fault changes no gradient."""
+    training.run_backward()
+    right = training.copy_gradients()
+    fault.plant(training)
+    faulty = training.copy_gradients()
+    errors = measure_errors(faulty, right)
+    if errors[""] < 1e-6:
+        return None
+    report = check_step(training)
+    worst, location = report.worst, report.location
+    layer = ""
+    if location is not None:
+        layers = [location.layer] if location.layer else location.candidates
+        is_right = any(errors[name] > _MIN_ERROR for name in layers)
+        layer = f"{location.layer or f'{len(layers)} layers'} ({'right' if is_right else 'wrong'})"
+    found_by = (worst.direction, f"{worst.ratio:.4f}", f"{worst.bound:.2g}") if worst else ("", "", "")
+    cells = (
+        *(fault.name, family, _get_dtype_name(training.dtype), training.step, f"{errors['']:.2g}"),
+        *(name_outcome(report, faulty, right), *found_by, layer, report.num_evaluations),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _get_dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def run_faults(arguments: argparse.Namespace, work: Path, family: str, dtype: torch.dtype) -> Iterator[str]:
+    """Plant each fault at each of the steps."""
+    faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    for dropout in sorted({fault.dropout for fault in faults}):
+        training = TinyTraining.from_family(family, work, dtype, dropout=dropout)
+        for step in sorted(arguments.steps):
+            training.train(step - training.step)
+            for fault in faults:
+                row = judge_fault(fault, training, family) if fault.dropout == dropout else None
+                if row is not None:
+                    yield row
+
+
+def run_healthy(
+    count: int, work: Path, family: str, dtype: torch.dtype, adapter: AdapterKind, quantize: Quantization | None
+) -> HealthyChecks:
+    """Check each step of a short training; each training starts with another adapter."""
+    checks = HealthyChecks()
+    training = None
+    for number in range(count):
+        if training is None or number % 25 == 0:
+            training = TinyTraining.from_family(family, work, dtype, seed=number, adapter=adapter, quantize=quantize)
+        training.run_backward()
+        checks.add(check_step(training))
+        training.train(1)
+    return checks
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("fp32", "bf16"))
+    parser.add_argument("--steps", nargs="+", type=int, default=(0, 3), help="steps trained before the planted fault")
+    parser.add_argument("--only", default="", metavar="WORDS", help="faults with these words in their name")
+    parser.add_argument("--no-faults", action="store_true", help="healthy checks only")
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy checks for each family and dtype")
+    parser.add_argument("--adapters", nargs="+", choices=get_args(AdapterKind), default=("lora",))
+    parser.add_argument("--quantize", choices=("int8", "fp8"), help="the base of healthy checks")
+    parser.add_argument("--rounding", action="store_true", help="measure rounding errors of right gradients only")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps tiny checkpoints for the next call")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    rows: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        work.mkdir(exist_ok=True)
+        runs = [(family, DTYPES[name]) for family in arguments.families for name in arguments.dtypes]
+        if arguments.rounding:
+            for family, dtype in runs:
+                rounding = measure_largest_rounding(family, work, dtype)
+                print(f"{family} {_get_dtype_name(dtype)}: {rounding}", flush=True)
+            return 0
+        if not arguments.no_faults:
+            print(_HEADER)
+            for family, dtype in runs:
+                for row in run_faults(arguments, work, family, dtype):
+                    print(row, flush=True)
+                    rows.append(row)
+        num_alarms = 0
+        healthy_runs = [(*run, adapter) for run in runs for adapter in arguments.adapters] if arguments.healthy else []
+        for family, dtype, adapter in healthy_runs:
+            checks = run_healthy(arguments.healthy, work, family, dtype, adapter, arguments.quantize)
+            num_alarms += checks.results.count("differs")
+            print(f"{family} {_get_dtype_name(dtype)} {adapter}: {checks}", flush=True)
+    counts = [f"{sum(f'| {outcome} |' in row for row in rows)} {outcome}" for outcome in _OUTCOMES]
+    num_wrong = sum("(wrong)" in row for row in rows)
+    print(f"{len(rows)} faults: {', '.join(counts)}; {num_wrong} with a wrong layer; {num_alarms} false alarms")
+    return 1 if num_alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Faults of a backward pass whose loss is right and whose gradients are finite but wrong."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gradient_check.tiny_training import MICRO_BATCHES, TinyTraining
+from dit_lora.numerics.adapter_tensors import get_layer_name
+
+Plant = Callable[[TinyTraining], None]
+"""Computes a step's gradient with the fault in it."""
+
+
+@dataclass(frozen=True)
+class GradientFault:
+    """A fault, and how a step with it is computed."""
+
+    name: str
+    plant: Plant
+    dropout: float = 0.0
+
+
+def find_blocks(training: TinyTraining) -> list[nn.Module]:
+    """The transformer blocks of the model's last list of equal blocks."""
+    lists = [m for m in training.model.children() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return list(lists[-1])
+
+
+def _find_layer(training: TinyTraining, endings: tuple[str, ...]) -> nn.Module:
+    """The last layer in the blocks whose name has one of these endings."""
+    layers = [m for block in find_blocks(training) for n, m in block.named_modules() if n.endswith(endings)]
+    return layers[-1]
+
+
+@contextmanager
+def change_weights(changes: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Other values in frozen weights, which autograd does not notice, as of a block that is being copied."""
+    originals = {weight: weight.detach().clone() for weight in changes}
+    for weight, values in changes.items():
+        weight.data.copy_(values)
+    try:
+        yield
+    finally:
+        for weight, values in originals.items():
+            weight.data.copy_(values)
+
+
+def _change_at_backward(make_changes: Callable[[TinyTraining], dict[torch.Tensor, torch.Tensor]]) -> Plant:
+    def plant(training: TinyTraining) -> None:
+        training.optimizer.zero_grad(set_to_none=True)
+        for micro_step, batch in enumerate(training.make_micro_batches()):
+            loss = training.compute_losses(batch, micro_step).mean() / MICRO_BATCHES
+            with change_weights(make_changes(training)):
+                loss.backward()
+
+    return plant
+
+
+def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in module.named_parameters() if not p.requires_grad and p.ndim == 2}
+
+
+def use_other_block(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+    *_, previous_block, block = find_blocks(training)
+    previous_weights = _frozen_weights(previous_block)
+    return {
+        weight: previous_weights[name].clone()
+        for name, weight in _frozen_weights(block).items()
+        if name in previous_weights and previous_weights[name].shape == weight.shape
+    }
+
+
+def use_stale_weights(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+    """Every weight as it was in another run: 10 % away."""
+    weights = _frozen_weights(training.model).values()
+    generator = torch.Generator().manual_seed(0)
+    return {p: p * (1 + 0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype) for p in weights}
+
+
+def copy_half(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
+    weight = next(iter(_frozen_weights(_find_layer(training, ("to_out.0", "to_v"))).values()))
+    half = weight.detach().clone()
+    half[len(half) // 2 :] = 0
+    return {weight: half}
+
+
+def _detach_input(endings: tuple[str, ...]) -> Plant:
+    def detach(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+
+    def plant(training: TinyTraining) -> None:
+        with _find_layer(training, endings).register_forward_pre_hook(detach):
+            training.run_backward()
+
+    return plant
+
+
+def _scale_backward(factor: float) -> Plant:
+    """An op whose backward is off by a factor: the attention's output projection."""
+
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        # The same value; its gradient is multiplied.
+        return output.detach() + factor * (output - output.detach())
+
+    def plant(training: TinyTraining) -> None:
+        with _find_layer(training, ("to_out.0", "to_v")).register_forward_hook(hook):
+            training.run_backward()
+
+    return plant
+
+
+def _scale(factor: float) -> Plant:
+    return partial(TinyTraining.run_backward, weights=(factor / MICRO_BATCHES,) * MICRO_BATCHES)
+
+
+def lose_gradient(training: TinyTraining) -> None:
+    training.run_backward()
+    layers = [get_layer_name(name) for name in training.parameters]
+    for name, parameter in training.parameters.items():
+        if get_layer_name(name) == layers[len(layers) // 2]:
+            parameter.grad = None
+
+
+def recompute_with_other_dropout(training: TinyTraining) -> None:
+    with ExitStack() as stack:
+        for block in find_blocks(training):
+            stack.callback(setattr, block, "forward", block.forward)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        training.run_backward()
+
+
+def use_previous_batch(training: TinyTraining) -> None:
+    training.step -= 1
+    training.run_backward()
+    training.step += 1
+
+
+FAULTS = (
+    GradientFault("another block's weights at the backward", _change_at_backward(use_other_block)),
+    GradientFault("all weights 10 % off at the backward", _change_at_backward(use_stale_weights)),
+    GradientFault("half of a layer not copied at the backward", _change_at_backward(copy_half)),
+    GradientFault("FFN input detached", _detach_input(("ff", "ffn", "img_mlp", "proj_mlp"))),
+    GradientFault("one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v"))),
+    GradientFault("one LoRA without a gradient", lose_gradient),
+    GradientFault("recomputed with other dropout masks", recompute_with_other_dropout, dropout=0.3),
+    GradientFault("gradient halved", _scale(0.5)),
+    GradientFault("not divided by the micro-batches", _scale(MICRO_BATCHES)),
+    GradientFault("one rank's gradient without all-reduce", partial(TinyTraining.run_backward, weights=(1.0, 0.0))),
+    GradientFault("gradient of the step before", use_previous_batch),
+    GradientFault("last micro-batch weighted twice", partial(TinyTraining.run_backward, weights=(0.5, 1.0))),
+    GradientFault("an op's backward 3 % too large", _scale_backward(1.03)),
+)

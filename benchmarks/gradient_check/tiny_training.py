@@ -1,0 +1,124 @@
+"""Training of a tiny model in small: a step's micro-batches, its loss, its gradient, and the optimizer's step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.quantize import quantize_base
+from dit_lora.config.lora import AdapterKind
+from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint, Tensors
+from dit_lora.numerics.quantized_linear import Quantization
+from dit_lora.numerics.streams import RandomStreams
+
+MICRO_BATCHES, SAMPLES = 2, 2
+"""Per step, and per micro-batch."""
+_CPU = torch.device("cpu")
+_FRAMES = {"cogvideox": 9, "wan": 5}
+_CAPTIONS = ("a red circle", "two blue squares", "a green line that moves", "yellow")
+
+Backward = Callable[["TinyTraining", list[Tensors]], None]
+"""Computes a step's gradient into `grad` of the parameters."""
+
+
+@dataclass
+class TinyTraining:
+    """A tiny transformer with a LoRA in training."""
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    dtype: torch.dtype
+    data: list[Tensors]
+    step: int = 0
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-3)
+
+    @classmethod
+    def from_family(
+        cls,
+        family_name: str,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+        adapter: AdapterKind = "lora",
+        quantize: Quantization | None = None,
+    ) -> "TinyTraining":
+        """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter."""
+        family = get_family(family_name)
+        variant = family.tiny_variants[0]
+        path = folder / variant
+        if not path.exists():
+            family.build_tiny_checkpoint(variant, path, 0)
+        checkpoint = family.open(ModelConfig(family=family_name, path=str(path)))
+        torch.manual_seed(seed)
+        model = checkpoint.denoiser.load_transformer(dtype)
+        if quantize is not None:
+            quantize_base(model, quantize)
+        # A rotation has a block size, and no rank.
+        lora = LoraConfig(kind=adapter, dropout=dropout, rank=None if adapter == "oft" else 4)
+        attach_lora(model, lora, family.lora_targets, seed=seed)
+        return cls(checkpoint, model.train(), dtype, _encode_samples(checkpoint, family_name))
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def make_micro_batches(self) -> list[Tensors]:
+        """The present step's micro-batches; noise and timesteps differ from step to step."""
+        return [self.data[(self.step + k) % len(self.data)] for k in range(MICRO_BATCHES)]
+
+    def compute_losses(self, batch: Tensors, micro_step: int) -> torch.Tensor:
+        """Losses of a micro-batch's samples, equal at every call: all draws follow from step and micro-step."""
+        torch.manual_seed(1000 * self.step + micro_step)
+        seeds = [1000 * self.step + 10 * micro_step + k for k in range(SAMPLES)]
+        autocast = torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext()
+        with autocast:
+            return self.checkpoint.losses(self.model, batch, RandomStreams(0, seeds)).losses
+
+    def compute_terms(self) -> torch.Tensor:
+        """The terms of the step's loss: each sample's loss divided by their number."""
+        batches = self.make_micro_batches()
+        losses = [self.compute_losses(batch, micro_step) for micro_step, batch in enumerate(batches)]
+        return torch.cat(losses) / (MICRO_BATCHES * SAMPLES)
+
+    def run_backward(self, weights: Sequence[float] = (1 / MICRO_BATCHES,) * MICRO_BATCHES) -> None:
+        """Accumulate the gradient of the step's loss; `weights` are those of the micro-batches."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro_step, batch in enumerate(self.make_micro_batches()):
+            (weights[micro_step] * self.compute_losses(batch, micro_step).mean()).backward()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run_backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def copy_gradients(self) -> dict[str, torch.Tensor]:
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+
+
+def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:
+    """Micro-batches of encoded noise clips with captions."""
+    encode_video = checkpoint.encoders.load_video_encoder(torch.float32, _CPU)
+    encode_text = checkpoint.encoders.load_text_encoder(torch.float32, _CPU)
+    generator = torch.Generator().manual_seed(2)
+    size = (_FRAMES.get(family_name, 1), 3, 64, 96)
+    rows = []
+    for caption in _CAPTIONS:
+        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
+        pixels = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+        # Masks of ones, as of captions of equal length.
+        text = {n: t if t.is_floating_point() else torch.ones_like(t) for n, t in text.items()}
+        rows.append({**encode_video(pixels), **text})
+    pairs = [rows[k : k + SAMPLES] for k in range(0, len(rows), SAMPLES)]
+    return [{name: torch.stack([row[name] for row in pair]) for name in pair[0]} for pair in pairs]

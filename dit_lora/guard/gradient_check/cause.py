@@ -1,0 +1,227 @@
+"""Find the cause of a wrong gradient: `find_gradient_cause` computes the step again, with one component off at a time.
+
+1. The step is replayed three times. If its gradient is wrong each time, the fault is in the forward or backward pass.
+2. Then each component is switched off in turn, with the rules of `diagnose`: it is the cause only if the gradient
+   agrees with the loss each time without it, and differs each time with it (A-B-A).
+3. If the replays agree with the loss, the fault is in how the loop made the gradient from its micro-batches. The
+   weights with which they are in it show whether one counts too often, or whether the step before is in it too.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dit_lora.guard.diagnose import NUM_REPLAYS, InconsistentReplayError, find_faulty_component
+from dit_lora.guard.diagnosis import DiagnosisContext, PendingDiagnosis
+from dit_lora.guard.fallbacks import CHECKPOINTING, COMPILE, OFFLOAD, Fallback
+from dit_lora.guard.gradient_check.check import GradientReport, repeat_comparison
+from dit_lora.guard.gradient_check.directions import Parameters, UntrainedDirection
+from dit_lora.guard.gradient_check.slopes import CheckResult, SlopeComparison
+from dit_lora.guard.replay import MicroBatch, get_cuda_devices, preserve_gradients
+
+GradientCause = Literal[
+    "kernel",
+    "attention_backend",
+    "compile",
+    "recomputation",  # gradient checkpointing
+    "offload",
+    "accumulation",  # right in replays, but the micro-batches have wrong weights in the step's gradient
+    "stale",  # right in replays, but the step's gradient contains that of the step before
+    "detached",  # missing or zero in replays too, although the loss depends on the parameters
+    "transient",  # wrong in some replays only
+    "unknown",
+]
+
+_CAUSE_BY_FALLBACK: dict[str, GradientCause] = {
+    COMPILE: "compile",
+    CHECKPOINTING: "recomputation",
+    OFFLOAD: "offload",
+}
+"""Causes with a name of their own; other components have that of their `Fallback`."""
+_MAX_SAMPLED_ELEMENTS = 65_536
+"""Elements of the gradient that the micro-batches' weights are computed from; the weights are equal in all of them."""
+_MAX_RESIDUAL = 0.05
+"""Share of the gradient that its micro-batches may leave unexplained: several times the rounding of bf16."""
+_SURE_WEIGHT = 0.05
+"""A weight differs from the right one by at least this, relative to it."""
+
+
+@dataclass(frozen=True)
+class ReplayableStep:
+    """A step whose loss and gradient can be computed again, without changing gradients or random state."""
+
+    micro_batches: Sequence[MicroBatch]
+    model: nn.Module
+    dtype: torch.dtype
+    """The lowest precision of the model's forward pass, such as autocast's."""
+    previous_batch: MicroBatch | None = None
+    """The last micro-batch of the step before; None if unknown."""
+
+    @property
+    def parameters(self) -> Parameters:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def compute_terms(self) -> torch.Tensor:
+        """Each sample's share of the step's loss, which is the mean over its micro-batches, (samples,)."""
+        return compute_loss_terms([micro_batch.forward().losses for micro_batch in self.micro_batches])
+
+    def compare_again(self, comparison: SlopeComparison) -> CheckResult:
+        """Compute the step's gradient again, and repeat a comparison that differed."""
+        with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
+            # Each sum of micro-batches starts from no gradient.
+            for micro_batch in self.micro_batches:
+                (micro_batch.forward().losses.mean() / len(self.micro_batches)).backward()
+            return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=self.dtype)
+
+    def compute_sampled_gradient(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """The gradient of one micro-batch at the elements that `sample_gradient` selects."""
+        with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
+            micro_batch.forward().losses.mean().backward()
+            return sample_gradient(self.parameters.values())
+
+
+def compute_loss_terms(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each sample's share of a step's loss, (samples,), from the losses of its micro-batches, each (B,)."""
+    return torch.cat([values / (len(values) * len(losses)) for values in losses])
+
+
+@dataclass(frozen=True)
+class CauseFinding:
+    """The cause of a wrong gradient."""
+
+    cause: GradientCause
+    message: str
+    """Continues the sentence of the report, or is empty."""
+    fallback: Fallback | None = None
+    """The component without which the gradient agrees with the loss; None if there is none."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _PendingGradientDiagnosis(PendingDiagnosis):
+    """Experiments about a wrong gradient: a run is healthy if the gradient that it computes agrees with the loss."""
+
+    compare_again: Callable[[], CheckResult] = field(kw_only=True)
+
+    def run_is_healthy(self, batch: MicroBatch | None = None) -> bool:
+        # A component whose absence leaves it open is not the cause.
+        return self.compare_again() == "agrees"
+
+    def rerun_is_healthy(self) -> bool:
+        result = self.compare_again()
+        if result == "cannot tell":
+            raise InconsistentReplayError
+        self.num_runs += 1
+        self.num_failed += result == "differs"
+        return result == "agrees"
+
+
+def find_gradient_cause(
+    step: ReplayableStep, report: GradientReport, context: DiagnosisContext, extra_fallbacks: Sequence[Fallback] = ()
+) -> CauseFinding:
+    """Find the cause of a gradient that differs from the slope of the loss; `grad` of the parameters still has it.
+
+    Args:
+        step: The step with the wrong gradient.
+        report: The result of `check_gradient`.
+        context: Lists the components that can be switched off.
+        extra_fallbacks: Further components, which change only how a gradient is computed.
+    """
+    worst = report.worst
+    # A report that differs has the comparison that does.
+    assert worst is not None
+    # Without a change: a fault that comes and goes proves no cause.
+    results = [step.compare_again(worst) for _ in range(NUM_REPLAYS)]
+    evidence: dict[str, Any] = {"replays": results}
+    if set(results) == {"agrees"}:
+        # A replay has the step's forward and backward passes, but sums the gradients itself.
+        finding = _explain_by_micro_batches(step)
+    elif set(results) == {"differs"}:
+        context = replace(context, fallbacks=[*context.fallbacks, *extra_fallbacks])
+        finding = _try_components(step, worst, context)
+    elif {"agrees", "differs"} <= set(results):
+        finding = CauseFinding("transient", "; replays of the step are right and wrong by turns: a race, or hardware")
+    else:
+        finding = CauseFinding("unknown", "")
+    return replace(finding, evidence=evidence | finding.evidence)
+
+
+def _try_components(step: ReplayableStep, comparison: SlopeComparison, context: DiagnosisContext) -> CauseFinding:
+    pending = _PendingGradientDiagnosis(
+        step.micro_batches[0], context, "gradient_check", compare_again=lambda: step.compare_again(comparison)
+    )
+    try:
+        fallback = find_faulty_component(pending)
+    except InconsistentReplayError:
+        message = "; it agrees with the loss in some replays only, so no component is known to be the cause"
+        return CauseFinding("unknown", message, evidence=pending.evidence)
+    if fallback is not None:
+        cause = _CAUSE_BY_FALLBACK.get(fallback.name, fallback.cause)
+        message = f"; it is right with {fallback.name} off ({fallback.replacement} in its place)"
+        return CauseFinding(cause, message, fallback, pending.evidence)
+    names = [fallback.name for fallback in context.list_enabled_fallbacks()]
+    pending.evidence["switched_off_without_effect"] = [name for name in names if name not in pending.evidence]
+    # The loop's own steps are ruled out too: replays run without them.
+    is_missing = comparison.direction == UntrainedDirection.label
+    return CauseFinding("detached" if is_missing else "unknown", "", evidence=pending.evidence)
+
+
+def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
+    """The cause of a gradient that is right in replays, from the weights of the micro-batches' gradients in it."""
+    target = sample_gradient(step.parameters.values())
+    gradients = [step.compute_sampled_gradient(micro_batch) for micro_batch in step.micro_batches]
+    count = len(gradients)
+    if (weights := fit_weights(target, gradients)) is not None:
+        # Relative to the mean, in which each has the weight 1 / count.
+        relative = [count * weight for weight in weights]
+        evidence = {"micro_batch_weights": [round(weight, 4) for weight in relative]}
+        if all(abs(weight - 1) <= _SURE_WEIGHT for weight in relative):
+            return CauseFinding("unknown", "; replays of the step agree with the loss", evidence=evidence)
+        shares = ", ".join(f"{weight:.3g}" for weight in relative)
+        message = f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {shares} times"
+        return CauseFinding("accumulation" if count > 1 else "unknown", message, evidence=evidence)
+    # Gradients that were not cleared are those of the step before, of which one micro-batch is known.
+    if step.previous_batch is not None:
+        previous = step.compute_sampled_gradient(step.previous_batch)
+        weights = fit_weights(target, [*gradients, previous])
+        if weights is not None and abs(weights[-1]) * count > _SURE_WEIGHT:
+            evidence = {"micro_batch_weights": [round(count * weight, 4) for weight in weights]}
+            message = "; it contains the gradient of the step before"
+            return CauseFinding("stale", message, evidence=evidence)
+    return CauseFinding("unknown", "; replays of the step agree with the loss")
+
+
+def sample_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Evenly spaced elements of the parameters' gradients, fp64 (elements,) on the CPU. Missing gradients are zero."""
+    parameters = list(parameters)
+    # A stride and not the first elements: every tensor is in the sample.
+    spacing = max(1, sum(p.numel() for p in parameters) // _MAX_SAMPLED_ELEMENTS)
+    sampled = []
+    for parameter in parameters:
+        values = parameter.detach() if parameter.grad is None else parameter.grad
+        elements = values.flatten()[::spacing].double().cpu()
+        sampled.append(elements if parameter.grad is not None else torch.zeros_like(elements))
+    return torch.cat(sampled)
+
+
+def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[float] | None:
+    """Weights of the gradients in `target` by least squares; None if their sum is not `target`, or not the only one.
+
+    All are vectors of the same elements, (elements,).
+    """
+    # (elements, gradients), with columns of length 1.
+    columns = torch.stack(list(gradients), dim=1)
+    lengths = columns.norm(dim=0)
+    if not bool((lengths > 0).all()) or not bool(target.any()):
+        return None
+    columns = columns / lengths
+    # Nearly parallel gradients do not say which of them it is.
+    if torch.linalg.svdvals(columns).min().item() < _MAX_RESIDUAL:
+        return None
+    # In fp64: the weights are known to more digits than they are compared with.
+    solution = torch.linalg.lstsq(columns, target).solution
+    residual = (columns @ solution - target).norm() / target.norm()
+    return (solution / lengths).tolist() if residual.item() <= _MAX_RESIDUAL else None

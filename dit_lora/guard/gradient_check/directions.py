@@ -1,0 +1,193 @@
+"""Directions in the space of trained weights, and displacements along them that low precision keeps exactly."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from dit_lora.numerics.streams import derive_seed
+
+Parameters = Mapping[str, torch.Tensor]
+"""Trained parameters by name, with their gradients."""
+
+
+@dataclass(frozen=True, eq=False)
+class Direction(ABC):
+    """A direction over some of the trained parameters, computed for each tensor when it is needed.
+
+    Storing it would take as much memory as the weights.
+    """
+
+    parameters: Parameters
+
+    label = ""
+
+    @abstractmethod
+    def compute_vector(self, name: str) -> torch.Tensor:
+        """The direction's values for one parameter, in fp32 (fp64 for fp64 parameters)."""
+
+    def restrict(self, names: Iterable[str]) -> Self:
+        """The same direction for some of its parameters; it leaves the others where they are."""
+        return replace(self, parameters={name: self.parameters[name] for name in names})
+
+    def compute_slope(self) -> float:
+        """Slope of the loss along the direction according to the gradient."""
+        return sum(project(self.parameters[name], self.compute_vector(name)) for name in self.parameters)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientDirection(Direction):
+    """The gradient itself. Layers with large gradients dominate it."""
+
+    label = "gradient"
+
+    def compute_vector(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        # A parameter without a gradient stays where it is.
+        return torch.zeros_like(widen(parameter)) if parameter.grad is None else widen(parameter.grad)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorwiseGradientDirection(GradientDirection):
+    """The gradient, scaled to length 1 in each tensor, so that layers with small gradients count too."""
+
+    label = "gradient per tensor"
+
+    def compute_vector(self, name: str) -> torch.Tensor:
+        gradient = super().compute_vector(name)
+        norm = gradient.norm()
+        return gradient / norm if norm > 0 else gradient
+
+
+@dataclass(frozen=True, eq=False)
+class RandomDirection(Direction):
+    """Random signs, scaled to the weights. Its slope also contains errors that are orthogonal to the gradient."""
+
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Root mean square of each tensor's weights. Computed once, because the weights move while it is used."""
+    seed: int = 0
+
+    label = "random signs"
+
+    @classmethod
+    def from_parameters(cls, parameters: Parameters, seed: int) -> Self:
+        """A direction over all parameters; `restrict` it to those that are to be moved."""
+        scales = {name: compute_rms(p.detach()) for name, p in parameters.items()}
+        # For tensors whose weights are all zero, such as B in a new LoRA.
+        largest = max(scales.values()) or 1.0
+        return cls(parameters, {name: scale or largest for name, scale in scales.items()}, seed)
+
+    def compute_vector(self, name: str) -> torch.Tensor:
+        values = widen(self.parameters[name])
+        generator = seed_generator(values.device, self.seed, "signs", name)
+        signs = torch.randint(0, 2, values.shape, generator=generator, device=values.device, dtype=values.dtype)
+        return (2 * signs - 1) * self.scales[name]
+
+
+@dataclass(frozen=True, eq=False)
+class UntrainedDirection(RandomDirection):
+    """Random signs for parameters whose gradient is missing or zero. If that is right, the loss does not change."""
+
+    label = "random signs, zero gradients"
+
+
+@torch.no_grad()
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def compute_rms(values: torch.Tensor) -> float:
+    return values.double().square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def project(parameter: torch.Tensor, displacement: torch.Tensor) -> float:
+    """Scalar product of a parameter's gradient and a displacement in fp64; 0 without a gradient."""
+    if parameter.grad is None:
+        return 0.0
+    # One tensor at a time in fp64, for sums over millions of elements.
+    return torch.sum(parameter.grad.double() * displacement.double()).item()
+
+
+def seed_generator(device: torch.device, seed: int, stream: str, name: str) -> torch.Generator:
+    # On the device: drawing for all trained weights on the CPU would take longer than the forward pass.
+    return torch.Generator(device).manual_seed(derive_seed(seed, stream, name) & 0xFFFFFFFF)
+
+
+class Displacement:
+    """Moves parameters along a direction; the original weights are kept as a copy. Use `displace_weights`.
+
+    A step is rounded at random to multiples of the spacing of `dtype` at the weight. Low precision would drop a step
+    that is smaller than the spacing, and the loss would not move. A multiple also passes a cast to `dtype` unchanged,
+    and steps to both sides have equal lengths.
+    """
+
+    def __init__(self, direction: Direction, size: float, dtype: torch.dtype) -> None:
+        self.direction = direction
+        self.size = size
+        self.dtype = dtype
+        self._originals = {name: p.detach().clone() for name, p in direction.parameters.items()}
+
+    @torch.no_grad()
+    def move_to(self, position: int) -> float:
+        """Set the weights to original + `position` steps. Returns the change of the loss that the gradient predicts.
+
+        The prediction is for the displacement as stored.
+        """
+        predicted = 0.0
+        for name, parameter in self.direction.parameters.items():
+            original = self._originals[name]
+            step = self._compute_step(name, original)
+            # Always from the copy: adding and subtracting would not give the original bits back.
+            parameter.copy_(widen(original) + position * step)
+            # In fp64, of the stored values: what low precision rounded away has not moved the loss either.
+            predicted += project(parameter, parameter.double() - original.double())
+        return predicted
+
+    def compute_random_projection(self) -> float:
+        """Root sum square of gradient times step: the typical projection of a step with random signs."""
+        total = 0.0
+        for name, parameter in self.direction.parameters.items():
+            if parameter.grad is not None:
+                step = self._compute_step(name, self._originals[name])
+                total += torch.sum((parameter.grad.double() * step.double()).square()).item()
+        return total**0.5
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, parameter in self.direction.parameters.items():
+            parameter.copy_(self._originals[name])
+
+    def _compute_step(self, name: str, original: torch.Tensor) -> torch.Tensor:
+        vector = self.direction.compute_vector(name)
+        # Seeded at every call: all positions use the same step.
+        generator = seed_generator(vector.device, 0, "rounding", name)
+        # The coarser of the dtype that stores the weight and the dtype that it is cast to in the forward pass.
+        dtype = max(original.dtype, self.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return round_to_spacing(self.size * vector, widen(original), dtype, generator)
+
+
+@contextmanager
+def displace_weights(direction: Direction, size: float, dtype: torch.dtype) -> Iterator[Displacement]:
+    """Context in which weights can be moved; on exit they have their original bits. Copies the weights it moves."""
+    displacement = Displacement(direction, size, dtype)
+    try:
+        yield displacement
+    finally:
+        displacement.restore()
+
+
+def round_to_spacing(
+    step: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Round a step to multiples of the spacing of `dtype` at weight +- 2 steps; the expected value is the step."""
+    info = torch.finfo(dtype)
+    # |x| < 2^exponent, where the spacing of floating-point numbers is 2^exponent * eps / 2.
+    exponent = torch.frexp(weight.abs() + 2 * step.abs()).exponent
+    smallest = max(info.smallest_normal * info.eps, torch.finfo(step.dtype).tiny)
+    spacing = torch.ldexp(torch.full_like(step, info.eps / 2), exponent).clamp(min=smallest)
+    # Rounded up with a probability equal to the remainder.
+    offsets = torch.rand(step.shape, generator=generator, device=step.device, dtype=step.dtype)
+    return torch.floor(step / spacing + offsets) * spacing

@@ -1,0 +1,225 @@
+"""Compares gradients of a run with the slope of its loss, as often as `guard.gradient_every` says."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dit_lora.guard.diagnosis import Event
+from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compute_loss_terms, find_gradient_cause
+from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.distributed.context_parallel import ContextParallel
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.distributed.fsdp import ShardedEngine
+from dit_lora.training.distributed.zero import Zero2
+from dit_lora.training.execution.activation_checkpointing import make_checkpointing_fallback
+from dit_lora.training.execution.offload import make_offload_fallback
+from dit_lora.training.loop import RolledBackError
+from dit_lora.training.recovery.parity_batches import disable_for_run
+from dit_lora.training.recovery.run_recovery import RunRecovery
+from dit_lora.training.task import AnySetup
+
+_EVENT_KIND = "gradient_check"
+_ENGINE_NAMES = {Engine: "DDP", ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
+_ADVICE = {
+    "recomputation": "; set train.checkpointing=none",
+    "offload": "; set train.offload=none",
+    "accumulation": "; set train.accumulate=1",
+}
+"""What to do about causes that the guard does not switch off itself."""
+
+
+@dataclass
+class GradientWatch:
+    """Checks gradients of a run's steps. Weights, gradients and random state are bitwise unchanged afterwards."""
+
+    setup: AnySetup
+    recovery: RunRecovery
+    start_step: int
+    _next_step: int = field(init=False)
+    """The first step that an automatic interval allows to check."""
+    _num_evaluations: int = field(init=False)
+    """Evaluations of the loss that a check takes: an estimate until the first one."""
+    _num_switched_off: int = field(init=False)
+    _last_sound_step: int | None = None
+    """The last step whose gradient agreed with the loss, in this process."""
+
+    def __post_init__(self) -> None:
+        self._next_step = self.start_step + 1
+        self._num_evaluations = estimate_gradient_evaluations(self.setup.dtype)
+        self._num_switched_off = len(self.recovery.state.switched_off)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.setup.recipe.guard.gradient_every) and self.unsupported_reason is None
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Why this run's gradients cannot be checked; None if they can, or should not be."""
+        recipe = self.setup.recipe
+        if not recipe.guard.gradient_every:
+            return None
+        reason = None
+        engine = type(self.setup.engine)
+        # The loss of all ranks, and weights or gradients that are sharded, need collective evaluations.
+        if self.setup.accelerator.num_processes > 1 or engine is not Engine:
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs a run in one process"
+        # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
+        elif recipe.kernels.fp8 != "off":
+            reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
+        elif recipe.lora.kind == "dora":
+            reason = "lora.kind=dora: by design, its gradient leaves out the norm of the weights"
+        return f"guard.gradient_every: gradients are not checked with {reason}" if reason else None
+
+    @property
+    def skipped_reason(self) -> str | None:
+        """Why an automatic interval allows no check in this run; None if it allows one."""
+        # With a number of steps, the first step is always checked.
+        if not self.is_on or self.setup.recipe.guard.gradient_every != "auto" or self._is_affordable(self._next_step):
+            return None
+        num_steps = count_paying_steps(self._num_evaluations)
+        return (
+            f"gradients are not checked: guard.gradient_every=auto needs a run of {num_steps} steps, of which a check "
+            "costs 1%; set a number of steps instead"
+        )
+
+    def is_due(self, step: int) -> bool:
+        """True if this step's gradient is to be checked."""
+        if not self.is_on:
+            return False
+        interval = self.setup.recipe.guard.gradient_every
+        if interval == "auto":
+            return self._is_affordable(step) and (step >= self._next_step or self._has_new_fallback)
+        # Whatever replaces a component that the guard has switched off has not been checked either.
+        return step == self.start_step + 1 or step % interval == 0 or self._has_new_fallback
+
+    @property
+    def _has_new_fallback(self) -> bool:
+        """True if the guard has switched off a component since the last check."""
+        return len(self.recovery.state.switched_off) != self._num_switched_off
+
+    def _is_affordable(self, step: int) -> bool:
+        """True if the steps from this one to the last would pay for a check."""
+        return self.setup.recipe.train.steps - step + 1 >= count_paying_steps(self._num_evaluations)
+
+    def check(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        losses: Sequence[torch.Tensor],
+        previous_batch: MicroBatch | None,
+    ) -> None:
+        """Check a step's gradient after accumulation and before clipping. See `LoopCallbacks.on_gradients`.
+
+        A wrong gradient is logged and written to events.jsonl. After an error inside the check the run goes on.
+
+        Raises:
+            RolledBackError: A component at fault was switched off, and the step is to be taken again.
+        """
+        began = time.perf_counter()
+        self._num_switched_off = len(self.recovery.state.switched_off)
+        # On the unwrapped model, as all replays.
+        replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
+        # The check is no part of training: whatever fails in it must not end the run.
+        optional_work = self.setup.session.optional_work
+        outcome = optional_work.attempt("gradient checks", step, lambda: self._examine(replayable, losses))
+        self._next_step = step + count_paying_steps(self._num_evaluations)
+        # A loss or gradient that is not finite is for the step's gate.
+        if outcome is None or not outcome[0].is_finite:
+            return
+        report, finding = outcome
+        if report.result == "agrees":
+            self._record_sound_step(step, report)
+            return
+        # Before the event is written: it names the action.
+        is_switched_off = self._switch_off(finding)
+        message = f"{report.message}{finding.message}{self._describe_action(step, finding)}"
+        event = Event(
+            step,
+            _EVENT_KIND,
+            _build_verdict(report, finding, message),
+            action="fallback" if is_switched_off else "report",
+            seconds=time.perf_counter() - began,
+        )
+        self.recovery.files.write_event(event)
+        self.recovery.files.say(f"guard: step {step}: {message}")
+        if is_switched_off:
+            # Without the component, more may be kept for backward.
+            choose_checkpointing(self.setup)
+            raise RolledBackError(step - 1)
+
+    def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
+        """Check a step's gradient, and find the cause if it differs from the loss's slope."""
+        report = check_gradient(
+            step.compute_terms,
+            step.parameters,
+            dtype=self.setup.dtype,
+            groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
+            step_loss=compute_loss_terms(losses).double().sum().item(),
+        )
+        if report.result != "differs":
+            return report, CauseFinding("unknown", "")
+        model = self.setup.transformer
+        # These change only how a gradient is computed, so NaN is never diagnosed with them.
+        fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
+        extra_fallbacks = [fallback for fallback in fallbacks if fallback is not None]
+        try:
+            return report, find_gradient_cause(step, report, self.recovery.diagnosis_context, extra_fallbacks)
+        # That the gradient is wrong is known already, and must not be lost.
+        except torch.OutOfMemoryError:
+            return report, CauseFinding("unknown", "; a replay to find the cause does not fit into memory")
+
+    def _record_sound_step(self, step: int, report: GradientReport) -> None:
+        """Note that a step's gradient agrees with the loss, and say so the first time."""
+        if self._last_sound_step is None:
+            self.recovery.files.say(f"guard: step {step}: {report.message}")
+        self._last_sound_step = step
+        # The next check will cost about as much.
+        self._num_evaluations = report.num_evaluations
+        self._next_step = step + count_paying_steps(report.num_evaluations)
+
+    def _switch_off(self, finding: CauseFinding) -> bool:
+        """Switch off a component at fault for this run, if the guard may; True if it did."""
+        # Without checkpointing or offload, larger samples of a later step might not fit into memory.
+        if finding.fallback is None or finding.cause in _ADVICE:
+            return False
+        if "fallback" not in self.setup.recipe.guard.on_nonfinite:
+            return False
+        disable_for_run(self.recovery, finding.fallback)
+        return True
+
+    def _describe_action(self, step: int, finding: CauseFinding) -> str:
+        """The action taken for a cause, or advice for the user, as the end of a sentence."""
+        fallback = finding.fallback
+        if fallback is None or fallback.name not in self.recovery.state.switched_off:
+            return _ADVICE.get(finding.cause, "")
+        text = f"; {fallback.name} stays off for this run, and the step is repeated"
+        # Steps that an earlier process trained have not been checked by this one.
+        first_step = 1 + (self._last_sound_step or 0)
+        if first_step >= step:
+            return text
+        return f"{text}; steps {first_step} to {step - 1} may have been trained with it"
+
+
+def _build_verdict(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
+    """The diagnosis in the event of a gradient check, with its figures as evidence."""
+    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
+    evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
+    if finding.fallback is not None:
+        verdict["switch"] = finding.fallback.name
+    if report.location is not None:
+        if report.location.layer is not None:
+            verdict["module"] = report.location.layer
+        evidence["groups"] = list(report.location.groups)
+    if report.worst is not None:
+        # Infinite without a gradient, which JSON cannot hold.
+        figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
+        evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        evidence["along"] = report.worst.direction
+    return {**verdict, "evidence": evidence}

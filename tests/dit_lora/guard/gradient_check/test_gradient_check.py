@@ -1,0 +1,262 @@
+"""Slopes of a small net's loss against gradients that are right, wrong or missing."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.directions import (
+    Direction,
+    GradientDirection,
+    RandomDirection,
+    TensorwiseGradientDirection,
+    round_to_spacing,
+)
+from dit_lora.guard.gradient_check.slopes import LossEvaluator, compare_slopes, divide
+
+LAYERS = ("0", "3", "5")
+
+
+@dataclass
+class SmallStep:
+    """A step of a net with dropout on five samples; `detach` cuts the gradient off before a layer."""
+
+    model: nn.Sequential
+    dtype: torch.dtype = torch.float32
+    detach: str = ""
+    extra_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        weight = self.parameters["0.weight"]
+        self.x = torch.randn(5, 7, generator=generator).to(weight.dtype)
+        self.y = torch.randn(5, 4, generator=generator)
+        for name, layer in self.model.named_children():
+            layer.register_forward_pre_hook(lambda _, args, name=name: self._cut(name, args[0]))
+
+    def _cut(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x.detach() if name == self.detach else x
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def compute_terms(self) -> torch.Tensor:
+        is_low_precision = self.parameters["0.weight"].dtype == torch.float32 and self.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16) if is_low_precision else nullcontext():
+            output = self.model(self.x)
+        losses = (output.to(self.parameters["0.weight"].dtype) - self.y).square()
+        terms = losses.mean(1) / len(self.x)
+        if not torch.is_grad_enabled() and self.extra_noise:
+            # Of another generator, as atomic additions of a GPU.
+            terms = terms + self.extra_noise * self.noise()
+        return terms
+
+    def noise(self) -> torch.Tensor:
+        self._generator = getattr(self, "_generator", torch.Generator().manual_seed(9))
+        return torch.randn(len(self.x), generator=self._generator)
+
+    def run_backward(self) -> None:
+        self.model.zero_grad()
+        # The dropout masks of the check: it restores this state.
+        with torch.random.fork_rng([]):
+            self.compute_terms().sum().backward()
+
+    def scale_gradients(self, factor: float, names: Iterable[str] = ()) -> None:
+        for name in names or self.parameters:
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            gradient.mul_(factor)
+
+    def check(self, **options: Any) -> GradientReport:
+        return check_gradient(self.compute_terms, self.parameters, dtype=self.dtype, **options)
+
+
+def small_step(dtype: torch.dtype = torch.float32, *, weights: torch.dtype | None = None, **options: Any) -> SmallStep:
+    torch.manual_seed(5)
+    layers = [nn.Linear(7, 48), nn.Dropout(0.2), nn.Tanh(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 4)]
+    model = nn.Sequential(*layers).to(weights or (torch.float64 if dtype == torch.float64 else torch.float32))
+    step = SmallStep(model, dtype, **options)
+    step.y = step.y.to(torch.float64) if dtype == torch.float64 else step.y
+    step.run_backward()
+    return step
+
+
+DIRECTIONS: list[Callable[[dict[str, torch.Tensor]], Direction]] = [
+    GradientDirection,
+    TensorwiseGradientDirection,
+    lambda parameters: RandomDirection.from_parameters(parameters, seed=4),
+]
+
+
+@pytest.mark.parametrize("make_direction", DIRECTIONS)
+def test_the_slope_is_autograds_in_fp64(make_direction: Callable[[dict[str, torch.Tensor]], Direction]) -> None:
+    step = small_step(torch.float64)
+    evaluator = LossEvaluator(step.compute_terms, [], 100)
+    evaluator.evaluate_base()
+    direction = make_direction(step.parameters)
+    comparison = compare_slopes(evaluator, direction, size=1e-3, dtype=torch.float64)
+    assert comparison.result == "agrees"
+    assert abs(comparison.ratio - 1) < min(1e-6, comparison.bound)
+    # Steps are rounded by 2^-53 of the weights only.
+    estimate = comparison.estimate
+    assert estimate is not None
+    assert estimate.projection == pytest.approx(estimate.size * direction.compute_slope(), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_a_scaled_gradient_differs_by_its_factor(dtype: torch.dtype, factor: float) -> None:
+    step = small_step(dtype)
+    step.scale_gradients(factor)
+    report = step.check()
+    assert report.result == ("agrees" if factor == 1 else "differs")
+    assert report.worst is not None
+    assert abs(report.worst.ratio - 1 / factor) < report.worst.bound / factor < 0.3
+    assert report.num_evaluations >= 2 + sum(c.num_evaluations for c in report.comparisons)
+    if factor != 1:
+        # Of all layers: the last one, and those before it.
+        assert report.location is not None
+        assert (report.location.layer, report.location.earlier_layers) == ("5", "differs")
+
+
+def test_noise_that_hides_the_slope_allows_no_result() -> None:
+    quiet, noisy = small_step(extra_noise=1e-6), small_step(extra_noise=0.3)
+    assert quiet.check().result == "agrees"
+    noisy.scale_gradients(0.9, ["3.weight"])
+    report = noisy.check()
+    assert report.result == "cannot tell"
+    assert all(comparison.result == "cannot tell" for comparison in report.comparisons)
+
+
+def test_weights_stored_in_bf16_are_moved_by_whole_spacings() -> None:
+    step = small_step(torch.bfloat16, weights=torch.bfloat16)
+    assert step.check().result == "agrees"
+    step.scale_gradients(0.5)
+    assert step.check().result == "differs"
+
+
+def test_a_step_is_rounded_without_bias() -> None:
+    weight = torch.full((20_000,), 1.5)
+    # A tenth of the spacing of bf16 at 1.5 to 1.52, which is 2^-7.
+    step = torch.full_like(weight, 0.1 * 2**-7)
+    rounded = round_to_spacing(step, weight, torch.bfloat16, torch.Generator().manual_seed(0))
+    assert set(rounded.tolist()) == {0.0, 2**-7}
+    assert rounded.mean().item() == pytest.approx(0.1 * 2**-7, rel=0.1)
+    moved = (weight + rounded).bfloat16().float() - (weight - rounded).bfloat16().float()
+    assert torch.equal(moved, 2 * rounded)
+    fine_step = round_to_spacing(step, weight, torch.float32, torch.Generator().manual_seed(0))
+    assert (fine_step - step).abs().max() <= 2**-23
+
+
+@pytest.mark.parametrize("missing", [None, torch.zeros])
+def test_a_missing_gradient_is_named(missing: Callable[[torch.Size], torch.Tensor] | None) -> None:
+    step = small_step()
+    parameter = step.parameters["3.weight"]
+    parameter.grad = missing(parameter.shape) if missing else None
+    report = step.check()
+    assert report.result == "differs"
+    assert report.worst is not None
+    assert (report.worst.direction, report.worst.parameters) == ("random signs, zero gradients", ("3.weight",))
+    assert report.worst.bound == report.worst.ratio * report.worst.ratio == float("inf")
+    assert report.location is not None
+    assert (report.location.layer, report.location.candidates) == ("3", ("3",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_detached_inputs_are_located_before_the_layer(dtype: torch.dtype) -> None:
+    """The layers before have no gradient; the layer itself has the right one."""
+    report = small_step(dtype, detach="5").check()
+    assert report.result == "differs"
+    assert report.location is not None
+    assert (report.location.layer, report.location.earlier_layers) == ("3", "differs")
+
+
+def test_the_parameter_group_is_named() -> None:
+    step = small_step()
+    step.scale_gradients(1.3, ["3.weight"])
+    groups = {layer: [f"{layer}.weight", f"{layer}.bias"] for layer in LAYERS}
+    report = step.check(groups=groups)
+    assert report.location is not None
+    assert (report.location.groups, report.location.layer) == (("3",), "3")
+    whole = step.check(groups={"all": list(step.parameters)})
+    assert whole.location is not None
+    assert (whole.location.groups, whole.location.layer, whole.location.earlier_layers) == ((), "3", "agrees")
+
+
+def test_weights_without_effect_may_have_no_gradient() -> None:
+    """LoRA's A before the first step, where B is zero."""
+    step = small_step()
+    with torch.no_grad():
+        for name in ("5.weight", "3.bias"):
+            step.parameters[name].zero_()
+    step.run_backward()
+    gradient = step.parameters["3.weight"].grad
+    assert gradient is not None
+    assert not gradient.any()
+    assert step.check().result == "agrees"
+
+
+class PlantedError(Exception):
+    pass
+
+
+def test_weights_and_random_state_are_restored_even_after_an_error() -> None:
+    step = small_step(torch.bfloat16)
+    step.parameters["3.bias"].grad = None
+    weights = {name: p.detach().clone() for name, p in step.parameters.items()}
+    gradients = {name: p.grad for name, p in step.parameters.items()}
+    state = torch.get_rng_state()
+    assert step.check().result == "differs"
+    calls = iter(range(9))
+
+    def fail() -> torch.Tensor:
+        if next(calls, None) is None:
+            raise PlantedError
+        return step.compute_terms()
+
+    with pytest.raises(PlantedError):
+        check_gradient(fail, step.parameters)
+    assert all(torch.equal(p, weights[name]) for name, p in step.parameters.items())
+    assert all(p.grad is gradients[name] for name, p in step.parameters.items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocasts_cache_neither_hides_steps_nor_loses_the_next_gradient() -> None:
+    step = small_step(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step.check().result == "agrees"
+        step.run_backward()
+    assert all(p.grad is not None and p.grad.any() for p in step.parameters.values())
+
+
+def test_what_cannot_be_compared_says_why() -> None:
+    step = small_step()
+    with torch.random.fork_rng([]):
+        loss = step.compute_terms().sum().item()
+    assert "was 2 in the step" in step.check(step_loss=2.0).reason
+    assert step.check(step_loss=loss).reason == ""
+    step.scale_gradients(float("nan"), ["3.bias"])
+    assert step.check().reason == "the gradient is not finite"
+    step.y[2, 2] = float("inf")
+    report = step.check()
+    assert (report.result, report.reason, report.worst) == ("cannot tell", "the loss is not finite", None)
+
+
+def test_the_budget_of_evaluations_is_kept() -> None:
+    step = small_step()
+    step.scale_gradients(2, ["3.weight"])
+    assert step.check(max_evaluations=5).result == "cannot tell"
+    report = step.check(max_evaluations=18)
+    assert report.result == "differs"
+    assert report.num_evaluations <= 18
+
+
+def test_division_by_zero_keeps_the_sign() -> None:
+    assert divide(-1, 0) == -float("inf")
+    assert divide(0, 0) != divide(0, 0)

@@ -1,0 +1,115 @@
+"""Which steps' gradients are checked, and which runs are refused a check by name."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.guard.gradient_check.check import GradientReport
+from dit_lora.training.check_budget import GRADIENT_CHECK_SHARE, count_paying_steps, estimate_gradient_evaluations
+from dit_lora.training.distributed.context_parallel import ContextParallel
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.distributed.fsdp import ShardedEngine
+from dit_lora.training.distributed.zero import Zero2
+from dit_lora.training.recovery.gradient_watch import GradientWatch
+
+FP32 = torch.float32
+
+
+def make_watch(
+    gradient_every: int | str,
+    *,
+    start_step: int = 0,
+    steps: int = 100,
+    engine: type[Engine] = Engine,
+    num_processes: int = 1,
+    fp8: str = "off",
+    adapter: str = "lora",
+) -> GradientWatch:
+    setup: Any = SimpleNamespace(
+        recipe=SimpleNamespace(
+            guard=SimpleNamespace(gradient_every=gradient_every),
+            kernels=SimpleNamespace(fp8=fp8),
+            lora=SimpleNamespace(kind=adapter),
+            train=SimpleNamespace(steps=steps),
+        ),
+        accelerator=SimpleNamespace(num_processes=num_processes),
+        engine=object.__new__(engine),
+        dtype=FP32,
+    )
+    recovery: Any = SimpleNamespace(
+        state=SimpleNamespace(switched_off=[]), files=SimpleNamespace(say=lambda _line: None)
+    )
+    return GradientWatch(setup, recovery, start_step)
+
+
+def list_due_steps(watch: GradientWatch, num_evaluations: int = 22) -> list[int]:
+    """The steps at which a run checks, if each check agrees and takes so many evaluations."""
+    due = []
+    for step in range(watch.start_step + 1, watch.setup.recipe.train.steps + 1):
+        if watch.is_due(step):
+            due.append(step)
+            watch._record_sound_step(step, GradientReport("agrees", (), num_evaluations))
+    return due
+
+
+def test_the_first_step_and_every_so_many_are_due() -> None:
+    assert list_due_steps(make_watch(0)) == []
+    assert list_due_steps(make_watch(30)) == [1, 30, 60, 90]
+    # After a resume, whatever is different on this machine has not been checked.
+    assert list_due_steps(make_watch(30, start_step=45)) == [46, 60, 90]
+
+
+def test_a_step_after_a_fallback_is_due() -> None:
+    watch = make_watch(30)
+    watch._num_switched_off = 0
+    watch.recovery.state.switched_off.append("qk_norm_rope")
+    assert watch.is_due(8)
+    watch._num_switched_off = 1
+    assert not watch.is_due(8)
+
+
+@pytest.mark.parametrize("num_evaluations", [10, 22, 150])
+def test_automatic_checks_cost_their_share_at_most(num_evaluations: int) -> None:
+    watch = make_watch("auto", steps=4000)
+    due = list_due_steps(watch, num_evaluations)
+    assert due[0] == 1
+    assert len(due) >= 1
+    # A step is a forward pass and a backward pass of twice its time. The first check's cost is an estimate.
+    first, *later = [num_evaluations / 3] * len(due)
+    assert sum(later) <= GRADIENT_CHECK_SHARE * 4000
+    assert first <= 50
+    assert [b - a for a, b in pairwise(due)] == [count_paying_steps(num_evaluations)] * len(later)
+
+
+def test_a_run_that_is_too_short_for_an_automatic_check_says_so() -> None:
+    steps = count_paying_steps(estimate_gradient_evaluations(FP32))
+    short, long = make_watch("auto", steps=steps - 1), make_watch("auto", steps=steps)
+    assert list_due_steps(short) == []
+    assert short.skipped_reason is not None
+    assert f"needs a run of {steps} steps" in short.skipped_reason
+    assert (list_due_steps(long), long.unsupported_reason) == ([1], None)
+    assert make_watch("auto", steps=steps).skipped_reason is None
+    assert make_watch(5, steps=3).skipped_reason is None
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_processes": 2}, "DDP"),
+        ({"engine": ShardedEngine}, "FSDP2"),
+        ({"engine": Zero2}, "DeepSpeed"),
+        ({"engine": ContextParallel}, "train.context_parallel"),
+        ({"fp8": "on"}, "kernels.fp8=on"),
+        ({"adapter": "dora"}, "lora.kind=dora"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_by_name(options: dict[str, Any], name: str) -> None:
+    watch = make_watch(1, **options)
+    assert watch.unsupported_reason is not None
+    assert f"not checked with {name}: " in watch.unsupported_reason
+    assert list_due_steps(watch) == []
+    # Without a check there is nothing to refuse.
+    assert make_watch(0, **options).unsupported_reason is None

@@ -1,0 +1,114 @@
+"""`guard.gradient_every` compares gradients of a run with its loss, and changes nothing of a healthy run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import lines, same_adapter
+from safetensors.torch import load_file
+
+from dit_lora.guard.fallbacks import Fallback
+from dit_lora.training.recovery import build, gradient_watch
+from dit_lora.training.recovery.gradient_watch import GradientWatch
+
+Main = Callable[[list[str]], None]
+LAYER = "transformer_blocks.1.attn1.to_v"
+
+
+@pytest.fixture
+def args(smoke: list[str]) -> list[str]:
+    args = [*smoke, "train.steps=3", "train.batch_size=1", "train.accumulate=2", "lora.dropout=0.2"]
+    return [*args, "guard.preflight=false", "train.save_every=3"]
+
+
+class FaultyKernel:
+    """A component that halves the gradient of one layer until it is off."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_on = True
+        fallback = Fallback("qk_norm_rope", "kernel", self.disable_temporarily, self.disable, "PyTorch's own ops")
+        monkeypatch.setattr(build, "list_fallbacks", lambda _model: [fallback])
+        finish = GradientWatch.__post_init__
+
+        def plant(watch: GradientWatch) -> None:
+            finish(watch)
+            for name, parameter in watch.setup.transformer.named_parameters():
+                if parameter.requires_grad and name.startswith(LAYER):
+                    parameter.register_hook(lambda gradient: gradient / 2 if self.is_on else gradient)
+
+        monkeypatch.setattr(GradientWatch, "__post_init__", plant)
+
+    def disable(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def disable_temporarily(self) -> Iterator[None]:
+        self.is_on = False
+        yield
+        self.is_on = True
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    return [event for event in lines(run, "events.jsonl") if event["kind"] == "gradient_check"]
+
+
+def read_state(run: Path) -> dict[str, torch.Tensor]:
+    files = sorted((run / "checkpoints" / "step_000003").rglob("*.safetensors"))
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unchecked(
+    lora_main: Main,
+    args: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clean, repaired = tmp_path / "clean", tmp_path / "repaired"
+    with monkeypatch.context() as patch:
+
+        def fail(*_args: Any, **_options: Any) -> None:
+            raise RuntimeError("no such op")
+
+        patch.setattr(gradient_watch, "check_gradient", fail)
+        lora_main([*args, f"run.dir={clean}", "guard.gradient_every=2"])
+    output = capsys.readouterr()
+    assert "step 2: gradient checks are skipped this time: RuntimeError: no such op" in output.out + output.err
+    assert read_events(clean) == []
+    FaultyKernel(monkeypatch)
+    lora_main([*args, f"run.dir={repaired}", "guard.gradient_every=2"])
+    (event,) = read_events(repaired)
+    verdict = event["verdict"]
+    assert (event["step"], event["action"], verdict["cause"], verdict["switch"]) == (
+        1,
+        "fallback",
+        "kernel",
+        "qk_norm_rope",
+    )
+    assert verdict["module"] == LAYER
+    assert verdict["evidence"]["replays"] == ["differs"] * 3
+    assert verdict["words"].endswith("; qk_norm_rope stays off for this run, and the step is repeated")
+    output = capsys.readouterr()
+    # The repeated step is checked again.
+    assert "step 1: the gradient agrees with the loss" in output.out + output.err
+    assert same_adapter(clean, repaired)
+    first_state, second_state = read_state(clean), read_state(repaired)
+    assert len(first_state) > 30
+    assert first_state.keys() == second_state.keys()
+    assert all(torch.equal(first_state[name], second_state[name]) for name in first_state)
+
+
+def test_without_leave_to_fall_back_it_is_reported(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = FaultyKernel(monkeypatch)
+    settings = ["guard.gradient_every=9", "guard.on_nonfinite=[stop]", "train.steps=1", "train.save_every=1"]
+    lora_main([*args, *settings, f"run.dir={tmp_path / 'run'}"])
+    (event,) = read_events(tmp_path / "run")
+    assert (event["action"], event["verdict"]["cause"], kernel.is_on) == ("report", "kernel", True)
+    evidence = event["verdict"]["evidence"]
+    assert (evidence["result"], evidence["along"]) == ("differs", "gradient")
+    assert evidence["ratio"] > 1 + evidence["bound"]
