@@ -18,7 +18,6 @@ from dit_lora.training.loop import Loop, max_resident_micro_batches, train
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics
 
-
 _KEPT: list[Loop] = []
 
 
