@@ -39,7 +39,7 @@ class Row:
     """One row of the guard's event table: an event, and those with the same message about the same samples."""
 
     step: str
-    again: str
+    repeats: str
     """Text on how often the event was repeated; empty if it was not."""
     cause: str
     words: str
@@ -49,7 +49,7 @@ class Row:
     action: str
     bundle: str
     """Path of the bundle's folder relative to the page; empty if there is none."""
-    told: EventRow
+    event: EventRow
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
-        again=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
+        repeats=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
         words=base_row.words,
         module=format_value(verdict.get("module")),
@@ -258,7 +258,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
         samples=", ".join(_to_strings(event.get("sample_ids"))),
         action=base_row.action,
         bundle=bundle if is_there else "",
-        told=base_row,
+        event=base_row,
     )
 
 

@@ -146,7 +146,7 @@ def json_response(values: Mapping[str, Any], status: int = 200) -> Response:
 
 
 async def _read_body(request: Request) -> bytes | Response:
-    """The request body, or the response to one that is too long. The server drops what is sent after it."""
+    """The request body, or the response to one that is too long. The server drops the rest."""
     body = b""
     try:
         async for part in request.stream():

@@ -11,11 +11,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from dit_lora.errors import DitLoraError
+from dit_lora.studio.job_pages import JobPages
+from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.pages import list_asset_routes
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import LiveReportPage, RunPages
 from dit_lora.studio.server import serve_until_interrupted
+from dit_lora.studio.work_pages import WorkPages
 
 if TYPE_CHECKING:
     from dit_lora.report.captions.page import TextRules
@@ -30,8 +33,10 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
 
 
 def list_run_routes(library: RunLibrary) -> list[BaseRoute]:
-    """The routes of the list of runs and of their pages."""
-    return [*RunListPage(library).list_routes(), *RunPages(library).list_routes()]
+    """The routes of the list of runs, of their pages, and of commands."""
+    queue = JobQueue()
+    pages = (RunListPage(library), JobPages(queue), WorkPages(library, queue), RunPages(library))
+    return [route for page in pages for route in page.list_routes()]
 
 
 def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:

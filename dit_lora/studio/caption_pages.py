@@ -57,18 +57,18 @@ class CaptionPages:
 
     def list_routes(self) -> list[BaseRoute]:
         return [
-            Route(CAPTIONS_PAGE, self._show_page),
-            Route(f"{CAPTIONS_PAGE}media/{{name:any_path}}", self._send_media),
-            write_route(f"{CAPTIONS_PAGE}caption", self._save),
+            Route(CAPTIONS_PAGE, self.show_page),
+            Route(f"{CAPTIONS_PAGE}media/{{name:any_path}}", self.send_media),
+            write_route(f"{CAPTIONS_PAGE}caption", self.save),
         ]
 
-    def _show_page(self, request: Request) -> Response:
+    def show_page(self, request: Request) -> Response:
         number = parse_page_number(request)
         is_flagged_only = request.query_params.get("only") == "flagged"
         page = self._edits.render_page(get_page_token(request), number, is_flagged_only)
         return HTMLResponse(page.encode(errors="backslashreplace"), headers=REPORT_HEADERS)
 
-    def _send_media(self, request: Request) -> Response:
+    def send_media(self, request: Request) -> Response:
         # The raw path also represents names that are not UTF-8.
         address = request.scope["raw_path"].decode("ascii").removeprefix(f"{CAPTIONS_PAGE}media/")
         file = self._edits.find_media(decode_address(address))
@@ -83,7 +83,7 @@ class CaptionPages:
             raise HTTPException(404, "this file does not exist, or is a link to another folder") from error
         return OpenedFileResponse(opened, content_type)
 
-    def _save(self, request: Request, values: Mapping[str, Any]) -> Response:
+    def save(self, request: Request, values: Mapping[str, Any]) -> Response:
         # The body comes from the network, so every type is checked.
         name, caption, version = (values.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):

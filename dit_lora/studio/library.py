@@ -54,10 +54,12 @@ def _find_runs(roots: Sequence[Path]) -> Iterator[Path]:
         folder, depth = pending.pop()
         num_folders += 1
         with suppress(OSError), os.scandir(folder) as entries:  # removed meanwhile, or not readable
-            found = sorted(entries, key=lambda entry: entry.name)
+            folder_entries = sorted(entries, key=lambda entry: entry.name)
             # A run's own folders hold no other runs.
-            if any(entry.name == "config.yaml" for entry in found):
+            if any(entry.name == "config.yaml" for entry in folder_entries):
                 yield folder
             elif depth < MAX_DEPTH:
-                names = [e.name for e in found if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+                names = [
+                    e.name for e in folder_entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
+                ]
                 pending += [(folder / name, depth + 1) for name in reversed(names)]

@@ -1,6 +1,5 @@
 """The list of runs, with what each is doing."""
 
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -19,20 +18,21 @@ class RunListPage:
         self._library = library
 
     def list_routes(self) -> list[BaseRoute]:
-        return [Route("/", self._show)]
+        return [Route("/", self.show)]
 
-    def _show(self, request: Request) -> Response:
+    def show(self, request: Request) -> Response:
         number = parse_page_number(request)
         folders = self._library.list_runs()
         # The newest first.
         run_ids = sorted(folders, key=lambda run_id: get_last_write_time(folders[run_id]), reverse=True)
         num_pages = max(1, -(-len(run_ids) // ROWS_PER_PAGE))
         number = min(max(1, number), num_pages)
-        shown = run_ids[(number - 1) * ROWS_PER_PAGE : number * ROWS_PER_PAGE]
+        page_run_ids = run_ids[(number - 1) * ROWS_PER_PAGE : number * ROWS_PER_PAGE]
+        page_runs = [(run_id, folders[run_id]) for run_id in page_run_ids]
         return studio_page(
             request,
             "studio_runs.html",
-            rows=[read_run_row(run_id, folders[run_id], self._library.get_name(folders[run_id])) for run_id in shown],
+            rows=[read_run_row(run_id, folder, self._library.get_name(folder)) for run_id, folder in page_runs],
             total=len(run_ids),
             number=number,
             num_pages=num_pages,

@@ -17,6 +17,7 @@ from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import choose_export_format, render_run
 from dit_lora.report.run.samples import CONTENT_TYPES, get_checkpoint_path
 from dit_lora.studio.access import get_page_token, json_response, write_route
+from dit_lora.studio.job_pages import RESULT_PATTERN
 from dit_lora.studio.library import RunLibrary
 from dit_lora.studio.opened_file import OpenedFileResponse
 
@@ -96,10 +97,10 @@ class RunPages:
 
     def list_routes(self) -> list[BaseRoute]:
         return [
-            Route("/runs/{run_id}/", self._show_report),
-            Route("/runs/{run_id}/state", self._show_state),
-            Route("/runs/{run_id}/{path:path}", self._send_sample),
-            write_route("/runs/{run_id}/export", self._export_step),
+            Route("/runs/{run_id}/", self.show_report),
+            Route("/runs/{run_id}/state", self.show_state),
+            Route("/runs/{run_id}/{path:path}", self.send_sample),
+            write_route("/runs/{run_id}/export", self.export_step),
         ]
 
     def get_live_page(self, run_id: str) -> LiveReportPage:
@@ -107,17 +108,18 @@ class RunPages:
         folder = self._library.get_folder(run_id)
         return self._pages.setdefault(run_id, LiveReportPage(folder, self._export))
 
-    def _show_report(self, request: Request) -> Response:
+    def show_report(self, request: Request) -> Response:
         page = self.get_live_page(request.path_params["run_id"]).get_page(get_page_token(request))
         return HTMLResponse(page.encode(errors="backslashreplace"), headers=REPORT_HEADERS)
 
-    def _show_state(self, request: Request) -> Response:
+    def show_state(self, request: Request) -> Response:
         page = self.get_live_page(request.path_params["run_id"])
         return json_response({"fingerprint": page.compute_fingerprint()})
 
-    def _send_sample(self, request: Request) -> Response:
+    def send_sample(self, request: Request) -> Response:
+        # Neither pattern allows dots between slashes.
         folder, path = self._library.get_folder(request.path_params["run_id"]), request.path_params["path"]
-        if _SAMPLE_PATTERN.fullmatch(path) is None:
+        if not (_SAMPLE_PATTERN.fullmatch(path) or RESULT_PATTERN.fullmatch(path)):
             raise HTTPException(404)
         try:
             file = open_inside(folder, folder / path)
@@ -125,7 +127,7 @@ class RunPages:
             raise HTTPException(404, "this file does not exist") from error
         return OpenedFileResponse(file, CONTENT_TYPES[Path(path).suffix])
 
-    def _export_step(self, request: Request, values: Mapping[str, Any]) -> Response:
+    def export_step(self, request: Request, values: Mapping[str, Any]) -> Response:
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise HTTPException(400, "the step must be a number, 0 or greater")

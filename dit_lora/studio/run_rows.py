@@ -59,6 +59,7 @@ class RunRow:
         if len(losses) < 2:
             return ""
         low, span = min(losses), max(losses) - min(losses) or 1.0
+        # SVG's y axis points down; two pixels are left for the line's width.
         dx = _WIDTH / (len(losses) - 1)
         return " ".join(
             f"{index * dx:.1f},{2 + (_HEIGHT - 4) * (1 - (loss - low) / span):.1f}"
@@ -82,6 +83,7 @@ def read_run_row(run_id: str, folder: Path, name: str) -> RunRow:
         notes.append("It has no step: it was stopped before the first, or metrics.jsonl is missing.")
     step, max_steps = max([0, *steps[-1:]]), _read_max_steps(folder, notes)
     seconds = [s for line in metrics if math.isfinite(s := to_float_or_nan(line.get("seconds")))]
+    # A run that has ended has no time left.
     remaining = (max_steps or 0) - step if state == "running" and seconds else 0
     peaks = [p for line in metrics if math.isfinite(p := to_float_or_nan(line.get("peak_gib")))]
     guard, guard_color = _describe_guard(folder, state, notes)
@@ -165,6 +167,7 @@ def _describe_guard(folder: Path, state: RunState, notes: list[str]) -> tuple[st
     events = _read_last_lines(folder, "events.jsonl", notes)
     if state == "stopped":
         return "stopped it", "reject"
+    # Events that are only reported cost no step.
     lost = find_lost_steps(events).texts
     return ("; ".join(lost), "warn") if lost else ("no step lost", "ok")
 
@@ -174,6 +177,7 @@ def _find_last_sample(folder: Path) -> str:
         steps = sorted(
             (path for path in (folder / "samples").glob("step_*") if path.name[5:].isdecimal()), reverse=True
         )
+        # The newest folder may be empty: its samples are still being made.
         for step in steps[:2]:
             for path in sorted(step.iterdir()):
                 if _SAMPLE_PATTERN.fullmatch(path.name) and can_open_inside(folder, path):

@@ -78,6 +78,7 @@ class CaptionEdits:
             return self._build_state(table, name)
 
     def _read_table(self) -> CaptionTable:
+        # Parses only what has changed since the last time.
         self._table = CaptionTable.read(self.root, self._table)
         return self._table
 

@@ -131,10 +131,11 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
             label = f"reference {position}" if len(references[index]) > 1 else "reference"
             shown_references.append(SampleReference(label, _get_media_kind(path), get_source(path)))
         samples.append(PromptSamples(prompt, _get_media_kind(paths[-1]), clips, shown_references))
+    # A data URI is embedded; any other source is a link.
     sources = [clip.source for sample in samples for clip in sample.clips]
     sources += [reference.source for sample in samples for reference in sample.references]
     linked = sum(1 for source in sources if not source.startswith("data:"))
-    return RunSamples(samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder))
+    return RunSamples(samples, _find_answers(folder), linked, hidden, find_checkpoint_steps(folder))
 
 
 def get_checkpoint_path(folder: Path, step: int) -> Path:
@@ -142,7 +143,8 @@ def get_checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors"
 
 
-def _find_checkpoint_steps(folder: Path) -> list[int]:
+def find_checkpoint_steps(folder: Path) -> list[int]:
+    """The steps with a checkpoint of the trained weights, in order."""
     # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in matches if match)
@@ -178,6 +180,7 @@ def format_step(step: int) -> str:
 
 def _choose_steps(steps: Iterable[int]) -> list[int]:
     ordered = sorted(steps)
+    # A filmstrip of all steps: nothing is left out of a short run.
     if len(ordered) <= MAX_STEPS:
         return ordered
     # Evenly spaced, including the first and the last step.
@@ -188,6 +191,7 @@ def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[P
     """Data URIs of as many files as fit into `bytes_left` bytes; files removed meanwhile are left out."""
     uris: dict[Path, str] = {}
     for path in paths:
+        # A run with two samples names its first and last step twice.
         if path in uris:
             continue
         try:
