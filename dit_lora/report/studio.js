@@ -11,6 +11,8 @@ const renew = (fresh) => {
   const rows = rowsOf(fresh);
   const now = new Map(rows.map(([key, row]) => [key, row.outerHTML]));
   const kept = rows.map(([key, row]) => (texts.get(key) === now.get(key) && old.get(key)) || document.adoptNode(row));
+  const chosen = new Set([...list.querySelectorAll(':checked')].map((box) => box.value));
+  for (const row of kept) for (const box of row.querySelectorAll('[type=checkbox]')) box.checked = chosen.has(box.value);
   // Rows in their places are not touched: a moved video starts again.
   for (const row of [...list.children]) if (!kept.includes(row)) row.remove();
   kept.forEach((row, index) => { if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null); });

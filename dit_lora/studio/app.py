@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from dit_lora.errors import DitLoraError
+from dit_lora.studio.compare_pages import ComparePage
 from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
@@ -35,7 +36,8 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
 def list_run_routes(library: RunLibrary) -> list[BaseRoute]:
     """The routes of the list of runs, of their pages, and of commands."""
     queue = JobQueue()
-    pages = (RunListPage(library), JobPages(queue), WorkPages(library, queue), RunPages(library))
+    lists = (RunListPage(library), ComparePage(library), JobPages(queue))
+    pages = (*lists, WorkPages(library, queue), RunPages(library))
     return [route for page in pages for route in page.list_routes()]
 
 

@@ -197,10 +197,10 @@ def _parse_whole_number(values: Mapping[str, Any], name: str, low: int, high: in
 
 
 def _parse_strengths(values: Mapping[str, Any]) -> str:
-    words = str(values.get("strengths", "")).replace(" ", "").split(",")
-    message = f"strengths must be 1 to {_MAX_NUMBERS} different numbers, such as 0,0.5,1; got {','.join(words)[:80]!r}"
+    texts = str(values.get("strengths", "")).replace(" ", "").split(",")
+    message = f"strengths must be 1 to {_MAX_NUMBERS} different numbers, such as 0,0.5,1; got {','.join(texts)[:80]!r}"
     try:
-        numbers = [float(word) for word in words]
+        numbers = [float(text) for text in texts]
     except ValueError as error:
         raise DitLoraError(message) from error
     if len(numbers) > _MAX_NUMBERS or len(set(numbers)) < len(numbers) or not all(map(math.isfinite, numbers)):
