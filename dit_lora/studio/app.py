@@ -15,6 +15,7 @@ from dit_lora.studio.compare_pages import ComparePage
 from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
+from dit_lora.studio.new_run_pages import NewRunPages
 from dit_lora.studio.pages import list_asset_routes
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import LiveReportPage, RunPages
@@ -36,7 +37,7 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
 def list_run_routes(library: RunLibrary) -> list[BaseRoute]:
     """The routes of the list of runs, of their pages, and of commands."""
     queue = JobQueue()
-    lists = (RunListPage(library), ComparePage(library), JobPages(queue))
+    lists = (RunListPage(library), ComparePage(library), JobPages(queue), NewRunPages(library, queue))
     pages = (*lists, WorkPages(library, queue), RunPages(library))
     return [route for page in pages for route in page.list_routes()]
 

@@ -106,6 +106,7 @@ class RunPages:
     def get_live_page(self, run_id: str) -> LiveReportPage:
         """The live report of a run. Raises `HTTPException` if there is none of this id."""
         folder = self._library.get_folder(run_id)
+        # One reader for each run, which reads only new lines.
         return self._pages.setdefault(run_id, LiveReportPage(folder, self._export))
 
     def show_report(self, request: Request) -> Response:
