@@ -100,7 +100,11 @@ def write_guard_report(folder: Path) -> Path:
     events, starts = clean(events), clean(read_entries(folder))
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
-    state, color = _describe_state(events, starts)
+    # False until the guard is closed, and so also after a kill.
+    has_ended = bool(starts) and bool(starts[-1].get("ended"))
+    state, color = ("ended", "ok") if has_ended else ("running, or killed", "warn")
+    if events and events[-1].get("action") == "stop":
+        state, color = "stopped by the guard", "reject"
     lines = read_json_lines(folder / STATISTICS_FILE).objects
     history = ModuleHistory()
     for line in lines:
@@ -132,16 +136,6 @@ def write_guard_report(folder: Path) -> Path:
         script=next((str(start["script"]) for start in reversed(starts) if start.get("script")), ""),
     )
     return write_page(folder / "report.html", page, allow_stream=False)
-
-
-def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Text on how the last start of the guard ended, as far as is known, and its color class."""
-    if events and events[-1].get("action") == "stop":
-        return "stopped by the guard", "reject"
-    # False until the guard is closed, and so also after a kill.
-    if not starts or not starts[-1].get("ended"):
-        return "running, or killed", "warn"
-    return "ended", "ok"
 
 
 def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Figure]:

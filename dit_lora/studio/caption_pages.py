@@ -21,22 +21,12 @@ from dit_lora.studio.run_pages import REPORT_HEADERS
 CAPTIONS_PAGE = "/captions/"
 # By the extension; files of other types are not served.
 _CONTENT_TYPES = {
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".png": "image/png",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".bmp": "image/bmp",
-    ".jpe": "image/jpeg",
-    ".jfif": "image/jpeg",
-    ".apng": "image/apng",
-    ".avif": "image/avif",
+    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif"), "image/jpeg"),
+    **{f".{name}": f"image/{name}" for name in ("png", "webp", "gif", "bmp", "apng", "avif")},
     ".avifs": "image/avif",
-    ".mp4": "video/mp4",
-    ".m4v": "video/mp4",
-    ".mov": "video/mp4",  # browsers play the file as MP4, but refuse the QuickTime type
-    ".webm": "video/webm",
-    ".mkv": "video/webm",
+    # Browsers play QuickTime and Matroska files as these, but refuse their own types.
+    **dict.fromkeys((".mp4", ".m4v", ".mov"), "video/mp4"),
+    **dict.fromkeys((".webm", ".mkv"), "video/webm"),
 }
 
 

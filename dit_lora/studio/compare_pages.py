@@ -43,14 +43,6 @@ class OverlaidChart:
     last_step: int
 
 
-@dataclass(frozen=True)
-class ComparedPrompt:
-    """The samples of one prompt; a run without one at this step has an empty path."""
-
-    prompt: str
-    paths: Sequence[str]
-
-
 class ComparePage:
     """The route of the comparison."""
 
@@ -107,8 +99,8 @@ def list_differences(runs: Sequence[RunFiles]) -> list[Row]:
     return [row for row in rows if len({"null" if value == "not given" else value for value in row[1]}) > 1]
 
 
-def list_prompts(runs: Sequence[RunFiles], step: int) -> list[ComparedPrompt]:
-    """The samples of a step by their prompts' texts, so that recipes may list the same prompts in another order."""
+def list_prompts(runs: Sequence[RunFiles], step: int) -> list[Row]:
+    """The paths of a step's samples by prompt; recipes may list the same prompts in another order."""
     by_run: list[dict[str, str]] = []
     for run in runs:
         texts = get_sample_prompts(ensure_dict(run.config.get("validation")))
@@ -123,7 +115,7 @@ def list_prompts(runs: Sequence[RunFiles], step: int) -> list[ComparedPrompt]:
                 path_by_prompt[text] = path.relative_to(run.folder).as_posix()
         by_run.append(path_by_prompt)
     prompts = dict.fromkeys(prompt for path_by_prompt in by_run for prompt in path_by_prompt)
-    return [ComparedPrompt(prompt, [paths.get(prompt, "") for paths in by_run]) for prompt in prompts]
+    return [(prompt, [paths.get(prompt, "") for paths in by_run]) for prompt in prompts]
 
 
 def _find_step_folders(folder: Path) -> dict[int, Path]:

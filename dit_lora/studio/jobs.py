@@ -67,8 +67,7 @@ class JobQueue:
         self._jobs: dict[str, Job] = {}
         self._lock = Lock()
         self._waiting: SimpleQueue[Job] = SimpleQueue()
-        # Readable by this user only.
-        self._folder = Path(tempfile.mkdtemp(prefix="dit-lora-studio-"))
+        self._folder: Path | None = None
         self._counter = 0
         Thread(target=self._run_waiting, daemon=True).start()
 
@@ -80,6 +79,8 @@ class JobQueue:
     def add(self, arguments: Sequence[str], run_id: str, *, needs_gpu: bool, results: Path | None = None) -> Job:
         """Start a command, or put it behind the others that need the GPU."""
         with self._lock:
+            # Readable by this user only. It stays, because commands go on when the studio stops.
+            self._folder = self._folder or Path(tempfile.mkdtemp(prefix="dit-lora-studio-"))
             self._counter += 1
             job_id = str(self._counter)
             job = Job(job_id, list(arguments), self._folder / f"{job_id}.log", run_id, results)

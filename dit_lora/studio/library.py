@@ -8,10 +8,8 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
-MAX_DEPTH = 5
-"""Maximum depth of a run's folder below the folders that were named."""
-MAX_FOLDERS = 20_000
-"""Maximum number of folders that are looked through."""
+_MAX_DEPTH = 5  # of a run's folder below the folders that were named
+_MAX_FOLDERS = 20_000  # that are looked through
 
 
 class RunLibrary:
@@ -50,7 +48,7 @@ def compute_run_id(folder: Path) -> str:
 def _find_runs(roots: Sequence[Path]) -> Iterator[Path]:
     pending = [(root, 0) for root in reversed(roots)]
     num_folders = 0
-    while pending and num_folders < MAX_FOLDERS:
+    while pending and num_folders < _MAX_FOLDERS:
         folder, depth = pending.pop()
         num_folders += 1
         with suppress(OSError), os.scandir(folder) as entries:  # removed meanwhile, or not readable
@@ -58,7 +56,7 @@ def _find_runs(roots: Sequence[Path]) -> Iterator[Path]:
             # A run's own folders hold no other runs.
             if any(entry.name == "config.yaml" for entry in folder_entries):
                 yield folder
-            elif depth < MAX_DEPTH:
+            elif depth < _MAX_DEPTH:
                 names = [
                     e.name for e in folder_entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
                 ]

@@ -4,9 +4,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from dit_lora.report.run.overview import get_last_write_time, read_overview
 from dit_lora.studio.library import RunLibrary
 from dit_lora.studio.pages import parse_page_number, studio_page
-from dit_lora.studio.run_rows import get_last_write_time, read_run_row
 
 ROWS_PER_PAGE = 200
 
@@ -32,7 +32,7 @@ class RunListPage:
         return studio_page(
             request,
             "studio_runs.html",
-            rows=[read_run_row(run_id, folder, self._library.get_name(folder)) for run_id, folder in page_runs],
+            rows=[read_overview(run_id, folder, self._library.get_name(folder)) for run_id, folder in page_runs],
             total=len(run_ids),
             number=number,
             num_pages=num_pages,

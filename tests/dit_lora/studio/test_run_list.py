@@ -12,9 +12,9 @@ from report_runs import metrics_line, write_lines, write_run
 from starlette.types import ASGIApp
 from studio_client import StudioClient, serving
 
+from dit_lora.report.run.overview import RunOverview, format_time_left, read_overview
 from dit_lora.studio.app import build_app, list_run_routes
 from dit_lora.studio.library import RunLibrary, compute_run_id
-from dit_lora.studio.run_rows import RunRow, format_time_left, read_run_row
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -35,8 +35,8 @@ def app(root: Path) -> ASGIApp:
     return build_app(list_run_routes(RunLibrary([root])))
 
 
-def read_row(folder: Path) -> RunRow:
-    return read_run_row("id", folder, folder.name)
+def read_row(folder: Path) -> RunOverview:
+    return read_overview("id", folder, folder.name)
 
 
 def test_a_row_says_what_the_run_is_doing(run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The runs of the studio's list, each from the ends of its files: a list of 200 runs reads no file completely."""
+"""What a run is doing, from the ends of its files: a list of 200 runs reads no file completely."""
 
 import math
 import re
@@ -12,12 +12,11 @@ from typing import Any
 
 from dit_lora.files import can_open_inside, open_inside, parse_json_object
 from dit_lora.report.charts.bars import format_number
-from dit_lora.report.run.files import RunState
+from dit_lora.report.run.files import find_proven_state
 from dit_lora.report.run.history import to_float_or_nan
 from dit_lora.report.run.summary import find_lost_steps
 from dit_lora.report.run.words import STATE_TEXTS
 from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_losses
-from dit_lora.training.session.run_lock import is_live
 
 _TAIL_BYTES = 2**16  # bytes at the end of each file that are read
 _NUM_STEPS = 50  # number of last steps whose time and memory count
@@ -29,7 +28,7 @@ _SAMPLE_PATTERN = re.compile(r"prompt_\d{1,6}\.(mp4|png)")
 
 
 @dataclass(frozen=True)
-class RunRow:
+class RunOverview:
     """One run in the list."""
 
     run_id: str
@@ -71,23 +70,34 @@ class RunRow:
         return format_number(self.eval_losses[-1]) if self.eval_losses else ""
 
 
-def read_run_row(run_id: str, folder: Path, name: str) -> RunRow:
-    """Read a run for the list. Files that are missing, torn, or not regular cost only their part."""
+def read_overview(run_id: str, folder: Path, name: str) -> RunOverview:
+    """Read a run for a list. Files that are missing, torn, or not regular cost only their part."""
     notes: list[str] = []
-    status = _read_status(folder, notes)
+    status_data = _read_tail(folder, "status.json", notes)
+    # A run of an earlier version has no status.
+    status = parse_json_object(status_data) if status_data else {}
+    if status is None:
+        notes.append("status.json is not a JSON object and is ignored.")
     metrics = _read_last_lines(folder, "metrics.jsonl", notes)
-    steps = [line["step"] for line in metrics if isinstance(line.get("step"), int)]
-    losses = _read_eval_losses(folder, metrics, notes)
-    state = _determine_state(folder, status)
+    # The time of the last output decides where nothing else can tell.
+    is_silent = time.time() - get_last_write_time(folder) > _SILENCE_SECONDS
+    state = find_proven_state(folder, status or {}) or ("silent" if is_silent else "running")
     if not metrics and state != "running":
         notes.append("It has no step: it was stopped before the first, or metrics.jsonl is missing.")
-    step, max_steps = max([0, *steps[-1:]]), _read_max_steps(folder, notes)
+    # The recipe is read for its number of steps only.
+    match = _STEPS_PATTERN.search(_read_tail(folder, "config.yaml", notes).decode(errors="replace"))
+    max_steps = int(match[1]) if match else None
+    step = max([0, *[line["step"] for line in metrics if isinstance(line.get("step"), int)][-1:]])
     seconds = [s for line in metrics if math.isfinite(s := to_float_or_nan(line.get("seconds")))]
     # A run that has ended has no time left.
     remaining = (max_steps or 0) - step if state == "running" and seconds else 0
     peaks = [p for line in metrics if math.isfinite(p := to_float_or_nan(line.get("peak_gib")))]
-    guard, guard_color = _describe_guard(folder, state, notes)
-    return RunRow(
+    # Events that are only reported cost no step.
+    lost = find_lost_steps(_read_last_lines(folder, "events.jsonl", notes)).texts
+    guard, guard_color = ("; ".join(lost), "warn") if lost else ("no step lost", "ok")
+    if state == "stopped":
+        guard, guard_color = "stopped it", "reject"
+    return RunOverview(
         run_id=run_id,
         name=name,
         state=STATE_TEXTS[state][0],
@@ -95,7 +105,7 @@ def read_run_row(run_id: str, folder: Path, name: str) -> RunRow:
         step=step,
         max_steps=max_steps,
         time_left=format_time_left(remaining * median(seconds)) if remaining > 0 else "",
-        eval_losses=losses,
+        eval_losses=_read_eval_losses(folder, metrics, notes),
         memory=f"{format_number(max(peaks), 3)} GiB" if peaks else "",
         guard=guard,
         guard_color=guard_color,
@@ -126,50 +136,16 @@ def get_last_write_time(folder: Path) -> float:
     return max(times)
 
 
-def _determine_state(folder: Path, status: dict[str, Any]) -> RunState:
-    recorded = status.get("state")
-    if recorded in ("finished", "stopped", "interrupted", "failed"):
-        return recorded  # type: ignore[no-any-return]
-    # A killed process leaves `running` and a free lock. Without a lock, the time since the last output decides.
-    lives = is_live(folder)
-    if lives is None:
-        lives = time.time() - get_last_write_time(folder) < _SILENCE_SECONDS
-    return "running" if lives else "silent"
-
-
-def _read_status(folder: Path, notes: list[str]) -> dict[str, Any]:
-    data = _read_tail(folder, "status.json", notes)
-    status = parse_json_object(data) if data else {}
-    if status is None:
-        notes.append("status.json is not a JSON object and is ignored.")
-    return status or {}
-
-
-def _read_max_steps(folder: Path, notes: list[str]) -> int | None:
-    data = _read_tail(folder, "config.yaml", notes)
-    match = _STEPS_PATTERN.search(data.decode(errors="replace"))
-    return int(match[1]) if match else None
-
-
 def _read_eval_losses(folder: Path, metrics: Sequence[dict[str, Any]], notes: list[str]) -> list[float]:
     # Earlier versions wrote the losses into metrics.jsonl.
     lines = chain(metrics, *(_read_last_lines(folder, name, notes) for name in EVAL_LOSS_FILES))
+    # Of a step that a resumed run repeated, the later line counts.
     by_step = {
         line["step"]: to_float_or_nan(losses["eval_loss"])
         for line in lines
         if isinstance(line.get("step"), int) and "eval_loss" in (losses := get_eval_losses(line))
     }
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _describe_guard(folder: Path, state: RunState, notes: list[str]) -> tuple[str, str]:
-    """Text and color class of the guard's badge."""
-    events = _read_last_lines(folder, "events.jsonl", notes)
-    if state == "stopped":
-        return "stopped it", "reject"
-    # Events that are only reported cost no step.
-    lost = find_lost_steps(events).texts
-    return ("; ".join(lost), "warn") if lost else ("no step lost", "ok")
 
 
 def _find_last_sample(folder: Path) -> str:
@@ -197,10 +173,12 @@ def _read_tail(folder: Path, name: str, notes: list[str]) -> bytes:
     """The last bytes of a file of the run; empty if it does not exist."""
     try:
         with open_inside(folder, folder / name) as file:
+            # A file that grows meanwhile has a few more lines.
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             return file.read()
     except FileNotFoundError:
+        # A run writes some files only when it needs them.
         return b""
     except OSError as error:
         notes.append(f"Cannot read {name}: {error.strerror}.")
