@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from dit_lora.files import can_open_inside
 from dit_lora.studio.access import write_route
-from dit_lora.studio.jobs import Job, JobQueue
+from dit_lora.studio.jobs import CommandJob, JobQueue
 from dit_lora.studio.pages import studio_page
 
 JOBS_PAGE = "/jobs"
@@ -36,7 +36,7 @@ class JobPages:
         return RedirectResponse(JOBS_PAGE, 303)
 
 
-def list_results(job: Job) -> list[str]:
+def list_results(job: CommandJob) -> list[str]:
     """Paths of the samples that a command has written, below the folder of its run."""
     if job.results is None:
         return []

@@ -20,11 +20,11 @@ JobState = Literal["waiting", "running", "done", "failed", "stopped"]
 JOB_COLORS: dict[JobState, str] = {"waiting": "", "running": "ok", "done": "ok", "failed": "reject", "stopped": "warn"}
 """Color class of each state."""
 _TAIL_BYTES = 4000  # bytes at the end of a command's output that are shown
-_MAX_JOBS = 200  # the oldest ones that have ended are forgotten
+_MAX_JOBS = 100  # the latest ones, which are shown
 
 
 @dataclass
-class Job:
+class CommandJob:
     """One command: waiting, running, or ended."""
 
     job_id: str
@@ -64,36 +64,32 @@ class JobQueue:
     """Runs commands: those for the GPU one after another, others at once."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, CommandJob] = {}
         self._lock = Lock()
-        self._waiting: SimpleQueue[Job] = SimpleQueue()
+        self._waiting: SimpleQueue[CommandJob] = SimpleQueue()
         self._folder: Path | None = None
         self._counter = 0
         Thread(target=self._run_waiting, daemon=True).start()
 
-    def list_jobs(self) -> list[Job]:
-        """All jobs, the newest first."""
+    def list_jobs(self) -> list[CommandJob]:
+        """The latest jobs, the newest first."""
         with self._lock:
-            return list(reversed(self._jobs.values()))
+            return list(reversed(self._jobs.values()))[:_MAX_JOBS]
 
-    def add(self, arguments: Sequence[str], run_id: str, *, needs_gpu: bool, results: Path | None = None) -> Job:
+    def add(self, arguments: Sequence[str], run_id: str, *, needs_gpu: bool, results: Path | None = None) -> None:
         """Start a command, or put it behind the others that need the GPU."""
         with self._lock:
             # Readable by this user only. It stays, because commands go on when the studio stops.
             self._folder = self._folder or Path(tempfile.mkdtemp(prefix="dit-lora-studio-"))
             self._counter += 1
             job_id = str(self._counter)
-            job = Job(job_id, list(arguments), self._folder / f"{job_id}.log", run_id, results)
+            job = CommandJob(job_id, list(arguments), self._folder / f"{job_id}.log", run_id, results)
             self._jobs[job_id] = job
-            ended_jobs = [old for old in self._jobs.values() if old.state not in ("waiting", "running")]
-            for ended_job in ended_jobs[: max(0, len(self._jobs) - _MAX_JOBS)]:
-                del self._jobs[ended_job.job_id]
         # Two trainings would share the GPU's memory; an export uses the CPU.
         if needs_gpu:
             self._waiting.put(job)
         else:
             Thread(target=self._run, args=(job,), daemon=True).start()
-        return job
 
     def stop(self, job_id: str) -> None:
         """Take a waiting job out of the queue, or press Ctrl-C for a running one: a training saves and ends.
@@ -114,18 +110,23 @@ class JobQueue:
         while True:
             self._run(self._waiting.get())
 
-    def _run(self, job: Job) -> None:
-        with self._lock, job.log.open("wb") as log:
+    def _run(self, job: CommandJob) -> None:
+        with self._lock:
             if job.state == "stopped":
                 return
-            # In a session of its own, so that neither Ctrl-C here nor a closed terminal ends a training.
-            job.process = subprocess.Popen(
-                [sys.executable, "-m", "dit_lora", *job.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            try:
+                # In a session of its own, so that neither Ctrl-C here nor a closed terminal ends a training.
+                with job.log.open("wb") as log:
+                    job.process = subprocess.Popen(
+                        [sys.executable, "-m", "dit_lora", *job.arguments],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except (OSError, ValueError):  # without memory or disk space, or a NUL in an argument
+                job.state = "failed"
+                return
             job.state = "running"
         # Without the lock: a training takes hours.
         code = job.process.wait()

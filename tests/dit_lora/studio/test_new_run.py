@@ -25,7 +25,7 @@ class RecordingQueue(JobQueue):
     def __init__(self) -> None:
         self.commands: list[tuple[list[str], str, bool]] = []
 
-    def add(self, arguments: Any, run_id: str, *, needs_gpu: bool, results: Path | None = None) -> Any:
+    def add(self, arguments: Any, run_id: str, *, needs_gpu: bool, results: Path | None = None) -> None:
         self.commands.append((list(arguments), run_id, needs_gpu))
 
 

@@ -153,14 +153,17 @@ def test_the_list_follows_its_runs_in_a_browser(app: ASGIApp, root: Path) -> Non
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(server.url)
-        sync_api.expect(page.locator("#live")).to_have_text("live")
-        page.evaluate("document.querySelectorAll('.run')[1].mine = true")
+        sync_api.expect(page.locator(".run")).to_have_count(2)
+        boxes = page.locator("[type=checkbox]")
+        boxes.nth(1).check()
         row = page.locator(f"[data-key='{compute_run_id(root / 'kitten')}']")
         with (root / "kitten" / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics_line(21)) + "\n")
-        sync_api.expect(row.locator(".progress p")).to_have_text("step 21 of 40")
         write_run(root / "new")
         sync_api.expect(page.locator(".run")).to_have_count(3)
+        sync_api.expect(row.locator(".progress p")).to_have_text("step 21 of 40")
+        sync_api.expect(page.locator("#live")).to_have_text("live")
+        assert page.locator(":checked").count() == 1
         page.locator(".run h2 a").first.click()
         sync_api.expect(page.locator("h1")).to_have_text("new")
         assert errors == []
