@@ -42,6 +42,7 @@ training
 training.tasks
 planning export report
 hub
+studio
 commands
 cli
 __main__
@@ -49,7 +50,7 @@ __main__
 FLOOR_OF = {
     f"dit_lora.{room}": number for number, rooms in enumerate(FLOORS.strip().split("\n")) for room in rooms.split()
 }
-MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 17, 9, 25
+MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 18, 9, 25
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 # Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which build_from_configs gives another.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,7 @@ RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 NewFolder = Annotated[Path, typer.Argument(help="Folder to create. It must not exist yet.")]
 BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint. Default: the one it was trained on.")]
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="Port for --serve. Default: any free port.", show_default=False)
+    int | None, typer.Option(min=0, max=65535, help="Port of the server. Default: any free port.", show_default=False)
 ]
 ChatModel = Annotated[Path, typer.Argument(help="Folder of a run, an adapter or a checkpoint.")]
 
@@ -81,6 +82,13 @@ def make_folder(folder: Path) -> None:
         raise DitLoraError(f"{folder} already exists; choose another folder, or remove it") from error
     except OSError as error:
         raise DitLoraError(f"cannot create {folder}: {error.strerror}") from error
+
+
+def require_studio() -> None:
+    """Raise `DitLoraError` if a package of the studio is not installed."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise DitLoraError(f"the studio needs {' and '.join(missing)}; pip install 'dit-lora[studio]'")
 
 
 def _filter_by_prefix(names: Iterable[str], incomplete: str) -> list[str]:

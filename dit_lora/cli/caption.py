@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.cli.arguments import BaseModel, Port, complete_recipe_files
+from dit_lora.cli.arguments import BaseModel, Port, complete_recipe_files, require_studio
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
 
@@ -89,7 +89,6 @@ def _write_or_serve_page(
     from dit_lora.commands.caption import load_text_limit
     from dit_lora.data.sources.caption_table import CaptionTable
     from dit_lora.report.captions.page import TextRules, write_captions_page
-    from dit_lora.report.captions.serve import serve_captions
 
     limit, table = load_text_limit(recipe), CaptionTable.read(folder)
     rules = TextRules(trigger=trigger)
@@ -97,6 +96,9 @@ def _write_or_serve_page(
     if limit is not None:
         rules = TextRules(limit.tokenizer, limit.max_tokens, trigger)
     if port is not None:
+        require_studio()
+        from dit_lora.studio.app import serve_captions
+
         serve_captions(folder, rules, port, echo)
     else:
         echo(write_captions_page(html or folder / "captions.html", table, rules))

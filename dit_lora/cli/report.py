@@ -1,11 +1,10 @@
 """The verb `dit-lora report`: writes or serves the page of a run, or of a guard's folder."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import Port, RunFolder
+from dit_lora.cli.arguments import Port, RunFolder, require_studio
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -36,18 +35,12 @@ def report(
             raise DitLoraError(
                 f"--serve shows one run, and {run} has one for each expert; give {' or '.join(map(str, runs))}"
             )
-        from dit_lora.report.run import serve as served
+        require_studio()
+        from dit_lora.studio.app import serve_report
 
-        served.serve_report(run, port or 0, echo, _export_adapter_of_checkpoint)
+        serve_report(run, port or 0, echo)
         return
     from dit_lora.report.run.page import write_report
 
     for run_folder in runs:
         echo(write_report(run_folder))
-
-
-def _export_adapter_of_checkpoint(file: Path, form: str, output_folder: Path) -> None:
-    """Export the adapter of a run's checkpoint to a new folder."""
-    from dit_lora.export.export import ExportRequest, export
-
-    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))

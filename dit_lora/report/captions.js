@@ -40,7 +40,7 @@ for (const card of document.querySelectorAll('.sample')) {
     status.className = 'said';
     status.textContent = 'saving …';
     try {
-      const answer = await fetch('/caption', {
+      const answer = await fetch('caption', {
         method: 'POST',
         headers: { 'Content-Type': 'application/json' },
         body: JSON.stringify({ token, file: card.dataset.file, caption, version }),

@@ -39,7 +39,7 @@ class Row:
     """One row of the guard's event table: an event, and those with the same message about the same samples."""
 
     step: str
-    again: str
+    repeats: str
     """Text on how often the event was repeated; empty if it was not."""
     cause: str
     words: str
@@ -49,7 +49,7 @@ class Row:
     action: str
     bundle: str
     """Path of the bundle's folder relative to the page; empty if there is none."""
-    told: EventRow
+    event: EventRow
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,11 @@ def write_guard_report(folder: Path) -> Path:
     events, starts = clean(events), clean(read_entries(folder))
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
-    state, color = _describe_state(events, starts)
+    # False until the guard is closed, and so also after a kill.
+    has_ended = bool(starts) and bool(starts[-1].get("ended"))
+    state, color = ("ended", "ok") if has_ended else ("running, or killed", "warn")
+    if events and events[-1].get("action") == "stop":
+        state, color = "stopped by the guard", "reject"
     lines = read_json_lines(folder / STATISTICS_FILE).objects
     history = ModuleHistory()
     for line in lines:
@@ -132,16 +136,6 @@ def write_guard_report(folder: Path) -> Path:
         script=next((str(start["script"]) for start in reversed(starts) if start.get("script")), ""),
     )
     return write_page(folder / "report.html", page, allow_stream=False)
-
-
-def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Text on how the last start of the guard ended, as far as is known, and its color class."""
-    if events and events[-1].get("action") == "stop":
-        return "stopped by the guard", "reject"
-    # False until the guard is closed, and so also after a kill.
-    if not starts or not starts[-1].get("ended"):
-        return "running, or killed", "warn"
-    return "ended", "ok"
 
 
 def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Figure]:
@@ -250,7 +244,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
-        again=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
+        repeats=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
         words=base_row.words,
         module=format_value(verdict.get("module")),
@@ -258,7 +252,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
         samples=", ".join(_to_strings(event.get("sample_ids"))),
         action=base_row.action,
         bundle=bundle if is_there else "",
-        told=base_row,
+        event=base_row,
     )
 
 

@@ -70,6 +70,7 @@ def make_count_chart(title: str, names: Iterable[str], order: Sequence[str] = ()
 
 def make_aspect_ratio_chart(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
     """Count samples by the nearest common aspect ratio; `sizes` are (width, height) in pixels."""
+    # Ordered from upright to wide, not by their counts.
     names = (_find_ratio_name(width / height) for width, height in sizes)
     return make_count_chart("Aspect ratio", names, order=_RATIOS)
 
@@ -81,6 +82,7 @@ def make_histogram(title: str, values: Sequence[float], unit: str) -> Histogram 
     if len(distinct) <= _MAX_DISTINCT:
         names = (f"{round(value, 2):g}" for value in values)
         return make_count_chart(f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct])
+    # Many values: bins of equal width.
     edges, counts, open_end = _compute_bins(sorted(values))
     bins = []
     for index, count in enumerate(counts):

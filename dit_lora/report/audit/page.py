@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Finding, Verdict
+from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Verdict
 from dit_lora.errors import join_first
 from dit_lora.report.audit.charts import (
     ChannelChart,
@@ -85,7 +86,8 @@ def write_audit_page(
         cards=[make_card(sample, pictures) for sample in shown_samples],
         hidden=hidden,
         findings_of_a_card=_MAX_FINDINGS,
-        worst_first=_sort_worst_first,
+        # VERDICTS are in order of severity.
+        worst_first=partial(sorted, key=lambda finding: -VERDICTS.index(finding.verdict)),
         facts=_format_facts,
         codes=_list_codes(samples),
         charts=_build_charts(samples),
@@ -125,10 +127,6 @@ def _group_by_first_code(samples: Sequence[AuditedSample], verdict: Verdict) -> 
             code = next(finding.code for finding in sample.findings if finding.verdict == verdict)
             groups.setdefault(code, []).append(sample)
     return groups
-
-
-def _sort_worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: -VERDICTS.index(finding.verdict))
 
 
 def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int) -> dict[str, int]:

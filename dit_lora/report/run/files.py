@@ -166,17 +166,12 @@ class RunReader:
         self._recent_quarantine.extend(self._quarantine_tail.read_new_lines())
 
     def _determine_state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> RunState:
-        # The run writes its final state when it ends; a killed run cannot.
-        recorded = status.get("state")
-        if recorded in ("finished", "stopped", "interrupted", "failed"):
-            return recorded
-        # None without a lock, or if the process behind it cannot be checked.
-        lives = is_live(self.folder)
-        if lives is not None:
-            return "running" if lives else "silent"
+        proven_state = find_proven_state(self.folder, status)
+        if proven_state is not None:
+            return proven_state
         steps = self._metric_columns.steps
         num_steps = ensure_dict(config.get("train")).get("steps")
-        if not recorded:  # a run of a version that did not write its state
+        if not status.get("state"):  # a run of a version that did not write its state
             if isinstance(num_steps, int) and steps and steps[-1] >= num_steps:
                 return "finished"
             if self._recent_events and self._recent_events[-1].get("action") == "stop":
@@ -193,6 +188,17 @@ class RunReader:
         paths = [self.folder / name for name in names]
         paths += [*(self.folder / "samples").glob("step_*"), self.folder / "checkpoints"]
         return max((stat[0] for path in paths if (stat := _get_stat(path))), default=0.0)
+
+
+def find_proven_state(folder: Path, status: Mapping[str, Any]) -> RunState | None:
+    """The state of a run that its status.json or its lock proves; None if only the time of its output can tell."""
+    # The run writes its final state when it ends; a killed run cannot.
+    recorded = status.get("state")
+    if recorded in ("finished", "stopped", "interrupted", "failed"):
+        return recorded  # type: ignore[no-any-return]
+    # None without a lock, or if the process behind it cannot be checked.
+    lives = is_live(folder)
+    return None if lives is None else "running" if lives else "silent"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

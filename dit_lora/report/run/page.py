@@ -120,6 +120,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
 def get_sample_prompts(validation: Mapping[str, Any]) -> list[str]:
     """The prompts of the run's samples, from the recipe's validation section, in the order of their files."""
     prompts, count, seed = (validation.get(name) for name in ("prompts", "count", "seed"))
+    # Values of an edited recipe may have any type.
     texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
     if not (isinstance(count, int) and isinstance(seed, int)):
         return texts  # a run of a version without these settings
@@ -161,6 +162,7 @@ def _describe_training(config: Mapping[str, Any]) -> str:
         return "every weight of the transformer"
     groups = ensure_dict(optim.get("groups"))
     base = [name for name in ("connector", "backbone") if groups.get(name)]
+    # Runs of earlier versions have no kind.
     name = ADAPTER_KIND_NAMES.get(str(lora.get("kind", "lora")), str(lora.get("kind")))
     text = f"{name} of rank {lora['rank']}" if lora.get("rank") else name
     if lora.get("init", "kaiming") not in INITS:
@@ -179,6 +181,7 @@ def _describe_data(run: RunFiles) -> str:
     # Missing numbers become the text "None", which is left out below.
     shape = [str(data.get(name)) for name in ("frames", "height", "width")]
     count = run.data.get("samples")
+    # A mixture can have dozens of sources.
     parts = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]
     parts += [f"{count:,} samples"] if isinstance(count, int) else []
     parts += [f"{'x'.join(shape)} (frames, height, width)"] if "None" not in shape else []

@@ -136,12 +136,14 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
             label = f"reference {position}" if len(references[index]) > 1 else "reference"
             shown_references.append(SampleReference(label, _get_media_kind(path), get_source(path)))
         samples.append(PromptSamples(prompt, _get_media_kind(paths[-1]), clips, shown_references))
+    # A data URI is embedded; any other source is a link.
     sources = [clip.source for sample in samples for clip in sample.clips]
     sources += [reference.source for sample in samples for reference in sample.references]
     linked = sum(1 for source in sources if not source.startswith("data:"))
     files_by_step = _find_adapter_files(folder)
-    checkpoint_steps = [step for step, path in files_by_step.items() if path.name == _CHECKPOINT_FILE]
-    return RunSamples(samples, _find_answers(folder), linked, hidden, checkpoint_steps, files_by_step)
+    return RunSamples(
+        samples, _find_answers(folder), linked, hidden, _list_checkpoint_steps(files_by_step), files_by_step
+    )
 
 
 def find_adapter_file(folder: Path, step: int) -> Path | None:
@@ -152,6 +154,15 @@ def find_adapter_file(folder: Path, step: int) -> Path | None:
     step_folder = folder / "checkpoints" / f"step_{step:06d}"
     paths = (step_folder / name for name in (_CHECKPOINT_FILE, *ADAPTER_FILES))
     return next((path for path in paths if can_open_inside(folder, path)), None)
+
+
+def find_checkpoint_steps(folder: Path) -> list[int]:
+    """The steps with a checkpoint of the trained weights, in order."""
+    return _list_checkpoint_steps(_find_adapter_files(folder))
+
+
+def _list_checkpoint_steps(files_by_step: Mapping[int, Path]) -> list[int]:
+    return [step for step, path in files_by_step.items() if path.name == _CHECKPOINT_FILE]
 
 
 def _find_adapter_files(folder: Path) -> dict[int, Path]:
@@ -190,6 +201,7 @@ def format_step(step: int) -> str:
 
 def _choose_steps(steps: Iterable[int]) -> list[int]:
     ordered = sorted(steps)
+    # A filmstrip of all steps: nothing is left out of a short run.
     if len(ordered) <= MAX_STEPS:
         return ordered
     # Evenly spaced, including the first and the last step.
@@ -200,6 +212,7 @@ def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[P
     """Data URIs of as many files as fit into `bytes_left` bytes; files removed meanwhile are left out."""
     uris: dict[Path, str] = {}
     for path in paths:
+        # A run with two samples names its first and last step twice.
         if path in uris:
             continue
         try:

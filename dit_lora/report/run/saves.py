@@ -41,7 +41,9 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
         match = re.fullmatch(r"step_(\d{6,12})", file.parent.name)
         if match is None or not can_open_inside(run.folder, file):
             continue
+        # The samples that the run made at this step.
         step, samples = int(match[1]), sorted((run.folder / "samples" / file.parent.name).glob("prompt_*.*"))
+        # Not every save has a validation.
         loss = run.eval_losses.get(step, math.nan)
         adapters.append(
             SavedAdapter(
@@ -53,6 +55,7 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
                     # Names come from the file system, so only those that a run writes become links.
                     if re.fullmatch(r"prompt_\d{1,6}\.(mp4|png)", path.name) and can_open_inside(run.folder, path)
                 ][:MAX_SAMPLES],
+                # The manifest is written last, so it shows that the state is complete.
                 can_resume=(file.parent / "manifest.json").is_file(),
                 load_line=_format_load_line(run, file),
             )

@@ -63,7 +63,7 @@ import sys
 from dit_lora.cli.app import app
 for folder in ("run", "guard"):
     app(["report", "{tmp_path}/" + folder], standalone_mode=False)
-import dit_lora.commands.audit, dit_lora.report.run.serve
+import dit_lora.commands.audit, dit_lora.studio.app
 print(*sys.modules)
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

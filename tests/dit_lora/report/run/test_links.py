@@ -1,10 +1,7 @@
 """Links, pipes and devices in a run's folder: nothing private is read, nothing is waited for or written elsewhere."""
 
-import http.client
 import json
 import os
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.files import OBJECT_FILES
 from dit_lora.report.run.page import write_report
-from dit_lora.report.run.serve import LiveReportPage, ReportServer
+from dit_lora.studio.run_pages import LiveReportPage
 
 PRIVATE = "a-private-word"
 FILES = (
@@ -85,24 +82,6 @@ def test_a_config_that_is_a_link_or_a_pipe_is_one_line(run_dir: Path, private: P
             write_report(run_dir)
         assert "\n" not in str(error.value)
         assert PRIVATE not in str(error.value)
-
-
-def test_samples_behind_a_link_are_not_served(run_dir: Path, private: Path) -> None:
-    target_folder = private.with_name("elsewhere")
-    shutil.move(run_dir / "samples" / "step_000010", target_folder)
-    (run_dir / "samples" / "step_000010").symlink_to(target_folder)
-    with ReportServer(run_dir) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        answers = []
-        for step in (10, 20):
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-            connection.request("GET", f"/samples/step_{step:06d}/prompt_00.mp4")
-            answers.append(connection.getresponse().status)
-            connection.close()
-        server.shutdown()
-        thread.join()
-    assert answers == [404, 200]
 
 
 def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,17 @@ import pytest
 import torch
 from PIL import Image
 from report_runs import metrics_line, write_lines, write_run
+from studio_client import serving
 
 from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.audit.summary import compute_totals
 from dit_lora.data.media.video import write_video
 from dit_lora.report.audit.page import write_audit_page
 from dit_lora.report.run.page import write_report
-from dit_lora.report.run.serve import ReportServer
+from dit_lora.studio.app import build_app
+from dit_lora.studio.library import RunLibrary, compute_run_id
+from dit_lora.studio.run_pages import RunPages
+from dit_lora.studio.server import StudioServer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIDEOS = "[...document.querySelectorAll('.pair figure:not([hidden]) video')]"
@@ -344,17 +347,14 @@ def test_without_scripts_the_page_says_where_the_curves_are(browser: Any, report
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[ReportServer]:
-    with ReportServer(folder) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+def server(folder: Path) -> Iterator[StudioServer]:
+    app = build_app(RunPages(RunLibrary([folder])).list_routes())
+    with serving(app, f"/runs/{compute_run_id(folder)}/") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_served_page_follows_the_run_and_keeps_what_was_chosen(
-    browser: Any, folder: Path, server: ReportServer
+    browser: Any, folder: Path, server: StudioServer
 ) -> None:
     opened_page = Opened(browser, server.url)
     page = opened_page.page
@@ -371,4 +371,4 @@ def test_a_served_page_follows_the_run_and_keeps_what_was_chosen(
     opened_page.wait_for(f"{VIDEOS}.every((one) => one.readyState > 1)")
     page.evaluate(f"{VIDEOS}[0].currentTime = 1.5")
     opened_page.wait_for(f"!{VIDEOS}[0].seeking")
-    assert opened_page.is_quiet(server.url)
+    assert opened_page.is_quiet(server.url.partition("/runs/")[0])

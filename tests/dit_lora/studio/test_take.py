@@ -1,21 +1,21 @@
 """Taking a step's adapter from the report: by the served page's button, or by the line on the one that is written."""
 
-import http.client
-import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from report_runs import write_run
+from starlette.types import ASGIApp
+from studio_client import StudioClient, serving
 
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run.page import choose_export_format, write_report
-from dit_lora.report.run.serve import ReportServer
+from dit_lora.studio.app import build_app
+from dit_lora.studio.library import RunLibrary, compute_run_id
+from dit_lora.studio.run_pages import RunPages
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -49,23 +49,10 @@ class Exports:
 
 
 @pytest.fixture
-def served(folder: Path) -> Iterator[tuple[ReportServer, Exports, str]]:
+def served(folder: Path) -> tuple[ASGIApp, Exports, str]:
     exports = Exports()
-    with ReportServer(folder, export=exports) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        assert ask(server, "GET", "/")[0] == 403
-        page = ask(server, "GET", f"/?token={server.token}")[1]
-        yield server, exports, page.split('data-token="')[1].split('"')[0]
-        server.shutdown()
-        thread.join()
-
-
-def ask(server: ReportServer, method: str, path: str, body: Any = None, **headers: str) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=100)
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
+    app = build_app(RunPages(RunLibrary([folder]), exports).list_routes())
+    return app, exports, f"/runs/{compute_run_id(folder)}/"
 
 
 def test_the_written_page_has_the_line_to_type_and_no_button(folder: Path) -> None:
@@ -79,52 +66,32 @@ def test_the_written_page_has_the_line_to_type_and_no_button(folder: Path) -> No
     assert 'id="take"' not in write_report(folder).read_text()
 
 
-def test_a_step_is_taken_once_and_by_its_own_page_alone(
-    served: tuple[ReportServer, Exports, str], folder: Path
-) -> None:
-    server, exports, token = served
-    origin = {"Origin": server.origin}
-    for status, body, headers in (
-        (403, {"token": token, "step": 4}, {}),
-        (403, {"token": token, "step": 4}, {"Origin": "http://evil.example"}),
-        (403, {"token": "x", "step": 4}, origin),
-        (400, {"token": token, "step": "4"}, origin),
-        (400, {"token": token, "step": True}, origin),
-        (400, [], origin),
-        (422, {"token": token, "step": 2}, origin),  # it has no checkpoint
-    ):
-        assert ask(server, "POST", "/export", body, **headers)[0] == status, body
+def test_a_step_is_taken_once(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
+    app, exports, path = served
+    client = StudioClient(app)
+    assert f'data-token="{client.keys.page_token}"' in client.get(path).text
+    # The last one has no checkpoint.
+    for status, step in ((400, "4"), (400, True), (400, -4), (400, 4.0), (422, 2)):
+        assert client.write(f"{path}export", step=step).status_code == status, step
     assert exports.asked == []
-    status, message = ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)
-    assert (status, json.loads(message)) == (200, {"written": "exports/step_000004"})
+    answer = client.write(f"{path}export", step=4)
+    assert (answer.status_code, answer.json()) == (200, {"written": "exports/step_000004"})
     file = folder / "checkpoints" / "step_000004" / "trainable.safetensors"
     assert exports.asked == [(file, "diffusers", folder / "exports" / "step_000004")]
-    assert ask(server, "POST", "/export", {"token": token, "step": 4}, **origin)[0] == 422
+    assert client.write(f"{path}export", step=4).status_code == 422
 
 
-def test_the_adapter_that_stays_of_a_checkpoint_is_taken(
-    served: tuple[ReportServer, Exports, str], folder: Path
-) -> None:
-    server, exports, token = served
+def test_the_adapter_that_stays_of_a_checkpoint_is_taken(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
+    app, exports, path = served
     checkpoint = folder / "checkpoints" / "step_000006" / "trainable.safetensors"
     adapter = checkpoint.rename(checkpoint.with_name("pytorch_lora_weights.safetensors"))
     page = write_report(folder).read_text()
     assert "/checkpoints/step_000006/pytorch_lora_weights.safetensors --to diffusers" in page
     assert '<option value="4" data-file="trainable.safetensors"' in page
-    body = {"token": token, "step": 6}
-    assert ask(server, "POST", "/export", body, Origin=server.origin)[0] == 200
+    client = StudioClient(app)
+    client.get(path)
+    assert client.write(f"{path}export", step=6).status_code == 200
     assert exports.asked == [(adapter, "diffusers", folder / "exports" / "step_000006")]
-
-
-def test_a_server_that_exports_nothing_takes_nothing(folder: Path) -> None:
-    with ReportServer(folder) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        assert 'id="export"' not in ask(server, "GET", "/")[1]
-        origin = {"Origin": server.origin}
-        assert ask(server, "POST", "/export", {"token": "", "step": 4}, **origin)[0] == 405
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -142,14 +109,14 @@ def test_the_form_is_that_which_reads_the_adapter(config: dict[str, Any], form: 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_button_exports_the_step_that_is_chosen(served: tuple[ReportServer, Exports, str], folder: Path) -> None:
+def test_the_button_exports_the_step_that_is_chosen(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    server, exports, _ = served
-    with sync_api.sync_playwright() as playwright:
+    app, exports, path = served
+    with serving(app, path) as server, sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         page.goto(server.url)
-        assert page.locator(".film .pair figure:visible").count() == 4
+        sync_api.expect(page.locator(".film .pair figure:visible")).to_have_count(4)
         page.select_option("#take", "4")
         page.click("#export")
         sync_api.expect(page.locator("#exported")).to_have_text("saved in exports/step_000004")

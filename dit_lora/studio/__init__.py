@@ -1,0 +1,1 @@
+"""`dit-lora studio`: a web app on this machine for runs, their reports, and captions."""

@@ -1,0 +1,46 @@
+"""The page of the commands that the studio has started."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from dit_lora.files import can_open_inside
+from dit_lora.studio.access import write_route
+from dit_lora.studio.jobs import CommandJob, JobQueue
+from dit_lora.studio.pages import studio_page
+
+JOBS_PAGE = "/jobs"
+RESULT_PATTERN = re.compile(r"studio/[\d_-]+/[\w.,=-]{1,200}\.(mp4|png)")
+"""Paths, below a run's folder, of samples that were made from its page."""
+
+
+class JobPages:
+    """The routes of the commands."""
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+
+    def list_routes(self) -> list[BaseRoute]:
+        return [Route(JOBS_PAGE, self.show), write_route(f"{JOBS_PAGE}/stop", self.stop)]
+
+    def show(self, request: Request) -> Response:
+        jobs = [(job, list_results(job)) for job in self._queue.list_jobs()]
+        return studio_page(request, "studio_jobs.html", jobs=jobs)
+
+    def stop(self, request: Request, values: Mapping[str, Any]) -> Response:
+        self._queue.stop(str(values.get("job")))
+        return RedirectResponse(JOBS_PAGE, 303)
+
+
+def list_results(job: CommandJob) -> list[str]:
+    """Paths of the samples that a command has written, below the folder of its run."""
+    if job.results is None:
+        return []
+    # `glob` yields nothing while the folder does not exist.
+    folder, paths = job.results.parents[1], sorted(job.results.glob("*.*"))
+    names = [path.relative_to(folder).as_posix() for path in paths if can_open_inside(folder, path)]
+    return [name for name in names if RESULT_PATTERN.fullmatch(name)]

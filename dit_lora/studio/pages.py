@@ -1,0 +1,48 @@
+"""The frame of the studio's own pages: templates without inline scripts and styles."""
+
+from importlib import resources
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from dit_lora.report.pages import render_page
+from dit_lora.studio.access import get_page_token
+
+_MAX_DIGITS = 9  # maximum digits of a page number
+_ASSETS = {
+    "studio.css": (("style.css", "studio.css"), "text/css"),
+    "studio.js": (("studio.js",), "text/javascript"),
+}
+"""For each asset, the files of the report package that it consists of, and its type."""
+
+
+def studio_page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
+    """Render one of the studio's pages. Nothing on it is redacted: it is shown to its owner only."""
+    page = render_page(template, redact=False, token=get_page_token(request), **values)
+    return HTMLResponse(page.encode(errors="backslashreplace"), status)
+
+
+def list_asset_routes() -> list[BaseRoute]:
+    """The routes of the style and the script."""
+    return [Route("/static/{name}", _send_asset)]
+
+
+def parse_page_number(request: Request) -> int:
+    """The number in `?page=`. Raises `HTTPException` if it is not a number."""
+    number = request.query_params.get("page", "1")
+    # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
+    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+        raise HTTPException(400, f"page must be a number of at most {_MAX_DIGITS} digits")
+    return int(number)
+
+
+def _send_asset(request: Request) -> Response:
+    asset = _ASSETS.get(request.path_params["name"])
+    if asset is None:
+        raise HTTPException(404)
+    files, media_type = asset
+    folder = resources.files("dit_lora.report")
+    return Response("\n".join(folder.joinpath(name).read_text("utf-8") for name in files), media_type=media_type)

@@ -1,0 +1,138 @@
+"""The page of captions in the studio: which edits it takes, which files it gives, and an edit in a browser."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from bare_media import HOSTILE_CAPTION, write_captioned_folder
+from starlette.types import ASGIApp
+from studio_client import StudioClient, ask, serving
+
+from dit_lora.data.sources.caption_table import CaptionTable, lock_table
+from dit_lora.report.captions.edits import CaptionEdits
+from dit_lora.report.captions.page import TextRules, compute_caption_version
+from dit_lora.studio.app import build_app
+from dit_lora.studio.caption_pages import CAPTIONS_PAGE, CaptionPages
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_captioned_folder(tmp_path / "my clips")
+
+
+@pytest.fixture
+def app(folder: Path) -> ASGIApp:
+    return build_app(CaptionPages(CaptionEdits(folder, TextRules(trigger="sks"))).list_routes())
+
+
+def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path) -> None:
+    client, path = StudioClient(app), f"{CAPTIONS_PAGE}caption"
+    assert client.keys.page_token in client.get(CAPTIONS_PAGE).text
+    name = CaptionTable.read(folder).media[0]
+    good = {"file": name, "caption": "a\nnew   sks one", "version": compute_caption_version("the same")}
+    before = (folder / "metadata.jsonl").read_bytes()
+    for status, values in (
+        (400, {"file": name}),
+        (400, {key: good[key] for key in good if key != "version"}),
+        (409, {**good, "version": compute_caption_version("earlier")}),
+        (422, {**good, "file": "../secret.mp4"}),
+        (422, {**good, "file": "metadata.jsonl"}),
+        (422, {**good, "caption": "  "}),
+        (413, {**good, "caption": "x" * 2**21}),
+    ):
+        answer = client.write(path, **values)
+        assert answer.status_code == status, values
+        assert (folder / "metadata.jsonl").read_bytes() == before
+        if status == 409:
+            assert answer.json()["caption"] == "the same"
+    answer = client.write(path, **good)
+    version = compute_caption_version(good["caption"])
+    state = {"caption": good["caption"], "version": version, "findings": []}
+    assert (answer.status_code, answer.json()) == (200, state)
+    assert CaptionTable.read(folder).captions[name] == good["caption"]
+
+
+def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: Path) -> None:
+    client, media = StudioClient(app), f"{CAPTIONS_PAGE}media/"
+    name = CaptionTable.read(folder).media[0]
+    original_bytes = (folder / name).read_bytes()
+    answer = client.get(media + name)
+    assert (answer.status_code, answer.content) == (200, original_bytes)
+    answer = client.get(media + name, headers={"Range": "bytes=3-9"})
+    assert (answer.status_code, answer.content) == (206, original_bytes[3:10])
+    assert answer.headers["Content-Type"] == "video/mp4"
+    (folder.parent / "secret.mp4").write_bytes(b"secret")
+    (folder / "linked.mp4").symlink_to(folder.parent / "secret.mp4")
+    (folder / "inside.mp4").symlink_to(folder / name)
+    os.mkfifo(folder / "pipe.mp4")
+    (folder / "caf\udce9 50%25 \n'\".mp4").write_bytes(original_bytes)
+    (folder / "%2e%2e.png").write_bytes(b"a picture")
+    with serving(app) as server:
+        for status, path in (
+            (404, "media/metadata.jsonl"),
+            (404, "media/../secret.mp4"),
+            (404, "media/%2e%2e/secret.mp4"),
+            (404, "media/linked.mp4"),
+            (404, "media/pipe.mp4"),
+            (404, "media/"),
+            (404, "x"),
+            (404, name),
+            (200, "media/inside.mp4"),
+            (200, "media/caf%e9%2050%2525%20%0a%27%22.mp4"),
+            (200, "media/%252e%252e.png"),
+        ):
+            found, body, _ = ask(server, CAPTIONS_PAGE + path)
+            assert found == status, path
+            assert b"secret" not in body
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = CaptionTable.read(folder).media
+    with serving(app, CAPTIONS_PAGE) as server, sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("requestfailed", lambda request: errors.append(request.url))
+        page.goto(server.url)
+        cards = page.locator(".sample")
+        sync_api.expect(cards).to_have_count(5)
+        page.wait_for_function("document.querySelector('video').readyState >= 1")
+        assert page.evaluate("document.querySelector('img').naturalWidth") == 32
+        assert cards.nth(2).locator("textarea").input_value() == HOSTILE_CAPTION
+        card = cards.nth(0)
+        assert card.locator("button").is_disabled()
+        card.locator("textarea").fill("a sks square")
+        card.locator("button").click()
+        sync_api.expect(card.locator(".said")).to_have_text("saved")
+        sync_api.expect(card.locator(".findings li")).to_have_count(0)
+        # Changed elsewhere since: the page keeps the text, shows the file's, and replaces it if asked again.
+        with lock_table(folder) as table:
+            table.write_captions({names[0]: "by another editor"})
+        card.locator("textarea").fill("mine sks")
+        card.locator("button").click()
+        sync_api.expect(card.locator(".now pre")).to_have_text("by another editor")
+        assert card.locator("textarea").input_value() == "mine sks"
+        card.locator("button").click()
+        sync_api.expect(card.locator(".now")).to_be_hidden()
+        # By keys; and what cannot be trained on is refused, and still to be saved.
+        second_textarea = cards.nth(4).locator("textarea")
+        second_textarea.fill("a still")
+        second_textarea.press("Control+Enter")
+        sync_api.expect(cards.nth(4).locator(".findings .code")).to_have_text("trigger_missing")
+        cards.nth(3).locator("textarea").fill("")
+        cards.nth(3).locator("button").click()
+        sync_api.expect(cards.nth(3).locator(".said")).to_have_text("not saved: its caption is empty")
+        assert cards.nth(3).locator("button").is_enabled()
+        page.evaluate("window.onbeforeunload = null")
+        assert page.evaluate("window.hit") is None
+        assert errors == []
+        browser.close()
+    captions = CaptionTable.read(folder).captions
+    assert (captions[names[0]], captions[names[4]]) == ("mine sks", "a still")
+    assert captions[names[3]] == "a sks dog"

@@ -1,0 +1,132 @@
+"""A new run: the form of a recipe becomes overrides of what was changed, which are checked and shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from studio_client import ORIGIN, StudioClient
+
+from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.load import dump_recipe, load_recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.studio.app import build_app
+from dit_lora.studio.jobs import JobQueue
+from dit_lora.studio.library import RunLibrary, compute_run_id
+from dit_lora.studio.new_run_pages import FORM_KEYS, NewRunPages, list_fields, list_overrides
+
+RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
+
+
+class RecordingQueue(JobQueue):
+    """Keeps the commands and starts none."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[list[str], str, bool]] = []
+
+    def add(self, arguments: Any, run_id: str, *, needs_gpu: bool, results: Path | None = None) -> None:
+        self.commands.append((list(arguments), run_id, needs_gpu))
+
+
+@pytest.fixture
+def queue() -> RecordingQueue:
+    return RecordingQueue()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a run, whose recipe is complete."""
+    run = tmp_path / "runs" / "earlier"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_recipe(load_recipe(RECIPE)))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def client(root: Path, queue: RecordingQueue) -> StudioClient:
+    return StudioClient(build_app(NewRunPages(RunLibrary([root]), queue).list_routes()))
+
+
+def post(client: StudioClient, source: str, **fields: str) -> Response:
+    version = client.get(f"/new?from={source}").text.split('name="version" value="')[1].split('"')[0]
+    data = {"token": client.keys.page_token, "from": source, "version": version, "name": "next", **fields}
+    return client.post("/new", data=data, headers={"Origin": ORIGIN})  # type: ignore[return-value]
+
+
+def test_fields_have_the_values_and_descriptions_of_the_recipe() -> None:
+    fields = {field.key: field for field in list_fields(RECIPE)}
+    assert tuple(fields) == FORM_KEYS
+    assert fields["train.steps"].text == "20"
+    assert fields["train.steps"].description == "Optimizer steps."
+    assert fields["validation.prompts"].is_list
+    assert fields["lora.rank"].is_number
+    assert not fields["model.path"].is_number
+
+
+def test_only_what_was_changed_becomes_an_override() -> None:
+    fields = list_fields(RECIPE)
+    unchanged = {field.key: field.text.replace("\n", "\r\n") for field in fields}
+    assert list_overrides(fields, unchanged) == []
+    changed = unchanged | {
+        "train.steps": "500",
+        "optim.groups.adapter.lr": "1e-4",
+        "data.path": "my: clips # 1",
+        "lora.alpha": "",
+        "validation.prompts": 'a "cat"\r\n\r\n- a dog',
+        "overrides": "guard.max_skips=5\r\n",
+    }
+    overrides = list_overrides(fields, changed)
+    assert overrides[-1] == "guard.max_skips=5"
+    recipe = load_recipe(RECIPE, overrides)
+    assert (recipe.train.steps, recipe.data.path, recipe.guard.max_skips) == (500, "my: clips # 1", 5)
+    assert recipe.model_dump()["optim"]["groups"]["adapter"]["lr"] == 1e-4
+    assert list(recipe.validation.prompts) == ['a "cat"', "- a dog"]
+    for line in ("--help", "x", "a=1", "train.steps", "-c.d=1"):
+        with pytest.raises(DitLoraError, match=r"key\.path=value"):
+            list_overrides(fields, unchanged | {"overrides": line})
+
+
+def test_a_recipe_or_a_run_is_planned_and_started(client: StudioClient, queue: RecordingQueue, root: Path) -> None:
+    page = client.get("/new").text
+    assert 'href="/new?from=smoke/cogvideox"' in page
+    run_id = compute_run_id(root / "earlier")
+    assert f'href="/new?from={run_id}">earlier' in page
+    fields = {"root": str(root), "train.steps": "7"}
+    assert post(client, "smoke/cogvideox", **fields, action="plan").status_code == 303
+    assert post(client, run_id, **fields, action="start").status_code == 303
+    overrides = ["train.steps=7", f"run.dir={json.dumps(str(root / 'next'))}"]
+    assert queue.commands == [
+        (["plan", str(RECIPE), *overrides], "", False),
+        (["train", str(root / "earlier" / "config.yaml"), *overrides], compute_run_id(root / "next"), True),
+    ]
+
+
+def test_what_cannot_be_started_is_refused_with_its_reason(
+    client: StudioClient, queue: RecordingQueue, root: Path
+) -> None:
+    good = {"root": str(root)}
+    for changes, reason in (
+        ({"name": "earlier"}, "exists already"),
+        ({"name": "../outside"}, "the name must have"),
+        ({"name": "-x"}, "the name must have"),
+        ({"root": "/"}, "choose one of the studio's folders"),
+        ({"train.steps": "many"}, "train.steps"),
+        ({"train.steps": "9" * 5000}, "train.steps"),
+        ({"overrides": "train.stepz=3"}, "train.stepz"),
+    ):
+        answer: Any = post(client, "smoke/cogvideox", **good | changes)
+        assert answer.status_code == 422, changes
+        assert reason in answer.text
+    run_id = compute_run_id(root / "earlier")
+    path = root / "earlier" / "config.yaml"
+    version = client.get(f"/new?from={run_id}").text.split('name="version" value="')[1].split('"')[0]
+    path.write_text(path.read_text().replace("steps: 20\n", "steps: 30\n"))
+    stale: Any = post(client, run_id, **good, version=version)
+    assert stale.status_code == 409
+    assert "-  steps: 20\n+  steps: 30\n" in stale.text
+    path.unlink()
+    path.symlink_to(RECIPE)
+    assert client.get(f"/new?from={run_id}").status_code == 500
+    assert client.get("/new?from=../../etc/passwd").status_code == 404
+    assert queue.commands == []

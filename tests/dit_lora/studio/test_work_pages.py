@@ -1,0 +1,172 @@
+"""Working with a run: forms become ordinary commands, which are shown, queued, stopped and followed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studio_client import ORIGIN, StudioClient
+
+from dit_lora.studio import jobs
+from dit_lora.studio.app import build_app, list_run_routes
+from dit_lora.studio.library import RunLibrary
+
+COMMAND = """
+import os, pathlib, signal, sys, time
+from dit_lora.studio import jobs
+arguments = sys.argv[1:]
+print("started", arguments[0], flush=True)
+if arguments[0] == "sample":
+    out = pathlib.Path(arguments[-1].removeprefix("--out="))
+    out.mkdir(parents=True)
+    (out / "seed_0_a-cat_123456.png").write_bytes(b"a picture")
+    (out / "notes.txt").write_text("secret")
+    (out / "linked.png").symlink_to("/etc/hostname")
+if arguments[0] == "train":
+    time.sleep(60)
+sys.exit(3 if arguments[0] == "export" else 0)
+"""
+"""Stands in for the commands, of which it does nothing but leave files."""
+
+
+@pytest.fixture
+def folder(run_dir: Path) -> Path:
+    """An interrupted run with the saves of two steps."""
+    for step in (10, 20):
+        save = run_dir / "checkpoints" / f"step_{step:06d}"
+        save.mkdir(parents=True)
+        (save / "pytorch_lora_weights.safetensors").touch()
+        (save / "trainable.safetensors").touch()
+    return run_dir
+
+
+@pytest.fixture
+def client(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StudioClient:
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND.replace("from dit_lora.studio import jobs\n", ""))
+    start = subprocess.Popen
+
+    def start_script(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        assert command[:3] == [sys.executable, "-m", "dit_lora"]
+        return start([sys.executable, str(script), *command[3:]], **options)
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", start_script)
+    return StudioClient(build_app(list_run_routes(RunLibrary([folder]))))
+
+
+def wait_for(client: StudioClient, text: str) -> str:
+    deadline = time.monotonic() + 30
+    while text not in (page := client.get("/jobs").text):
+        assert time.monotonic() < deadline, page
+        time.sleep(0.02)
+    return page
+
+
+def post_form(client: StudioClient, path: str, **fields: str) -> Any:
+    data = {"token": client.keys.page_token, **fields}
+    return client.post(path, data=data, headers={"Origin": ORIGIN})
+
+
+def get_choice(client: StudioClient, work: str, step: int) -> str:
+    return client.get(work).text.split(f'<option value="{step}@')[1].split('"')[0]
+
+
+def test_a_save_is_sampled_again(client: StudioClient, folder: Path, run_path: str) -> None:
+    work = f"{run_path}work"
+    page = client.get(work).text
+    assert "step 20, eval loss 2" in page
+    assert "Train on from the last save" in page
+    save = f"10@{get_choice(client, work, 10)}"
+    good = {"save": save, "prompt": "-a cat's <hat>", "strengths": "0, 0.5,1", "seed": "7", "inference_steps": "20"}
+    for changes in (
+        {"prompt": " "},
+        {"strengths": "1,1"},
+        {"strengths": "nan"},
+        {"seed": "-1"},
+        {"seed": "9" * 5000},
+        {"inference_steps": "1001"},
+        {"save": "../../x@1"},
+        {"save": "10"},
+    ):
+        answer = post_form(client, f"{work}/sample", **good | changes)
+        assert (answer.status_code, len(answer.text.splitlines())) == (422, 1), changes
+    assert "None yet" in client.get("/jobs").text
+    answer = post_form(client, f"{work}/sample", **good)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/jobs")
+    page = wait_for(client, ">done</span>")
+    assert f"dit-lora sample &#39;{folder}/checkpoints/step_000010&#39; &#39;--prompt=-a cat&#39;" in page
+    assert "s &lt;hat&gt;&#39; --strengths=0,0.5,1 --seed=7 --inference-steps=20" in page
+    (picture,) = [path for path in re.findall('src="([^"]*)"', page) if "/studio/" in path]
+    assert client.get(picture).content == b"a picture"
+    for name in ("notes.txt", "linked.png", "../../config.yaml"):
+        assert client.get(picture.replace("seed_0_a-cat_123456.png", name)).status_code == 404, name
+
+
+def test_a_save_that_was_replaced_meanwhile_is_refused_and_both_are_shown(
+    client: StudioClient, folder: Path, run_path: str
+) -> None:
+    work = f"{run_path}work"
+    seen = get_choice(client, work, 10)
+    os.utime(folder / "checkpoints" / "step_000010", (1, 1))
+    now = get_choice(client, work, 10)
+    answer = post_form(client, f"{work}/export", save=f"10@{seen}", form="diffusers")
+    assert answer.status_code == 409
+    assert f"it was written {seen}, and now {now}" in answer.text
+    version = client.get(work).text.split('name="version" value="')[1].split('"')[0]
+    assert version == "interrupted at step 20"
+    (folder / "status.json").write_text(json.dumps({"state": "failed"}))
+    answer = post_form(client, f"{work}/continue", version=version)
+    assert answer.status_code == 409
+    assert "was interrupted at step 20, and is ended with an error at step 20" in answer.text
+    assert "None yet" in client.get("/jobs").text
+
+
+def test_an_export_says_how_it_ended_and_is_written_to_no_other_place(
+    client: StudioClient, folder: Path, run_path: str, tmp_path: Path
+) -> None:
+    work = f"{run_path}work"
+    fields = {"save": f"20@{get_choice(client, work, 20)}", "form": "comfyui"}
+    assert post_form(client, f"{work}/export", **fields | {"form": "pickle"}).status_code == 422
+    (folder / "exports").symlink_to(tmp_path)
+    assert post_form(client, f"{work}/export", **fields).status_code == 422
+    (folder / "exports").unlink()
+    assert post_form(client, f"{work}/export", **fields).status_code == 303
+    page = wait_for(client, "exit code 3")
+    assert "--to comfyui --out" in page
+    assert "started export" in page
+
+
+def test_trainings_are_queued_stopped_and_removed(client: StudioClient, run_path: str) -> None:
+    fields = {"version": "interrupted at step 20"}
+    for _ in range(3):
+        assert post_form(client, f"{run_path}work/continue", **fields).status_code == 303
+    page = wait_for(client, "started train")
+    assert [page.count(f">{state}</span>") for state in ("running", "waiting")] == [1, 2]
+    assert post_form(client, "/jobs/stop", job="2").status_code == 303
+    assert post_form(client, "/jobs/stop", job="1").status_code == 303
+    page = wait_for(client, "started train")
+    assert post_form(client, "/jobs/stop", job="1").status_code == 422
+    assert post_form(client, "/jobs/stop", job="9").status_code == 422
+    deadline = time.monotonic() + 30
+    while client.get("/jobs").text.count(">running</span>") == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    page = client.get("/jobs").text
+    assert [page.count(f">{state}</span>") for state in ("running", "stopped")] == [1, 2]
+    assert post_form(client, "/jobs/stop", job="3").status_code == 303
+
+
+def test_what_a_chat_model_or_a_whole_model_cannot_do_is_not_offered(
+    client: StudioClient, folder: Path, run_path: str
+) -> None:
+    (folder / "config.yaml").write_text("model: {family: videochat2}\n")
+    page = client.get(f"{run_path}work").text
+    assert "Sample again" not in page
+    assert "Export" not in page.split("</nav>")[1]
+    shutil.rmtree(folder / "checkpoints")
+    assert "no save with an adapter yet" in client.get(f"{run_path}work").text
