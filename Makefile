@@ -26,8 +26,9 @@ $(VENV)/.installed: $(VENV)/.base
 demo: $(VENV)/.base
 	rm -rf demo
 	$(BIN)/dit-lora tiny moving-shapes demo/model
-	$(BIN)/dit-lora tiny shapes demo/clips --shape star --clips 24
-	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
+	$(BIN)/dit-lora tiny shapes demo/stars --shape star --clips 24
+	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 24
+	$(BIN)/dit-lora audit demo/stars --html demo/audit.html
 	$(BIN)/dit-lora train recipes/demo/star.yaml
 	@echo
 	@echo 'A LoRA has taught a small trained CogVideoX what a star is. The stock Diffusers pipeline samples with it and'

@@ -20,7 +20,7 @@ import yaml
 from benchmarks.world.checkpoint import write_fp16, write_untrained
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
 from benchmarks.world.vae import train_vae
-from dit_lora.data.synthetic.scenes import SHAPES, draw_scene, write_scenes
+from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, draw_scene, write_scenes
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = args.work
     if not (work / "clips").exists():
         generator = torch.Generator().manual_seed(11)
-        scenes = [draw_scene(generator, SHAPES[:-1]) for _ in range(args.clips)]
+        scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(args.clips)]
         write_scenes(work / "clips", scenes, generator)
     if not (work / "untrained").exists():
         vae = train_vae(work / "vae", args.vae_steps, args.decoder_steps, args.vae_clips)

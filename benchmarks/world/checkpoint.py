@@ -1,5 +1,6 @@
 """The base's checkpoint: a CogVideoX pipeline for the words of the world, and its copy in fp16."""
 
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -79,5 +80,9 @@ def build_tokenizer() -> T5Tokenizer:
 
 
 def write_fp16(source: Path, folder: Path) -> None:
-    """Write a pipeline's weights in fp16, which is how it is shipped."""
+    """Write a pipeline's weights in fp16, which is how it is shipped, without the path that it was loaded from."""
     CogVideoXPipeline.from_pretrained(source, torch_dtype=torch.float16, local_files_only=True).save_pretrained(folder)
+    for path in folder.rglob("*.json"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

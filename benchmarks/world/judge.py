@@ -16,6 +16,8 @@ _TEMPLATE = 48  # pixels of a template's side
 _MIN_CHROMA = 55  # difference between the strongest and the weakest channel of a pixel that belongs to the shape
 _MIN_AREA = 20  # pixels
 _MAX_SHARE = 0.5  # of the picture
+_MARGINS = (0, 2, 4)
+"""Pixels of a template by which a shape's outline may be outside of where it should be: up to a 12th of its size."""
 _MIN_OVERLAP = 0.62  # intersection over union with a template, below which a shape is "unclear"
 _MIN_MARGIN = 0.02  # by which the best template must be better than the second
 
@@ -73,15 +75,19 @@ def _match_shape(mask: np.ndarray) -> str:
     cut = Image.fromarray(mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
     seen = np.asarray(cut.convert("L").resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)) > 127
     overlaps = sorted(
-        ((seen & template).sum() / (seen | template).sum(), name) for name, template in draw_templates().items()
+        (max((seen & template).sum() / (seen | template).sum() for template in templates), name)
+        for name, templates in draw_templates().items()
     )
     (runner_up, _), (best, name) = overlaps[-2:]
     return name if best >= _MIN_OVERLAP and best - runner_up >= _MIN_MARGIN else "unclear"
 
 
 @cache
-def draw_templates() -> dict[str, np.ndarray]:
-    """Each shape stretched to its bounding box: bool (48, 48)."""
+def draw_templates() -> dict[str, list[np.ndarray]]:
+    """Each shape stretched to its bounding box, with its outline where it is and moved outwards: bool (48, 48).
+
+    A soft edge makes a shape larger by about a pixel. That changes little of a square, and half of a star.
+    """
     end = _TEMPLATE - 1
     third = end / 3
     star = [(0.5, 0), (0.62, 0.38), (1, 0.38), (0.69, 0.62), (0.81, 1), (0.5, 0.77)]
@@ -104,8 +110,25 @@ def draw_templates() -> dict[str, np.ndarray]:
             draw.rectangle((0, third, end, 2 * third), fill=255)
         if name in outlines:
             draw.polygon(outlines[name], fill=255)
-        templates[name] = np.asarray(image) > 127
+        templates[name] = [_thicken(image, margin) for margin in _MARGINS]
     return templates
+
+
+def _thicken(image: Image.Image, margin: int) -> np.ndarray:
+    """Move a template's outline outwards by `margin` pixels, and fit the result to the template's size."""
+    wide = Image.new("L", (_TEMPLATE + 2 * margin, _TEMPLATE + 2 * margin))
+    wide.paste(image, (margin, margin))
+    # (x, y) offsets of a disc: the outline moves equally far in each direction.
+    offsets = [
+        (x, y)
+        for x in range(-margin, margin + 1)
+        for y in range(-margin, margin + 1)
+        if x * x + y * y <= margin * margin
+    ]
+    pixels = np.asarray(wide) > 127
+    thick = np.any([np.roll(pixels, offset, (1, 0)) for offset in offsets], axis=0)
+    resized = Image.fromarray(thick).convert("L").resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)
+    return np.asarray(resized) > 127
 
 
 def _name_hue(pixels: np.ndarray) -> str:

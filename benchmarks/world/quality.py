@@ -23,7 +23,7 @@ from dit_lora.data.synthetic.scenes import (
     NEW_BACKGROUND,
     NEW_MOTION,
     NEW_SHAPE,
-    SHAPES,
+    KNOWN_SHAPES,
     Scene,
     draw_scene,
 )
@@ -38,7 +38,7 @@ INFERENCE_STEPS = 20
 def draw_scenes(new: str | None, count: int, seed: int) -> list[Scene]:
     """Draw scenes that the base knows, or with `new` ones that differ from them by this word."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [NEW_SHAPE] if new == NEW_SHAPE else SHAPES[:-1]
+    shapes = [NEW_SHAPE] if new == NEW_SHAPE else KNOWN_SHAPES
     motions = [NEW_MOTION] if new == NEW_MOTION else MOTIONS[:-1]
     backgrounds = [NEW_BACKGROUND] if new == NEW_BACKGROUND else BACKGROUNDS[:-1]
     return [draw_scene(generator, shapes, motions, backgrounds) for _ in range(count)]

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
-from dit_lora.data.synthetic.scenes import NEW_SHAPE, spread_scenes, write_scenes
+from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo" / "star.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
-SETTINGS = {
+CLIPS = 24
+"""Clips of the new shape, and as many of known ones."""
+SETTINGS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "rank 4": ("lora.rank=4", "lora.alpha=4"),
     "DoRA": ("lora.kind=dora",),
@@ -48,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--clips", type=int, default=24, help="clips of the new shape")
     parser.add_argument(
         "--per-group", type=int, default=48, help="judged samples of the new shape, and as many others"
     )
@@ -61,10 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
         write_records(results, records)
     for seed in args.seeds:
-        clips = args.work / f"clips_{seed}"
-        if not (clips / "metadata.jsonl").exists():
-            clips.mkdir(exist_ok=True)
-            write_scenes(clips, spread_scenes(NEW_SHAPE, args.clips), torch.Generator().manual_seed(seed))
+        clips = write_clips(args.work, seed)
         for name in args.settings:
             if any((record["setting"], record["seed"]) == (name, seed) for record in records):
                 continue
@@ -76,9 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(records)
 
 
-def train(run_dir: Path, clips: Path, overrides: Sequence[str]) -> float:
+def write_clips(work: Path, seed: int) -> tuple[Path, Path]:
+    """Write the demo's clips, drawn with `seed`: of the new shape, and of those that the base knows."""
+    generator = torch.Generator().manual_seed(seed)
+    known = [draw_scene(generator, KNOWN_SHAPES) for _ in range(CLIPS)]
+    folders = work / f"stars_{seed}", work / f"known_{seed}"
+    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, CLIPS), known), strict=True):
+        if not (folder / "metadata.jsonl").exists():
+            folder.mkdir(exist_ok=True)
+            write_scenes(folder, scenes, generator)
+    return folders
+
+
+def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> float:
     """Train the recipe with `overrides`; returns the seconds that the whole command took."""
-    paths = [f"model.path={BASE}", f"data.path={clips}", f"run.dir={run_dir}"]
+    sources = json.dumps([{"path": str(folder)} for folder in clips])
+    paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
     quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]
     began = time.perf_counter()

@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLCogVideoX
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.synthetic.scenes import SHAPES, draw_scene, render_scene
+from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, draw_scene, render_scene
 
 LATENT_CHANNELS = 4
 _SIDE = 64
@@ -85,7 +85,7 @@ def build_vae() -> AutoencoderKLCogVideoX:
 
 def render_clips(count: int, generator: torch.Generator) -> torch.Tensor:
     """Clips of scenes that the base may know, uint8 (count, 9, 64, 64, 3)."""
-    scenes = [draw_scene(generator, SHAPES[:-1]) for _ in range(count)]
+    scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(count)]
     return torch.stack([render_scene(scene, generator) for scene in tqdm(scenes, desc="clips", mininterval=10)])
 
 

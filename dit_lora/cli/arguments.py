@@ -39,7 +39,7 @@ def complete_scene_shapes(incomplete: str) -> list[str]:
     # Imports torch, which completion of other words does not need.
     from dit_lora.data.synthetic.scenes import SHAPES
 
-    return _filter_by_prefix(SHAPES, incomplete)
+    return _filter_by_prefix([*SHAPES, "known"], incomplete)
 
 
 def complete_recipe_files(incomplete: str) -> list[str]:

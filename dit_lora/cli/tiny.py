@@ -60,7 +60,8 @@ def tiny(
     shape: Annotated[
         str | None,
         _shapes_option(
-            help="Clips of this shape, such as star, in the world of moving-shapes: 9 frames of 64x64 pixels.",
+            help="Clips of this shape, such as star, in the world of moving-shapes: 9 frames of 64x64 pixels. "
+            "known: of all shapes that moving-shapes was trained on.",
             autocompletion=complete_scene_shapes,
         ),
     ] = None,
@@ -118,12 +119,17 @@ def _write_scenes(folder: Path, shape: str, clips: int) -> None:
     """Write clips of one shape with captions. Raises `DitLoraError` for an unknown shape."""
     import torch
 
-    from dit_lora.data.synthetic.scenes import SHAPES, spread_scenes, write_scenes
+    from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, SHAPES, draw_scene, spread_scenes, write_scenes
 
-    if shape not in SHAPES:
-        raise DitLoraError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
+    if shape not in (*SHAPES, "known"):
+        raise DitLoraError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}, known")
     make_folder(folder)
-    write_scenes(folder, spread_scenes(shape, clips), torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    if shape == "known":
+        scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(clips)]
+    else:
+        scenes = spread_scenes(shape, clips)
+    write_scenes(folder, scenes, generator)
     echo(f"wrote {clips} clips to {folder}")
 
 

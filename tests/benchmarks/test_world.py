@@ -41,6 +41,16 @@ def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
     assert compare(scenes, np.stack(videos))["all"] >= 0.99
 
 
+def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side():
+    generator = torch.Generator().manual_seed(77)
+    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(60)]
+    sharp = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
+    neighbours = np.stack([np.roll(sharp, (y, x), (2, 3)) for y in range(-2, 3) for x in range(-2, 3)])
+    chroma = np.ptp(neighbours.astype(int), axis=-1)
+    thick = np.take_along_axis(neighbours, chroma.argmax(0)[None, ..., None], 0)[0]
+    assert compare(scenes, thick)["all"] >= 0.95
+
+
 def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
     noise = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
     assert judge_clip(noise).shape == "unclear"

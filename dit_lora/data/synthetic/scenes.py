@@ -18,7 +18,8 @@ NEW_SHAPE = "star"
 NEW_MOTION = "moves in a circle"
 NEW_BACKGROUND = "chequered"
 
-SHAPES = ("disc", "square", "triangle", "ring", "cross", "diamond", NEW_SHAPE)
+KNOWN_SHAPES = ("disc", "square", "triangle", "ring", "cross", "diamond")
+SHAPES = (*KNOWN_SHAPES, NEW_SHAPE)
 COLOURS = {
     "red": (220, 40, 40),
     "yellow": (230, 210, 40),
