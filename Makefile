@@ -21,21 +21,19 @@ $(VENV)/.installed: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+
 # Needs the package alone, without what tests and docs need.
 demo: $(VENV)/.base
 	rm -rf demo
-	$(BIN)/dit-lora tiny cogvideox-2b demo/model
-	$(BIN)/dit-lora tiny shapes demo/clips
-	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
-	$(BIN)/dit-lora train recipes/smoke/cogvideox.yaml model.path=demo/model data.path=demo/clips \
-	  data.frames=17 run.dir=demo/run train.steps=200 train.batch_size=4 train.save_every=100 validation.every=50 \
-	  lora.rank=16 lora.alpha=16 optim.groups.adapter.lr=5e-3
-	$(BIN)/dit-lora sample demo/run --prompt 'a blue square moves to the left over a dark background' \
-	  --inference-steps 4
+	$(BIN)/dit-lora tiny moving-shapes demo/model
+	$(BIN)/dit-lora tiny shapes demo/stars --shape star --clips 24
+	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 24
+	$(BIN)/dit-lora audit demo/stars --html demo/audit.html
+	$(BIN)/dit-lora train recipes/demo/star.yaml
 	@echo
-	@echo 'Trained a LoRA on a random tiny CogVideoX, then loaded it into the stock Diffusers pipeline.'
-	@echo 'The model knows nothing, so its videos are noise; the eval loss above is what fell.'
-	@echo 'Open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
+	@echo 'A LoRA has taught a small trained CogVideoX what a star is. The stock Diffusers pipeline samples with it and'
+	@echo 'without it; open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
+	$(BIN)/python -m benchmarks.world.quality demo/model --adapter demo/run
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not thorough'

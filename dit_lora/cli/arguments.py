@@ -30,9 +30,17 @@ def complete_launch_config_names(incomplete: str) -> list[str]:
 
 
 def complete_tiny_names(incomplete: str) -> list[str]:
-    """Names of the tiny checkpoints, and `shapes`."""
+    """Names of the tiny checkpoints, random and trained, and `shapes`."""
     names = [name for family in get_families().values() for name in family.tiny_variants]
-    return _filter_by_prefix([*names, "shapes"], incomplete)
+    return _filter_by_prefix([*names, "moving-shapes", "shapes"], incomplete)
+
+
+def complete_scene_shapes(incomplete: str) -> list[str]:
+    """Names of the shapes in the world of `moving-shapes`."""
+    # Imports torch, which completion of other words does not need.
+    from dit_lora.data.synthetic.scenes import SHAPES
+
+    return _filter_by_prefix([*SHAPES, "known"], incomplete)
 
 
 def complete_recipe_files(incomplete: str) -> list[str]:

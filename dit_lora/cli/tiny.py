@@ -1,12 +1,13 @@
-"""The verb `dit-lora tiny`: tiny random checkpoints, and clips of moving shapes to train them on."""
+"""The verb `dit-lora tiny`: tiny checkpoints, random and trained, and clips of moving shapes to train them on."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import NewFolder, complete_tiny_names, make_folder
+from dit_lora.cli.arguments import NewFolder, complete_scene_shapes, complete_tiny_names, make_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_families
 from dit_lora.terminal import echo
@@ -14,6 +15,8 @@ from dit_lora.terminal import echo
 EXAMPLES = {
     "tiny": (
         "tiny cogvideox-2b tiny/cogvideox-2b",
+        "tiny moving-shapes tiny/moving-shapes",
+        "tiny shapes stars --shape star --clips 24",
         "tiny shapes clips",
         "tiny shapes images --frames 1",
         "tiny shapes pairs --pairs",
@@ -22,8 +25,12 @@ EXAMPLES = {
     )
 }
 
+TRAINED_BASE = "moving-shapes"
+"""Name of the trained base, a CogVideoX that makes clips of one moving shape (docs/benchmarks/world.md)."""
+_BASE_FOLDER = Path(__file__).parents[1] / "models" / "moving_shapes"
+
 _CHECKPOINT_OPTIONS = ("seed",)
-_SHAPES_OPTIONS = ("clips", "frames", "height", "width", "fps", "classes", "pairs", "sound", "chat")
+_SHAPES_OPTIONS = ("clips", "frames", "height", "width", "fps", "shape", "classes", "pairs", "sound", "chat")
 _checkpoint_option = partial(typer.Option, rich_help_panel="Options of checkpoints")
 _shapes_option = partial(typer.Option, rich_help_panel="Options of shapes")
 
@@ -33,7 +40,8 @@ def tiny(
     what: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint, such as cogvideox-2b (see dit-lora recipes --families), or shapes.",
+            help="Random checkpoint, such as cogvideox-2b (see dit-lora recipes --families), moving-shapes for a "
+            "trained one, or shapes for clips.",
             autocompletion=complete_tiny_names,
         ),
     ],
@@ -49,6 +57,14 @@ def tiny(
     height: Annotated[int, _shapes_option(min=16, help="Height in pixels, even.")] = 64,
     width: Annotated[int, _shapes_option(min=16, help="Width in pixels, even.")] = 96,
     fps: Annotated[float, _shapes_option(min=1, max=240, help="Frames per second.")] = 8.0,
+    shape: Annotated[
+        str | None,
+        _shapes_option(
+            help="Clips of this shape, such as star, in the world of moving-shapes: 9 frames of 64x64 pixels. "
+            "known: of all shapes that moving-shapes was trained on.",
+            autocompletion=complete_scene_shapes,
+        ),
+    ] = None,
     classes: Annotated[
         bool, _shapes_option("--classes", help="Write one folder for each class, without captions.")
     ] = False,
@@ -60,12 +76,24 @@ def tiny(
         bool, _shapes_option("--chat", help="Write conversations instead of captions, and as many images as clips.")
     ] = False,
 ) -> None:
-    """Create a tiny random checkpoint, or with shapes a data set, to try dit-lora on a CPU."""
+    """Create a tiny checkpoint, random or trained, or with shapes a data set, to try dit-lora on a CPU."""
     if what != "shapes":
         _refuse_options(context, _SHAPES_OPTIONS, "tiny shapes")
+        if what == TRAINED_BASE:
+            _refuse_options(context, _CHECKPOINT_OPTIONS, "a random checkpoint")
+            copy_trained_base(out)
+            return
         _build_checkpoint(what, out, seed)
         return
     _refuse_options(context, _CHECKPOINT_OPTIONS, "a checkpoint")
+    if shape is not None:
+        _refuse_options(
+            context,
+            ("frames", "height", "width", "fps", "classes", "pairs", "sound", "chat"),
+            "shapes without --shape",
+        )
+        _write_scenes(out, shape, clips)
+        return
     _write_shapes(
         out,
         clips=clips,
@@ -78,6 +106,31 @@ def tiny(
         sound=sound,
         chat=chat,
     )
+
+
+def copy_trained_base(folder: Path) -> None:
+    """Copy the trained base of this package to a new folder. Raises `DitLoraError` if the folder exists."""
+    make_folder(folder)
+    shutil.copytree(_BASE_FOLDER, folder, dirs_exist_ok=True)
+    echo(f"wrote {folder}")
+
+
+def _write_scenes(folder: Path, shape: str, clips: int) -> None:
+    """Write clips of one shape with captions. Raises `DitLoraError` for an unknown shape."""
+    import torch
+
+    from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, SHAPES, draw_scene, spread_scenes, write_scenes
+
+    if shape not in (*SHAPES, "known"):
+        raise DitLoraError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}, known")
+    make_folder(folder)
+    generator = torch.Generator().manual_seed(0)
+    if shape == "known":
+        scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(clips)]
+    else:
+        scenes = spread_scenes(shape, clips)
+    write_scenes(folder, scenes, generator)
+    echo(f"wrote {clips} clips to {folder}")
 
 
 def _refuse_options(context: typer.Context, options: tuple[str, ...], owner: str) -> None:

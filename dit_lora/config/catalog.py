@@ -14,6 +14,9 @@ import yaml
 
 from dit_lora.errors import DitLoraError, format_list
 
+# Folders of the recipes that train on a CPU.
+_CPU_FOLDERS = ("demo/", "smoke/")
+
 
 def find_packaged_files() -> Path:
     """The folder with recipes/ and accelerate_configs/: inside the installed package, or the root of a checkout.
@@ -37,7 +40,7 @@ def list_recipe_names() -> list[str]:
     paths = (find_packaged_files() / "recipes").glob("*/*.yaml")
     names = [f"{path.parent.name}/{path.stem}" for path in paths]
     # False sorts before True.
-    return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
+    return sorted(names, key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
 
 
 def list_accelerate_configs() -> dict[str, Path]:
@@ -72,7 +75,7 @@ class PackagedRecipe:
     @property
     def is_smoke(self) -> bool:
         """True for a tiny packaged recipe that trains on a CPU."""
-        return self.name.startswith("smoke/")
+        return self.name.startswith(_CPU_FOLDERS)
 
     @property
     def file_name(self) -> str:

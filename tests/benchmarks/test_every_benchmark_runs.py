@@ -120,6 +120,21 @@ SMALL_RUNS = (
         "--faults 1 --families dit-tiny --ranks 1 --jobs 1 --places 'no fault'",
         r"1 of 1 faults, seed 0, \d+ s with 1 jobs",
     ),
+    SmallRun(
+        "world.__main__",
+        "{work} --vae-steps 1 --decoder-steps 1 --vae-clips 2 --steps 2 --clips 4 --judged 1",
+        r"\{'shape': N, 'colour': N, 'motion': N, 'all': N\}",
+    ),
+    SmallRun(
+        "world.settings",
+        "{work} --settings 'rank 4' --seeds 0 --steps 1 --clips 2 --per-group 1",
+        r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \|",
+    ),
+    SmallRun(
+        "world.quality",
+        "dit_lora/models/moving_shapes --per-group 1",
+        r'before: \{"new": \{"shape": N, .*\}, "others": \{.*\}\}',
+    ),
 )
 NUMBER = r"-?\\d+(\\.\\d+)?"
 TESTED_ELSEWHERE = {

@@ -28,7 +28,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns(*OUTSIDE)
 
     def ignore_built(folder: str, names: list[str]) -> set[str]:
-        # The demo's folder is at the root; below it the name may be another's.
+        # recipes/demo is part of the tree; the demo's own folder is at the root.
         return set(ignore(folder, names)) - ({"demo"} if Path(folder) != ROOT else set())
 
     shutil.copytree(ROOT, copy, ignore=ignore_built)

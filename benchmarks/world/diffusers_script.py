@@ -1,0 +1,102 @@
+"""Diffusers' own `train_cogvideox_lora.py` on the demo's base and clips, judged as the demo is.
+
+    python -m benchmarks.world.diffusers_script WORK --script train_cogvideox_lora.py [--seeds 0 1 2]
+
+The script is https://github.com/huggingface/diffusers/blob/main/examples/cogvideo/train_cogvideox_lora.py. Its copy
+in WORK differs in two numbers: it computes rotary positions for 480x720 pixels whatever the model's size, which would
+give this base other positions than it was trained with and than the pipeline uses. Rank, learning rate, batch, steps
+and clips are those of the recipe `demo/star`; `benchmarks.world.settings` has our figures. Where torchvision or decord
+is not installed, `benchmarks/stand_ins` takes its place.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.world.settings import BASE, RECIPE, ROOT, judge, print_table, write_clips
+from dit_lora.config.load import load_recipe
+
+_STAND_INS = ROOT / "benchmarks" / "stand_ins"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--script", type=Path, required=True, help="Diffusers' train_cogvideox_lora.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="default: the recipe's")
+    parser.add_argument("--per-group", type=int, default=48)
+    args = parser.parse_args(arguments)
+    args.work.mkdir(parents=True, exist_ok=True)
+    script = write_script(args.script, args.work / "train_cogvideox_lora.py")
+    records = []
+    for seed in args.seeds:
+        run_dir = args.work / f"script_{seed}"
+        seconds = run_script(script, write_clips(args.work, seed), run_dir, seed, args.steps)
+        records.append(
+            {"setting": "Diffusers' script", "seed": seed, "seconds": seconds} | judge(run_dir, args.per_group, seed)
+        )
+    print_table(records)
+
+
+def write_script(source: Path, target: Path) -> Path:
+    """Copy the script with the base's size in its rotary positions. Raises `ValueError` if it is another script."""
+    text = source.read_text(encoding="utf-8")
+    for name, published in (("base_height", 480), ("base_width", 720)):
+        default = f"{name}: int = {published},"
+        if text.count(default) != 1:
+            raise ValueError(f"{source} has no line {default!r}; is it Diffusers' train_cogvideox_lora.py?")
+        text = text.replace(default, f"{name}: int = 64,")
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+def run_script(script: Path, clips: Sequence[Path], run_dir: Path, seed: int, steps: int | None) -> float:
+    """Train with the recipe's settings; returns the seconds that the whole command took."""
+    recipe = load_recipe(RECIPE)
+    lines = [
+        (folder / record["file_name"], record["text"])
+        for folder in clips
+        for record in map(json.loads, (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines())
+    ]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "videos.txt").write_text("".join(f"{path.absolute()}\n" for path, _ in lines), encoding="utf-8")
+    (run_dir / "captions.txt").write_text("".join(f"{text}\n" for _, text in lines), encoding="utf-8")
+    options = {
+        "pretrained_model_name_or_path": BASE,
+        "instance_data_root": run_dir,
+        "video_column": "videos.txt",
+        "caption_column": "captions.txt",
+        "output_dir": run_dir,
+        "height": 64,
+        "width": 64,
+        "fps": 8,
+        "max_num_frames": 9,
+        "rank": recipe.lora.rank,
+        "lora_alpha": recipe.lora.alpha,
+        "learning_rate": recipe.optim.groups.adapter.lr,
+        "lr_scheduler": recipe.optim.schedule,
+        "lr_warmup_steps": recipe.optim.warmup_steps,
+        "optimizer": "adamw",
+        "train_batch_size": recipe.train.batch_size,
+        "max_train_steps": steps or recipe.train.steps,
+        "checkpointing_steps": 10**6,
+        "mixed_precision": "no",
+        "seed": seed,
+    }
+    command = [sys.executable, str(script), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+    missing = any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord"))
+    paths = [os.environ.get("PYTHONPATH", ""), *([str(_STAND_INS)] if missing else [])]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Quality of the demo's LoRA with other settings of its recipe, several seeds each, judged.
+
+    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 200] [--per-group 48]
+
+Each run adds one line to WORK/results.jsonl, and a run that has its line is not repeated, so that the whole can be
+stopped and continued. At the end the table of all lines is printed.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
+from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "demo" / "star.yaml"
+BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
+CLIPS = 24
+"""Clips of the new shape, and as many of known ones."""
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "as shipped": (),
+    "rank 4": ("lora.rank=4", "lora.alpha=4"),
+    "DoRA": ("lora.kind=dora",),
+    "LoKr": ("lora.kind=lokr", "lora.factor=4"),
+    "PiSSA": ("lora.init=pissa",),
+    "bf16": ("model.dtype=bf16",),
+    "int8 base": ("model.quantize=int8",),
+    "nf4 base": ("model.quantize=nf4",),
+    "output preservation": ("train.preserve.trigger=star", "train.preserve.class_words=[disc, square, ring]"),
+    "caption dropout 0.1": ("data.caption_dropout=0.1",),
+    "averaged weights": ("train.ema=0.98",),
+    "fused operations": ("kernels.lora_linear=on", "kernels.qk_norm_rope=on", "kernels.ada_norm=on"),
+}
+"""Changes of the recipe `demo/star`, by a name for the table."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--per-group", type=int, default=48, help="judged samples of the new shape, and as many others"
+    )
+    args = parser.parse_args(arguments)
+    args.work.mkdir(parents=True, exist_ok=True)
+    results = args.work / "results.jsonl"
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    records = [json.loads(line) for line in lines]
+    if "base alone" not in {record["setting"] for record in records}:
+        records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
+        write_records(results, records)
+    for seed in args.seeds:
+        clips = write_clips(args.work, seed)
+        for name in args.settings:
+            if any((record["setting"], record["seed"]) == (name, seed) for record in records):
+                continue
+            run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
+            shutil.rmtree(run_dir, ignore_errors=True)
+            seconds = train(run_dir, clips, [*SETTINGS[name], f"train.steps={args.steps}", f"train.seed={seed}"])
+            records.append({"setting": name, "seed": seed, "seconds": seconds} | judge(run_dir, args.per_group, seed))
+            write_records(results, records)
+    print_table(records)
+
+
+def write_clips(work: Path, seed: int) -> tuple[Path, Path]:
+    """Write the demo's clips, drawn with `seed`: of the new shape, and of those that the base knows."""
+    generator = torch.Generator().manual_seed(seed)
+    known = [draw_scene(generator, KNOWN_SHAPES) for _ in range(CLIPS)]
+    folders = work / f"stars_{seed}", work / f"known_{seed}"
+    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, CLIPS), known), strict=True):
+        if not (folder / "metadata.jsonl").exists():
+            folder.mkdir(exist_ok=True)
+            write_scenes(folder, scenes, generator)
+    return folders
+
+
+def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> float:
+    """Train the recipe with `overrides`; returns the seconds that the whole command took."""
+    sources = json.dumps([{"path": str(folder)} for folder in clips])
+    paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
+    quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
+    command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def judge(run_dir: Path | None, per_group: int, seed: int) -> dict[str, float]:
+    """Shares of judged samples that show their caption: of the new shape, and of what the base knows."""
+    pipeline = open_pipeline(BASE, run_dir)
+    groups = {"new": draw_scenes(NEW_SHAPE, per_group, seed), "others": draw_scenes(None, per_group, seed)}
+    return {
+        name: compare(scenes, sample_clips(pipeline, [scene.caption for scene in scenes], seed))["all"]
+        for name, scenes in groups.items()
+    }
+
+
+def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+
+
+def print_table(records: Sequence[dict[str, Any]]) -> None:
+    """Print means over seeds, with the least and the largest, as a Markdown table."""
+    print("| setting | seeds | new shape, % | others, % | seconds |")
+    print("|---|---|---|---|---|")
+    for name in dict.fromkeys(record["setting"] for record in records):
+        group = [record for record in records if record["setting"] == name]
+        cells = [format_spread([100 * record[key] for record in group]) for key in ("new", "others")]
+        seconds = [record["seconds"] for record in group if "seconds" in record]
+        cells.append(f"{statistics.median(seconds):.0f}" if seconds else "")
+        print(f"| {name} | {len(group)} | {' | '.join(cells)} |")
+
+
+def format_spread(values: Sequence[float]) -> str:
+    """Such as "87 (81 to 92)"."""
+    return f"{statistics.mean(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+if __name__ == "__main__":
+    main()

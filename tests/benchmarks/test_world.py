@@ -1,0 +1,99 @@
+"""The world of the trained base: its renderer, its judge, and the base that is shipped."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from benchmarks.world.judge import Judgement, judge_clip
+from benchmarks.world.quality import compare, draw_scenes, format_line, open_pipeline, sample_clips
+from dit_lora.data.media.video import read_frames
+from dit_lora.data.synthetic.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    MOTIONS,
+    SHAPES,
+    draw_scene,
+    render_scene,
+    spread_scenes,
+    write_scenes,
+)
+
+BASE = Path(__file__).parents[2] / "dit_lora" / "models" / "moving_shapes"
+
+
+def test_the_judge_recognises_unseen_renders_of_every_kind():
+    generator = torch.Generator().manual_seed(12345)
+    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(200)]
+    videos = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
+    assert compare(scenes, videos)["all"] >= 0.99
+    # Another clip's caption is not what a clip shows.
+    assert compare(scenes[1:] + scenes[:1], videos)["all"] < 0.1
+
+
+def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
+    scenes = spread_scenes("star", 12)
+    paths = write_scenes(tmp_path, scenes, torch.Generator().manual_seed(3))
+    videos = [read_frames(path, frames=9, height=64, width=64, fps=8).permute(0, 2, 3, 1).numpy() for path in paths]
+    assert compare(scenes, np.stack(videos))["all"] >= 0.99
+
+
+def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side():
+    generator = torch.Generator().manual_seed(77)
+    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(60)]
+    sharp = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
+    neighbours = np.stack([np.roll(sharp, (y, x), (2, 3)) for y in range(-2, 3) for x in range(-2, 3)])
+    chroma = np.ptp(neighbours.astype(int), axis=-1)
+    thick = np.take_along_axis(neighbours, chroma.argmax(0)[None, ..., None], 0)[0]
+    assert compare(scenes, thick)["all"] >= 0.95
+
+
+def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
+    noise = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
+    assert judge_clip(noise).shape == "unclear"
+    assert judge_clip(np.full((9, 64, 64, 3), 120, np.uint8)) == Judgement("unclear", "unclear", "unclear")
+
+
+def test_spread_scenes_show_each_attribute_about_equally_often():
+    scenes = spread_scenes("star", 24)
+    assert len(set(scenes)) == 24
+    for name, options in (("colour", COLOURS), ("motion", MOTIONS[:-1]), ("background", BACKGROUNDS[:-1])):
+        counts = Counter(getattr(scene, name) for scene in scenes)
+        assert set(counts) == set(options)
+        assert max(counts.values()) <= 2 * min(counts.values())
+
+
+def test_equal_seeds_give_equal_clips():
+    scene = draw_scenes("star", 1, 5)[0]
+    first, again, other = (render_scene(scene, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+def test_the_base_is_small_and_in_fp16():
+    assert sum(path.stat().st_size for path in BASE.rglob("*") if path.is_file()) <= 8e6
+    for path in BASE.rglob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            # Transformers keeps these of a T5 in fp32 when it loads the rest in fp16.
+            names = [name for name in tensors.keys() if not name.endswith(".wo.weight")]  # noqa: SIM118
+            dtypes = {tensors.get_slice(name).get_dtype() for name in names}
+        assert dtypes == {"F16"}, path.name
+
+
+@pytest.mark.slow
+def test_the_base_shows_what_captions_say_and_does_not_know_a_star():
+    pipeline = open_pipeline(BASE, None)
+    known, new = draw_scenes(None, 16, 7), draw_scenes("star", 8, 7)
+    assert compare(known, sample_clips(pipeline, [scene.caption for scene in known], 7))["all"] >= 0.75
+    assert compare(new, sample_clips(pipeline, [scene.caption for scene in new], 7))["shape"] <= 0.25
+
+
+def test_the_demos_line_gives_shares_in_percent():
+    figures = {
+        "before": {"new": {"all": 0.03}, "others": {"all": 0.96}},
+        "after": {"new": {"all": 0.87}, "others": {"all": 0.95}},
+    }
+    assert format_line(figures) == "demo: new concept 87 % (before 3 %), other concepts 95 % (before 96 %)"
