@@ -23,11 +23,13 @@ $(VENV)/.installed: $(VENV)/.base
 
 
 # Needs the package alone, without what tests and docs need.
+# Up to four threads: nothing else should run meanwhile.
+demo: export OMP_NUM_THREADS = $(shell n=$$(nproc); echo $$((n > 4 ? 4 : n)))
 demo: $(VENV)/.base
 	rm -rf demo
 	$(BIN)/dit-lora tiny moving-shapes demo/model
-	$(BIN)/dit-lora tiny shapes demo/stars --shape star --clips 24
-	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 24
+	$(BIN)/dit-lora tiny shapes demo/stars --shape star --clips 48
+	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 240
 	$(BIN)/dit-lora audit demo/stars --html demo/audit.html
 	$(BIN)/dit-lora train recipes/demo/star.yaml
 	@echo

@@ -1,6 +1,6 @@
 """Train the base of the demo from nothing, as it is shipped in dit_lora/models/moving_shapes.
 
-    python -m benchmarks.world WORK [--vae-steps 2200] [--decoder-steps 2500] [--steps 10500] [--clips 6000]
+    python -m benchmarks.world WORK [--vae-steps 2200] [--decoder-steps 2500] [--steps 20500] [--clips 6000]
 
 WORK gets the clips, the VAE, the run and, in WORK/moving_shapes, the checkpoint in fp16. About two hours on two
 cores. The denoiser is trained by the project's own recipe script with `train.mode: full`; the text encoder stays
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vae-steps", type=int, default=2200)
     parser.add_argument("--vae-clips", type=int, default=1200)
     parser.add_argument("--decoder-steps", type=int, default=2500)
-    parser.add_argument("--steps", type=int, default=10500)
+    parser.add_argument("--steps", type=int, default=20500)
     parser.add_argument("--clips", type=int, default=6000)
     parser.add_argument("--judged", type=int, default=64, help="samples that are judged at the end")
     args = parser.parse_args(arguments)

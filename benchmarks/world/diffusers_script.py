@@ -90,11 +90,12 @@ def run_script(script: Path, clips: Sequence[Path], run_dir: Path, seed: int, st
         "mixed_precision": "no",
         "seed": seed,
     }
-    command = [sys.executable, str(script), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
-    missing = any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord"))
-    paths = [os.environ.get("PYTHONPATH", ""), *([str(_STAND_INS)] if missing else [])]
+    option_words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    is_missing = any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord"))
+    paths = [os.environ.get("PYTHONPATH"), str(_STAND_INS) if is_missing else None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     began = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    subprocess.run([sys.executable, str(script), *option_words], check=True, env=environment)
     return time.perf_counter() - began
 
 

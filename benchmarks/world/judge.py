@@ -73,9 +73,9 @@ def _match_shape(mask: np.ndarray) -> str:
     if not 0.7 < height / width < 1.4:
         return "unclear"
     cut = Image.fromarray(mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
-    seen = np.asarray(cut.convert("L").resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)) > 127
+    resized = np.asarray(cut.convert("L").resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)) > 127
     overlaps = sorted(
-        (max((seen & template).sum() / (seen | template).sum() for template in templates), name)
+        (max((resized & template).sum() / (resized | template).sum() for template in templates), name)
         for name, templates in draw_templates().items()
     )
     (runner_up, _), (best, name) = overlaps[-2:]

@@ -19,11 +19,11 @@ from benchmarks.world.judge import Judgement, judge_clip
 from dit_lora.adapters.load import load_adapter
 from dit_lora.data.synthetic.scenes import (
     BACKGROUNDS,
+    KNOWN_SHAPES,
     MOTIONS,
     NEW_BACKGROUND,
     NEW_MOTION,
     NEW_SHAPE,
-    KNOWN_SHAPES,
     Scene,
     draw_scene,
 )
@@ -32,7 +32,7 @@ from dit_lora.export.export import find_adapter
 _BATCH = 8
 _COLUMNS = 6  # of a picture
 GUIDANCE = 3.0
-INFERENCE_STEPS = 20
+INFERENCE_STEPS = 12
 
 
 def draw_scenes(new: str | None, count: int, seed: int) -> list[Scene]:

@@ -1,6 +1,6 @@
 """Quality of the demo's LoRA with other settings of its recipe, several seeds each, judged.
 
-    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 200] [--per-group 48]
+    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 700] [--per-group 48]
 
 Each run adds one line to WORK/results.jsonl, and a run that has its line is not repeated, so that the whole can be
 stopped and continued. At the end the table of all lines is printed.
@@ -25,11 +25,12 @@ from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo" / "star.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
-CLIPS = 24
-"""Clips of the new shape, and as many of known ones."""
+STARS, KNOWN_CLIPS = 48, 240
+"""Clips of the new shape, and of known ones, as in the demo."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
-    "rank 4": ("lora.rank=4", "lora.alpha=4"),
+    "rank 4": ("lora.rank=4", "lora.alpha=8"),
+    "attention only": ("lora.targets=null",),
     "DoRA": ("lora.kind=dora",),
     "LoKr": ("lora.kind=lokr", "lora.factor=4"),
     "PiSSA": ("lora.init=pissa",),
@@ -38,7 +39,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "nf4 base": ("model.quantize=nf4",),
     "output preservation": ("train.preserve.trigger=star", "train.preserve.class_words=[disc, square, ring]"),
     "caption dropout 0.1": ("data.caption_dropout=0.1",),
-    "averaged weights": ("train.ema=0.98",),
+    "last weights": ("train.ema=null",),
     "fused operations": ("kernels.lora_linear=on", "kernels.qk_norm_rope=on", "kernels.ada_norm=on"),
 }
 """Changes of the recipe `demo/star`, by a name for the table."""
@@ -49,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument(
         "--per-group", type=int, default=48, help="judged samples of the new shape, and as many others"
     )
+    parser.add_argument("--stars", type=int, default=STARS, help="clips of the new shape")
+    parser.add_argument("--known-clips", type=int, default=KNOWN_CLIPS, help="clips of shapes that the base knows")
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
     results = args.work / "results.jsonl"
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
         write_records(results, records)
     for seed in args.seeds:
-        clips = write_clips(args.work, seed)
+        clips = write_clips(args.work, seed, args.stars, args.known_clips)
         for name in args.settings:
             if any((record["setting"], record["seed"]) == (name, seed) for record in records):
                 continue
@@ -74,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(records)
 
 
-def write_clips(work: Path, seed: int) -> tuple[Path, Path]:
+def write_clips(work: Path, seed: int, stars: int = STARS, known_clips: int = KNOWN_CLIPS) -> tuple[Path, Path]:
     """Write the demo's clips, drawn with `seed`: of the new shape, and of those that the base knows."""
     generator = torch.Generator().manual_seed(seed)
-    known = [draw_scene(generator, KNOWN_SHAPES) for _ in range(CLIPS)]
     folders = work / f"stars_{seed}", work / f"known_{seed}"
-    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, CLIPS), known), strict=True):
+    known_scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(known_clips)]
+    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, stars), known_scenes), strict=True):
         if not (folder / "metadata.jsonl").exists():
             folder.mkdir(exist_ok=True)
             write_scenes(folder, scenes, generator)
@@ -88,7 +91,7 @@ def write_clips(work: Path, seed: int) -> tuple[Path, Path]:
 
 def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> float:
     """Train the recipe with `overrides`; returns the seconds that the whole command took."""
-    sources = json.dumps([{"path": str(folder)} for folder in clips])
+    sources = json.dumps([{"path": str(folder), "weight": 1} for folder in clips])
     paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
     quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]

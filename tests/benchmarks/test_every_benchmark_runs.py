@@ -127,7 +127,7 @@ SMALL_RUNS = (
     ),
     SmallRun(
         "world.settings",
-        "{work} --settings 'rank 4' --seeds 0 --steps 1 --clips 2 --per-group 1",
+        "{work} --settings 'rank 4' --seeds 0 --steps 1 --stars 2 --known-clips 2 --per-group 1",
         r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \|",
     ),
     SmallRun(
@@ -143,6 +143,7 @@ TESTED_ELSEWHERE = {
     "host": "tests/benchmarks/test_host.py",  # replaces the driver, for the rest of its process
     "interrupt": "tests/benchmarks/test_interrupt.py",  # starts whole commands, a minute in all
     "step": "tests/benchmarks/test_step.py",
+    "world.diffusers_script": "tests/benchmarks/test_world.py",  # the script is not part of this repository
 }
 TESTED_HERE = {
     "bare_start",  # by first_step

@@ -87,13 +87,13 @@ SOURCES = {
 
 
 def test_every_measured_figure_is_on_the_page_of_its_benchmark() -> None:
-    for words, (page, source) in SOURCES.items():
-        assert words in README, words
-        assert source in (ROOT / "docs" / page).read_text(encoding="utf-8"), words
+    for text, (page, source) in SOURCES.items():
+        assert text in README, text
+        assert source in (ROOT / "docs" / page).read_text(encoding="utf-8"), text
     measured = README.split("| measured (")[1].split("\n\n")[0]
     for row in measured.splitlines()[2:]:
         figures = row.split("|")[2]
-        assert any(words.strip("| ;") in figures for words in SOURCES), row
+        assert any(text.strip("| ;") in figures for text in SOURCES), row
         for command in re.findall(r"benchmarks\.(\w+)", row.split("|")[3]):
             assert (ROOT / "benchmarks" / f"{command}.py").is_file()
 

@@ -95,8 +95,8 @@ def test_the_oldest_samples_go_when_the_cache_is_full(tmp_path: Path, monkeypatc
         samples.add(number, file)
         samples.store()
         os.utime(cache.find_shard_path(make_entry_key(facts[number])), (number, number))
-    kept = [BaseSamples(TensorCache(cache.root), facts).restore(n, tmp_path / f"copy_{n}") for n in range(4)]
-    assert kept == [False, False, True, True]
+    restored = [BaseSamples(TensorCache(cache.root), facts).restore(n, tmp_path / f"copy_{n}") for n in range(4)]
+    assert restored == [False, False, True, True]
     assert (tmp_path / "copy_3.png").read_bytes() == file.read_bytes()
     # As `guard.preflight=anew` does.
     BaseSamples(cache, facts).mark_bad()

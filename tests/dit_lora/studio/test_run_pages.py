@@ -49,7 +49,7 @@ def test_the_page_follows_the_run(client: StudioClient, run_dir: Path, run_path:
 
 
 @pytest.mark.parametrize(
-    ("asked", "first", "last"),
+    ("requested_range", "begin", "end"),
     [
         ("bytes=0-99", 0, 99),
         ("bytes=100-", 100, None),
@@ -58,11 +58,11 @@ def test_the_page_follows_the_run(client: StudioClient, run_dir: Path, run_path:
     ],
 )
 def test_a_range_of_a_video_is_that_part_of_it(
-    client: StudioClient, run_dir: Path, run_path: str, asked: str, first: int, last: int | None
+    client: StudioClient, run_dir: Path, run_path: str, requested_range: str, begin: int, end: int | None
 ) -> None:
     video_bytes = (run_dir / VIDEO).read_bytes()
-    answer = client.get(run_path + VIDEO, headers={"Range": asked})
-    expected = video_bytes[first:] if last is None else video_bytes[first : last + 1]
+    answer = client.get(run_path + VIDEO, headers={"Range": requested_range})
+    expected = video_bytes[begin:] if end is None else video_bytes[begin : end + 1]
     assert (answer.status_code, answer.content) == (206, expected)
     start = video_bytes.index(expected)
     assert answer.headers["Content-Range"] == f"bytes {start}-{start + len(expected) - 1}/{len(video_bytes)}"
@@ -79,14 +79,14 @@ def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(
     answer = client.head(path)
     assert (answer.status_code, answer.content) == (200, b"")
     assert answer.headers["Content-Length"] == str(len(video_bytes))
-    for status, asked in (
+    for status, requested_range in (
         (416, f"bytes={len(video_bytes)}-"),
         (400, "bytes=9-5"),
         (400, f"bytes={'9' * 5000}-"),
         (206, "bytes=0-1,5-6"),
         (400, "bytes=x"),
     ):
-        assert client.get(path, headers={"Range": asked}).status_code == status, asked
+        assert client.get(path, headers={"Range": requested_range}).status_code == status, requested_range
 
 
 def test_what_samples_are_made_from_is_given_too(client: StudioClient, run_dir: Path, run_path: str) -> None:

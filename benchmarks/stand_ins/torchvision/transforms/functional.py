@@ -7,7 +7,7 @@ import torch
 
 
 def resize(frames: torch.Tensor, size: Sequence[int], interpolation: Any) -> torch.Tensor:
-    """Return `frames`, (F, 3, H, W). Raises `ValueError` if `size` is another height and width."""
+    """Leave `frames`, (F, 3, H, W), as they are. Raises `ValueError` if `size` is another height and width."""
     if list(frames.shape[-2:]) != list(size):
         raise ValueError(f"this stand-in does not resize from {list(frames.shape[-2:])} to {list(size)}")
     return frames
