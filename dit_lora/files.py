@@ -210,7 +210,9 @@ def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> Buffer
     # Read from the open file, which cannot be replaced any more.
     status = os.fstat(handle)
     reason = ""
-    if not stat.S_ISREG(status.st_mode):
+    if stat.S_ISDIR(status.st_mode):
+        reason = os.strerror(errno.EISDIR)
+    elif not stat.S_ISREG(status.st_mode):
         reason = "is not a regular file"
     elif max_bytes is not None and status.st_size > max_bytes:
         reason = f"has {status.st_size:,} bytes, more than the limit of {max_bytes:,}"

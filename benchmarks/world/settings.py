@@ -1,6 +1,6 @@
 """Quality of the demo's LoRA with other settings of its recipe, several seeds each, judged.
 
-    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 700] [--per-group 48]
+    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 600] [--per-group 48]
 
 Each run adds one line to WORK/results.jsonl, and a run that has its line is not repeated, so that the whole can be
 stopped and continued. At the end the table of all lines is printed.
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument(
         "--per-group", type=int, default=48, help="judged samples of the new shape, and as many others"
     )

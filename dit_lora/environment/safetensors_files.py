@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_regular
+from dit_lora.parsing import parse_json
 
 MAX_TENSORS = 100_000
 """Largest number of tensors of a file. A published LoRA has a few thousand; a million would take minutes."""
@@ -113,7 +114,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Map
     with file.open("r+b") as stored:
         # The length of the header, which is JSON and padded with spaces.
         length = int.from_bytes(stored.read(8), "little")
-        header = json.loads(stored.read(length))
+        header = parse_json(stored.read(length))
         header["__metadata__"] = dict(sorted(metadata.items()))
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         # Tensors follow the header and stay where they are.

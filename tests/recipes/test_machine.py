@@ -138,7 +138,8 @@ def test_what_only_looks_at_a_run_never_ends_it(
     output = capsys.readouterr().err
     for line in (
         "samples are skipped from here on: out of memory; training continues",
-        "skipped: samples of steps 0, 2, 4: out of memory",
+        # Those of the base, at step 0, are in the cache.
+        "skipped: samples of steps 2, 4: out of memory",
         "skipped: eval losses of steps 0, 2, 4: OSError: [Errno 28] No space left on device",
         "warning: run.trackers: tensorboard is not used any more: ZeroDivisionError: theirs",
         "warning: cannot write the report: MemoryError",

@@ -29,6 +29,9 @@ if arguments[0] == "sample":
     (out / "notes.txt").write_text("secret")
     (out / "linked.png").symlink_to("/etc/hostname")
 if arguments[0] == "train":
+    # Installed explicitly, as a training does: a process in the background may ignore Ctrl-C from its start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("ready", flush=True)
     time.sleep(60)
 sys.exit(3 if arguments[0] == "export" else 0)
 """
@@ -146,7 +149,7 @@ def test_trainings_are_queued_stopped_and_removed(client: StudioClient, run_path
     fields = {"version": "interrupted at step 20"}
     for _ in range(3):
         assert post_form(client, f"{run_path}work/continue", **fields).status_code == 303
-    page = wait_for(client, "started train")
+    page = wait_for(client, "ready")
     assert [page.count(f">{state}</span>") for state in ("running", "waiting")] == [1, 2]
     assert post_form(client, "/jobs/stop", job="2").status_code == 303
     assert post_form(client, "/jobs/stop", job="1").status_code == 303

@@ -48,6 +48,15 @@ GIB = 2**30
 NEEDS: PeakBytes = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
 
 
+@pytest.fixture(autouse=True)
+def uncached_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for a run has none of the facts that a cached count depends on."""
+    monkeypatch.setattr("dit_lora.training.choose_checkpointing.build_model_facts", lambda setup: {})
+    monkeypatch.setattr(
+        "dit_lora.training.choose_checkpointing.get_preflight_cache_path", lambda setup: tmp_path / "preflight.json"
+    )
+
+
 def saved_bytes(step: TinyStep) -> int:
     """What autograd saves of a real forward pass, each storage once, without weights and buffers."""
     model_tensors = [*step.transformer.parameters(), *step.transformer.buffers()]
@@ -291,7 +300,10 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     trained = [p for p in step.transformer.parameters() if p.requires_grad]
     train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
     run = SimpleNamespace(
-        recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
+        recipe=SimpleNamespace(
+            train=train, optim=SimpleNamespace(name="adamw"), guard=SimpleNamespace(preflight="anew")
+        ),
+        task=SimpleNamespace(trajectory_config=lambda recipe: {}),
         engine=SimpleNamespace(in_flight_bytes=0, enable_local_forward=nullcontext),
         session=SimpleNamespace(say=messages.append),
         accelerator=SimpleNamespace(device=CPU, num_processes=1),
