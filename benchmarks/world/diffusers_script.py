@@ -12,7 +12,6 @@ is not installed, `benchmarks/stand_ins` takes its place.
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,7 +21,12 @@ from pathlib import Path
 from benchmarks.world.settings import BASE, RECIPE, ROOT, judge, print_table, write_clips
 from dit_lora.config.load import load_recipe
 
-_STAND_INS = ROOT / "benchmarks" / "stand_ins"
+# Diffusers and Transformers look for torchvision when they are imported, and need more of it than the stand-in has.
+_PRELUDE = f"""\
+import sys
+import diffusers, transformers.image_utils
+sys.path.append({str(ROOT / "benchmarks" / "stand_ins")!r})
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,6 +57,8 @@ def write_script(source: Path, target: Path) -> Path:
         if text.count(default) != 1:
             raise ValueError(f"{source} has no line {default!r}; is it Diffusers' train_cogvideox_lora.py?")
         text = text.replace(default, f"{name}: int = 64,")
+    if any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord")):
+        text = _PRELUDE + text
     target.write_text(text, encoding="utf-8")
     return target
 
@@ -91,11 +97,8 @@ def run_script(script: Path, clips: Sequence[Path], run_dir: Path, seed: int, st
         "seed": seed,
     }
     option_words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    is_missing = any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord"))
-    paths = [os.environ.get("PYTHONPATH"), str(_STAND_INS) if is_missing else None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     began = time.perf_counter()
-    subprocess.run([sys.executable, str(script), *option_words], check=True, env=environment)
+    subprocess.run([sys.executable, str(script), *option_words], check=True)
     return time.perf_counter() - began
 
 
