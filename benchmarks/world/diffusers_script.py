@@ -5,8 +5,8 @@
 The script is https://github.com/huggingface/diffusers/blob/main/examples/cogvideo/train_cogvideox_lora.py. Its copy
 in WORK differs in two numbers: it computes rotary positions for 480x720 pixels whatever the model's size, which would
 give this base other positions than it was trained with and than the pipeline uses. Rank, learning rate, batch, steps
-and clips are those of the recipe `demo/star`; `benchmarks.world.settings` has our figures. Where torchvision or decord
-is not installed, `benchmarks/stand_ins` takes its place.
+and clips are those of the recipe `demo/heart`. Our run of the same LoRA is the setting "as the script" of
+`benchmarks.world.settings`. Where torchvision or decord is not installed, `benchmarks/stand_ins` takes its place.
 """
 
 import argparse
@@ -63,14 +63,28 @@ def write_script(source: Path, target: Path) -> Path:
     return target
 
 
+def list_clips(folders: Sequence[Path], weights: Sequence[float]) -> list[tuple[Path, str]]:
+    """Clips of folders with their captions, those of the smaller folders repeated for the shares of `weights`."""
+    groups = [
+        [
+            (folder / record["file_name"], record["text"])
+            for record in map(json.loads, (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines())
+        ]
+        for folder in folders
+    ]
+    # Clips of each folder in an epoch in which no folder has fewer than it has clips.
+    epoch = max(len(group) / weight for group, weight in zip(groups, weights, strict=True))
+    return [
+        clip
+        for group, weight in zip(groups, weights, strict=True)
+        for clip in group * round(epoch * weight / len(group))
+    ]
+
+
 def run_script(script: Path, clips: Sequence[Path], run_dir: Path, seed: int, steps: int | None) -> float:
     """Train with the recipe's settings; returns the seconds that the whole command took."""
     recipe = load_recipe(RECIPE)
-    lines = [
-        (folder / record["file_name"], record["text"])
-        for folder in clips
-        for record in map(json.loads, (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines())
-    ]
+    lines = list_clips(clips, [source.weight or 1.0 for source in recipe.data.sources])
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "videos.txt").write_text("".join(f"{path.absolute()}\n" for path, _ in lines), encoding="utf-8")
     (run_dir / "captions.txt").write_text("".join(f"{text}\n" for _, text in lines), encoding="utf-8")

@@ -86,16 +86,15 @@ def _match_shape(mask: np.ndarray) -> str:
 def draw_templates() -> dict[str, list[np.ndarray]]:
     """Each shape stretched to its bounding box, with its outline where it is and moved outwards: bool (48, 48).
 
-    A soft edge makes a shape larger by about a pixel. That changes little of a square, and half of a star.
+    A soft edge makes a shape larger by about a pixel. That changes little of a square, and much of a cross.
     """
     end = _TEMPLATE - 1
     third = end / 3
-    star = [(0.5, 0), (0.62, 0.38), (1, 0.38), (0.69, 0.62), (0.81, 1), (0.5, 0.77)]
     outlines: dict[str, list[tuple[float, float]]] = {
         "square": [(0, 0), (end, 0), (end, end), (0, end)],
         "diamond": [(end / 2, 0), (end, end / 2), (end / 2, end), (0, end / 2)],
         "triangle": [(end / 2, 0), (end, end), (0, end)],
-        "star": [(x * end, y * end) for x, y in [*star, *((1 - x, y) for x, y in reversed(star[1:-1]))]],
+        "heart": [(0.035 * end, 0.4 * end), (0.5 * end, 0.2 * end), (0.965 * end, 0.4 * end), (0.5 * end, end)],
     }
     templates = {}
     for name in ("disc", "ring", "cross", *outlines):
@@ -103,6 +102,9 @@ def draw_templates() -> dict[str, list[np.ndarray]]:
         draw = ImageDraw.Draw(image)
         if name in ("disc", "ring"):
             draw.ellipse((0, 0, end, end), fill=255)
+        if name == "heart":
+            draw.ellipse((0, 0, 0.53 * end, 0.56 * end), fill=255)
+            draw.ellipse((0.47 * end, 0, end, 0.56 * end), fill=255)
         if name == "ring":
             draw.ellipse((0.27 * end, 0.27 * end, 0.73 * end, 0.73 * end), fill=0)
         if name == "cross":

@@ -1,6 +1,6 @@
 """Quality of the demo's LoRA with other settings of its recipe, several seeds each, judged.
 
-    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps 600] [--per-group 48]
+    python -m benchmarks.world.settings WORK [--settings dora lokr] [--seeds 0 1 2] [--steps N] [--per-group 48]
 
 Each run adds one line to WORK/results.jsonl, and a run that has its line is not repeated, so that the whole can be
 stopped and continued. At the end the table of all lines is printed.
@@ -20,29 +20,31 @@ from typing import Any
 import torch
 
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
+from dit_lora.config.load import load_recipe
 from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "demo" / "star.yaml"
+RECIPE = ROOT / "recipes" / "demo" / "heart.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
-STARS, KNOWN_CLIPS = 48, 240
+NEW_CLIPS, KNOWN_CLIPS = 48, 240
 """Clips of the new shape, and of known ones, as in the demo."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "rank 4": ("lora.rank=4", "lora.alpha=8"),
     "attention only": ("lora.targets=null",),
+    "as the script": ("lora.targets=null", "train.ema=null"),
     "DoRA": ("lora.kind=dora",),
     "LoKr": ("lora.kind=lokr", "lora.factor=4"),
     "PiSSA": ("lora.init=pissa",),
     "bf16": ("model.dtype=bf16",),
     "int8 base": ("model.quantize=int8",),
     "nf4 base": ("model.quantize=nf4",),
-    "output preservation": ("train.preserve.trigger=star", "train.preserve.class_words=[disc, square, ring]"),
+    "output preservation": ("train.preserve.trigger=heart", "train.preserve.class_words=[disc, square, ring]"),
     "caption dropout 0.1": ("data.caption_dropout=0.1",),
     "last weights": ("train.ema=null",),
     "fused operations": ("kernels.lora_linear=on", "kernels.qk_norm_rope=on", "kernels.ada_norm=on"),
 }
-"""Changes of the recipe `demo/star`, by a name for the table."""
+"""Changes of the recipe `demo/heart`, by a name for the table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, help="default: the recipe's")
     parser.add_argument(
         "--per-group", type=int, default=48, help="judged samples of the new shape, and as many others"
     )
-    parser.add_argument("--stars", type=int, default=STARS, help="clips of the new shape")
+    parser.add_argument("--new-clips", type=int, default=NEW_CLIPS, help="clips of the new shape")
     parser.add_argument("--known-clips", type=int, default=KNOWN_CLIPS, help="clips of shapes that the base knows")
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -65,24 +67,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
         write_records(results, records)
     for seed in args.seeds:
-        clips = write_clips(args.work, seed, args.stars, args.known_clips)
+        clips = write_clips(args.work, seed, args.new_clips, args.known_clips)
         for name in args.settings:
             if any((record["setting"], record["seed"]) == (name, seed) for record in records):
                 continue
             run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
             shutil.rmtree(run_dir, ignore_errors=True)
-            seconds = train(run_dir, clips, [*SETTINGS[name], f"train.steps={args.steps}", f"train.seed={seed}"])
+            overrides = [*SETTINGS[name], f"train.seed={seed}", *([f"train.steps={args.steps}"] if args.steps else [])]
+            seconds = train(run_dir, clips, overrides)
             records.append({"setting": name, "seed": seed, "seconds": seconds} | judge(run_dir, args.per_group, seed))
             write_records(results, records)
     print_table(records)
 
 
-def write_clips(work: Path, seed: int, stars: int = STARS, known_clips: int = KNOWN_CLIPS) -> tuple[Path, Path]:
+def write_clips(
+    work: Path, seed: int, new_clips: int = NEW_CLIPS, known_clips: int = KNOWN_CLIPS
+) -> tuple[Path, Path]:
     """Write the demo's clips, drawn with `seed`: of the new shape, and of those that the base knows."""
     generator = torch.Generator().manual_seed(seed)
-    folders = work / f"stars_{seed}", work / f"known_{seed}"
+    folders = work / f"{NEW_SHAPE}s_{seed}", work / f"known_{seed}"
     known_scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(known_clips)]
-    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, stars), known_scenes), strict=True):
+    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, new_clips), known_scenes), strict=True):
         if not (folder / "metadata.jsonl").exists():
             folder.mkdir(exist_ok=True)
             write_scenes(folder, scenes, generator)
@@ -91,7 +96,10 @@ def write_clips(work: Path, seed: int, stars: int = STARS, known_clips: int = KN
 
 def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> float:
     """Train the recipe with `overrides`; returns the seconds that the whole command took."""
-    sources = json.dumps([{"path": str(folder), "weight": 1} for folder in clips])
+    weights = [source.weight for source in load_recipe(RECIPE).data.sources]
+    sources = json.dumps(
+        [{"path": str(folder), "weight": weight} for folder, weight in zip(clips, weights, strict=True)]
+    )
     paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
     quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]

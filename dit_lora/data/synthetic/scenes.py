@@ -14,7 +14,7 @@ import torch
 
 from dit_lora.data.media.video import write_video
 
-NEW_SHAPE = "star"
+NEW_SHAPE = "heart"
 NEW_MOTION = "moves in a circle"
 NEW_BACKGROUND = "chequered"
 
@@ -188,6 +188,17 @@ def _place_corners(radii: Sequence[float], turn: float) -> tuple[tuple[float, fl
     return tuple((r * math.cos(angle), r * math.sin(angle)) for r, angle in zip(radii, angles, strict=True))
 
 
+def _trace_heart(count: int) -> tuple[tuple[float, float], ...]:
+    """Points of the curve at https://mathworld.wolfram.com/HeartCurve.html, its lobes above (y points down)."""
+    points = []
+    for index in range(count):
+        angle = 2 * math.pi * index / count
+        height = 13 * math.cos(angle) - 5 * math.cos(2 * angle) - 2 * math.cos(3 * angle) - math.cos(4 * angle)
+        # The curve is 32 wide, and its middle is 2.5 below the origin.
+        points.append((16 * math.sin(angle) ** 3 / 15.5, -(height + 2.2) / 15.5))
+    return tuple(points)
+
+
 _ARM = 0.33  # half the width of the cross's arms
 _CORNERS = {
     "square": _place_corners([1.2] * 4, 1 / 8),
@@ -197,7 +208,7 @@ _CORNERS = {
         (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM), (_ARM, 1),
         (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM), (-_ARM, -1),
     ),
-    NEW_SHAPE: _place_corners([1.2, 0.5] * 5, -1 / 4),
+    NEW_SHAPE: _trace_heart(28),
 }  # fmt: skip
 
 
