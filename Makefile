@@ -28,12 +28,12 @@ demo: export OMP_NUM_THREADS = $(shell n=$$(nproc); echo $$((n > 4 ? 4 : n)))
 demo: $(VENV)/.base
 	rm -rf demo
 	$(BIN)/dit-lora tiny moving-shapes demo/model
-	$(BIN)/dit-lora tiny shapes demo/hearts --shape heart --clips 48
+	$(BIN)/dit-lora tiny shapes demo/moons --shape moon --clips 48
 	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 240
-	$(BIN)/dit-lora audit demo/hearts --html demo/audit.html
-	$(BIN)/dit-lora train recipes/demo/heart.yaml
+	$(BIN)/dit-lora audit demo/moons --html demo/audit.html
+	$(BIN)/dit-lora train recipes/demo/moon.yaml
 	@echo
-	@echo 'A LoRA has taught a small trained CogVideoX what a heart is. The stock Diffusers pipeline samples with it and'
+	@echo 'A LoRA has taught a small trained CogVideoX what a moon is. The stock Diffusers pipeline samples with it and'
 	@echo 'without it; open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
 	$(BIN)/python -m benchmarks.world.quality demo/model --adapter demo/run
 

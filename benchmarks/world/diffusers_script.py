@@ -5,7 +5,7 @@
 The script is https://github.com/huggingface/diffusers/blob/main/examples/cogvideo/train_cogvideox_lora.py. Its copy
 in WORK differs in two numbers: it computes rotary positions for 480x720 pixels whatever the model's size, which would
 give this base other positions than it was trained with and than the pipeline uses. Rank, learning rate, batch, steps
-and clips are those of the recipe `demo/heart`. Our run of the same LoRA is the setting "as the script" of
+and clips are those of the recipe `demo/moon`. Our run of the same LoRA is the setting "as the script" of
 `benchmarks.world.settings`. Where torchvision or decord is not installed, `benchmarks/stand_ins` takes its place.
 """
 

@@ -94,17 +94,16 @@ def draw_templates() -> dict[str, list[np.ndarray]]:
         "square": [(0, 0), (end, 0), (end, end), (0, end)],
         "diamond": [(end / 2, 0), (end, end / 2), (end / 2, end), (0, end / 2)],
         "triangle": [(end / 2, 0), (end, end), (0, end)],
-        "heart": [(0.035 * end, 0.4 * end), (0.5 * end, 0.2 * end), (0.965 * end, 0.4 * end), (0.5 * end, end)],
     }
     templates = {}
-    for name in ("disc", "ring", "cross", *outlines):
+    for name in ("disc", "ring", "cross", "moon", *outlines):
         image = Image.new("L", (_TEMPLATE, _TEMPLATE))
         draw = ImageDraw.Draw(image)
         if name in ("disc", "ring"):
             draw.ellipse((0, 0, end, end), fill=255)
-        if name == "heart":
-            draw.ellipse((0, 0, 0.53 * end, 0.56 * end), fill=255)
-            draw.ellipse((0.47 * end, 0, end, 0.56 * end), fill=255)
+        if name == "moon":  # its box ends at the tips, at 0.86 of the disc's width
+            draw.ellipse((0, 0, 1.16 * end, end), fill=255)
+            draw.ellipse((0.45 * end, 0.13 * end, 1.31 * end, 0.87 * end), fill=0)
         if name == "ring":
             draw.ellipse((0.27 * end, 0.27 * end, 0.73 * end, 0.73 * end), fill=0)
         if name == "cross":

@@ -1,6 +1,6 @@
 """How often a model's clips show what their captions say, judged by `benchmarks.world.judge`.
 
-python -m benchmarks.world.quality MODEL [--adapter RUN] [--new heart] [--per-group 24] [--seed 0]
+python -m benchmarks.world.quality MODEL [--adapter RUN] [--new moon] [--per-group 24] [--seed 0]
 """
 
 import argparse

@@ -24,7 +24,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "demo" / "heart.yaml"
+RECIPE = ROOT / "recipes" / "demo" / "moon.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
 NEW_CLIPS, KNOWN_CLIPS = 48, 240
 """Clips of the new shape, and of known ones, as in the demo."""
@@ -39,12 +39,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "bf16": ("model.dtype=bf16",),
     "int8 base": ("model.quantize=int8",),
     "nf4 base": ("model.quantize=nf4",),
-    "output preservation": ("train.preserve.trigger=heart", "train.preserve.class_words=[disc, square, ring]"),
+    "output preservation": ("train.preserve.trigger=moon", "train.preserve.class_words=[disc, square, ring]"),
     "caption dropout 0.1": ("data.caption_dropout=0.1",),
     "last weights": ("train.ema=null",),
     "fused operations": ("kernels.lora_linear=on", "kernels.qk_norm_rope=on", "kernels.ada_norm=on"),
 }
-"""Changes of the recipe `demo/heart`, by a name for the table."""
+"""Changes of the recipe `demo/moon`, by a name for the table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ EXAMPLES = {
     "tiny": (
         "tiny cogvideox-2b tiny/cogvideox-2b",
         "tiny moving-shapes tiny/moving-shapes",
-        "tiny shapes hearts --shape heart --clips 24",
+        "tiny shapes moons --shape moon --clips 24",
         "tiny shapes clips",
         "tiny shapes images --frames 1",
         "tiny shapes pairs --pairs",
@@ -60,7 +60,7 @@ def tiny(
     shape: Annotated[
         str | None,
         _shapes_option(
-            help="Clips of this shape, such as heart, in the world of moving-shapes: 9 frames of 64x64 pixels. "
+            help="Clips of this shape, such as moon, in the world of moving-shapes: 9 frames of 64x64 pixels. "
             "known: of all shapes that moving-shapes was trained on.",
             autocompletion=complete_scene_shapes,
         ),

@@ -36,7 +36,7 @@ def test_the_judge_recognises_unseen_renders_of_every_kind():
 
 
 def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
-    scenes = spread_scenes("heart", 12)
+    scenes = spread_scenes("moon", 12)
     paths = write_scenes(tmp_path, scenes, torch.Generator().manual_seed(3))
     videos = [read_frames(path, frames=9, height=64, width=64, fps=8).permute(0, 2, 3, 1).numpy() for path in paths]
     assert compare(scenes, np.stack(videos))["all"] >= 0.99
@@ -59,7 +59,7 @@ def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
 
 
 def test_spread_scenes_show_each_attribute_about_equally_often():
-    scenes = spread_scenes("heart", 24)
+    scenes = spread_scenes("moon", 24)
     assert len(set(scenes)) == 24
     for name, options in (("colour", COLOURS), ("motion", MOTIONS[:-1]), ("background", BACKGROUNDS[:-1])):
         counts = Counter(getattr(scene, name) for scene in scenes)
@@ -68,7 +68,7 @@ def test_spread_scenes_show_each_attribute_about_equally_often():
 
 
 def test_equal_seeds_give_equal_clips():
-    scene = draw_scenes("heart", 1, 5)[0]
+    scene = draw_scenes("moon", 1, 5)[0]
     clip, equal_clip, other_clip = (render_scene(scene, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert clip.equal(equal_clip)
     assert not clip.equal(other_clip)
@@ -108,13 +108,13 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
     source = tmp_path / "published.py"
     source.write_text(SCRIPT)
     script = write_script(source, tmp_path / "train_cogvideox_lora.py")
-    scenes = {"hearts": spread_scenes("heart", 2), "known": spread_scenes("disc", 8)}
+    scenes = {"moons": spread_scenes("moon", 2), "known": spread_scenes("disc", 8)}
     for name, group in scenes.items():
         (tmp_path / name).mkdir()
         write_scenes(tmp_path / name, group, torch.Generator().manual_seed(0))
     run_script(script, [tmp_path / name for name in scenes], tmp_path / "run", seed=0, steps=1)
-    # The recipe draws one heart to two known shapes, so that 2 hearts come twice to 8 others.
-    expected = f"(64, 64) 12 {scenes['hearts'][1].caption} (2, 3, 64, 64) 16\n"
+    # The recipe draws as many moons as known shapes, so that 2 moons come four times to 8 others.
+    expected = f"(64, 64) 16 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
     assert (tmp_path / "run" / "seen.txt").read_text() == expected
     with pytest.raises(ValueError, match="has no line 'base_height: int = 480,'"):
         write_script(script, tmp_path / "again.py")
@@ -123,7 +123,7 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
 @pytest.mark.slow
 def test_the_base_shows_what_captions_say_and_does_not_know_a_heart():
     pipeline = open_pipeline(BASE, None)
-    known_scenes, new_scenes = draw_scenes(None, 16, 7), draw_scenes("heart", 8, 7)
+    known_scenes, new_scenes = draw_scenes(None, 16, 7), draw_scenes("moon", 8, 7)
     assert compare(known_scenes, sample_clips(pipeline, [scene.caption for scene in known_scenes], 7))["all"] >= 0.9
     assert compare(new_scenes, sample_clips(pipeline, [scene.caption for scene in new_scenes], 7))["shape"] <= 0.25
 

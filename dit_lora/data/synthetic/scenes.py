@@ -14,7 +14,7 @@ import torch
 
 from dit_lora.data.media.video import write_video
 
-NEW_SHAPE = "heart"
+NEW_SHAPE = "moon"
 NEW_MOTION = "moves in a circle"
 NEW_BACKGROUND = "chequered"
 
@@ -165,6 +165,11 @@ def measure_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: float
         return from_centre - 0.95 * radius
     if shape == "ring":
         return (from_centre - 0.72 * radius).abs() - 0.26 * radius
+    if shape == NEW_SHAPE:
+        # A disc without a smaller one, moved to the left so that the middle of the crescent is at the origin.
+        disc = torch.hypot(x - 0.16 * radius, y) - 1.08 * radius
+        cut = torch.hypot(x - 0.71 * radius, y) - 0.8 * radius
+        return torch.maximum(disc, -cut)
     return _measure_polygon(_CORNERS[shape], x / radius, y / radius) * radius
 
 
@@ -188,17 +193,6 @@ def _place_corners(radii: Sequence[float], turn: float) -> tuple[tuple[float, fl
     return tuple((r * math.cos(angle), r * math.sin(angle)) for r, angle in zip(radii, angles, strict=True))
 
 
-def _trace_heart(count: int) -> tuple[tuple[float, float], ...]:
-    """Points of the curve at https://mathworld.wolfram.com/HeartCurve.html, its lobes above (y points down)."""
-    points = []
-    for index in range(count):
-        angle = 2 * math.pi * index / count
-        height = 13 * math.cos(angle) - 5 * math.cos(2 * angle) - 2 * math.cos(3 * angle) - math.cos(4 * angle)
-        # The curve is 32 wide, and its middle is 2.5 below the origin.
-        points.append((16 * math.sin(angle) ** 3 / 15.5, -(height + 2.2) / 15.5))
-    return tuple(points)
-
-
 _ARM = 0.33  # half the width of the cross's arms
 _CORNERS = {
     "square": _place_corners([1.2] * 4, 1 / 8),
@@ -208,7 +202,6 @@ _CORNERS = {
         (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM), (_ARM, 1),
         (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM), (-_ARM, -1),
     ),
-    NEW_SHAPE: _trace_heart(28),
 }  # fmt: skip
 
 

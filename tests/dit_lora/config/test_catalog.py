@@ -36,7 +36,7 @@ def test_a_checkout_names_every_recipe_where_it_lies() -> None:
     paths = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")]
     assert sorted(list_recipe_names()) == sorted(path.with_suffix("").as_posix() for path in paths)
     assert len(paths) >= 35
-    assert list_recipe_names()[0] == "demo/heart"
+    assert list_recipe_names()[0] == "demo/moon"
     assert list_recipe_names()[1].startswith("smoke/")
 
 
