@@ -87,6 +87,7 @@ def in_policy(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Subject) -> None:
     model, batch = adapted(model_subject).train(), encoded_batch(model_subject)
     in_policy(model, torch.bfloat16)
@@ -101,6 +102,7 @@ def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Su
     assert kept() < 0.9 * stock
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_checkpointing_recomputes_the_same_bits(model_subject: Subject) -> None:
     model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     expected = run(model_subject, model, batch)
@@ -120,6 +122,7 @@ def test_an_adapter_trained_fused_works_in_the_stock_pipeline(model_subject: Sub
     torch.testing.assert_close(trained, loaded, rtol=1e-5, atol=0)
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_a_copy_is_fused_and_its_own(model_subject: Subject) -> None:
     model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     expected = run(model_subject, model, batch)
