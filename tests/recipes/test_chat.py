@@ -291,7 +291,6 @@ def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: in
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_tiny_model_overfits_eight_answers_about_coloured_bands(
     lora_main: Main, videochat2: list[str], tmp_path: Path
 ) -> None:
@@ -301,6 +300,7 @@ def test_a_tiny_model_overfits_eight_answers_about_coloured_bands(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # the same in more steps; the clips are not part of the repository
 def test_a_tiny_model_overfits_eight_answers_about_real_clips(
     lora_main: Main, videochat2: list[str], tmp_path: Path
 ) -> None:
