@@ -49,14 +49,16 @@ def fusible_subject(
     return opened(request.param, tiny_checkpoints, monkeypatch)
 
 
-# A further pipeline class of the family, or another component of it.
+# A further pipeline class of the family, another component of it, or other conditions.
 PIPELINES = {
     "cogvideox-5b-i2v",
     "flux-kontext",
+    "flux2-klein-2-references",
     "qwen-image-edit-plus-2-references",
     "ltx-video-i2v",
     "ltx-2.3-i2v",
     "ltx-2.3-ic_lora",
+    "wan-2.1-flf2v",
     "wan-2.2-t2v-a14b-transformer_2",
     "wan-2.2-ti2v-5b-i2v",
 }

@@ -70,13 +70,15 @@ def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
     assert output.timesteps.max() < subject.checkpoint.denoiser.num_train_timesteps
 
 
-def test_a_samples_loss_is_its_own(subject: Subject) -> None:
+def test_a_samples_loss_is_its_own(pipeline_subject: Subject) -> None:
     """Alone or in a batch, and whatever its neighbours are."""
-    transformer = subject.checkpoint.denoiser.load_transformer(torch.float32)
-    batch = encoded_batch(subject)
-    losses = subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
+    transformer = pipeline_subject.checkpoint.denoiser.load_transformer(torch.float32)
+    batch = encoded_batch(pipeline_subject)
+    losses = pipeline_subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = subject.checkpoint.denoiser.losses(transformer, single_batch, RandomStreams(0, [5])).losses
+    second_losses = pipeline_subject.checkpoint.denoiser.losses(
+        transformer, single_batch, RandomStreams(0, [5])
+    ).losses
     torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
@@ -88,9 +90,9 @@ class NothingToDraw(RandomStreams):
         raise AssertionError(f"{stream} was not drawn ahead")
 
 
-def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Subject) -> None:
+def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(pipeline_subject: Subject) -> None:
     """The draws are known from shapes alone; those of other samples are not taken for these."""
-    checkpoint, batch = subject.checkpoint, encoded_batch(subject)
+    checkpoint, batch = pipeline_subject.checkpoint, encoded_batch(pipeline_subject)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
     tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.draw_functions(shapes), CPU)
