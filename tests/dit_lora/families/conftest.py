@@ -74,6 +74,20 @@ def pipeline_subject(
     return opened(request.param, tiny_checkpoints, monkeypatch)
 
 
+# One stream, two streams, blocks of an image in time, linear attention, and what no smoke recipe of CI trains.
+COMPARED = {"cogvideox-2b", "flux-dev", "sana-600m", "sana-video", "sd3.5-large", "video-dit-text"}
+
+
+@pytest.fixture(params=parameters(COMPARED))
+def compared_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what the preflight of each family's smoke recipe asks in fp32 as well: tests/recipes/test_families.py."""
+    return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
 # Its decoder takes a timestep, which no other variant's does.
 @pytest.fixture(params=parameters(ARCHITECTURES | {"ltx-video-0.9.1"}))
 def vae_subject(

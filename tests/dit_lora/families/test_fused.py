@@ -58,17 +58,17 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(fusible_subject: Su
 
 # Blocks in bf16 are compared in fp32 too.
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
-def test_every_kernel_holds_parity_on_the_familys_own_batch(model_subject: Subject, dtype: torch.dtype) -> None:
+def test_every_kernel_holds_parity_on_the_familys_own_batch(compared_subject: Subject, dtype: torch.dtype) -> None:
     """As preflight asks before a run: each op off alone, and all at once, against what is on."""
-    model = fuse_all(adapted(model_subject)).train()
+    model = fuse_all(adapted(compared_subject)).train()
     # Two samples are enough to find a row that was taken from another sample.
-    batch = {name: tensor[:2] for name, tensor in encoded_batch(model_subject).items()}
+    batch = {name: tensor[:2] for name, tensor in encoded_batch(compared_subject).items()}
     in_policy(model, dtype)
     switches = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
     assert len(switches) > 2
 
     def forward() -> torch.Tensor:
-        return model_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
+        return compared_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
 
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
         with record_grad_flags(model) as learning:
