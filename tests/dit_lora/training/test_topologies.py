@@ -14,12 +14,11 @@ import pytest
 import torch
 from family_cases.case import as_it_is
 from launching import on_ranks
-from runs import adapter, lines, poison, same_adapter
+from runs import adapter, lines, poison, same_adapter, without_verification
 from safetensors.torch import load_file
 from topologies import Case, Engine, Fault, Seen, run_all
 
 from dit_lora.errors import DitLoraError
-from dit_lora.training import finish
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +36,6 @@ FEW = 4
 """Samples of a step with a fault: of five clips, none is in it twice."""
 QUICK = ("guard.parity_every=0",)
 """For all but one healthy run of each engine, which compares kernels after its last step."""
-
-
-def without_verification(patches: pytest.MonkeyPatch) -> None:
-    """The written adapter is not loaded again; healthy runs of each engine do it."""
-    patches.setattr(finish, "_try_verification", lambda *_: None)
 
 
 @dataclass
