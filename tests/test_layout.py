@@ -62,6 +62,9 @@ def without_garbage_collection() -> Iterator[None]:
     """The trees of all files are millions of objects, which each collection would look at again."""
     gc.disable()
     yield
+    # The next file begins with a collection, which would take two seconds of them.
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
     gc.enable()
 
 
