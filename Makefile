@@ -17,9 +17,11 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.base
+# One installation, which resolves once: the package with what tests and docs need.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	touch $(VENV)/.base $@
 
 
 # Needs the package alone, without what tests and docs need.

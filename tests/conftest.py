@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     quick_interpreter.install()
 from accelerate.state import AcceleratorState
 from filelock import FileLock
-from launching import ROOT, SCRIPT, launch_command, launch_environment, started
+from launching import ROOT, SCRIPT, launch_command, run_python, started
 
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import FAMILIES, get_family
@@ -175,7 +175,8 @@ def lora_main() -> Callable[[list[str]], None]:
 def launch() -> Launch:
     """Run recipes/lora.py in processes of its own: `launch(args)`, `launch(args, ranks=2)`.
 
-    They are forked with everything imported; `really=True` starts them as users do, which takes ten seconds more.
+    They are forked with everything imported; with `really=True` a launcher starts each rank as for users, which takes
+    ten seconds more.
     """
 
     def run(
@@ -185,14 +186,9 @@ def launch() -> Launch:
         really: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        if not really:
-            return started(args, ranks, env=env).wait()
-        return subprocess.run(
-            launch_command(args, ranks),
-            env={**launch_environment(), **(env or {})},
-            text=True,
-            capture_output=True,
-            timeout=1200,
-        )
+        if really:
+            assert env is None
+            return run_python(ROOT, *launch_command(args, ranks)[1:])
+        return started(args, ranks, env=env).wait()
 
     return run

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.cache.shards import StoredEntry
+from dit_lora.training import finish
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
@@ -47,3 +49,8 @@ def poison(cache: Path, sample: str) -> StoredEntry:
             overwrite(entry, "latent_mean", 7, torch.tensor([torch.nan]))
             return entry
     raise AssertionError(f"no entry of {sample}")
+
+
+def without_verification(patches: pytest.MonkeyPatch) -> None:
+    """A run does not load its adapter again when it ends."""
+    patches.setattr(finish, "_try_verification", lambda *_: None)

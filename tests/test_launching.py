@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from multiprocessing import forkserver
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launching import ROOT, launch_environment, on_ranks, started
+from launching import ROOT, launch_environment, on_ranks, run_python, started
 from torch import distributed
 
 _OF_ONE_LAUNCH = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
@@ -80,8 +79,8 @@ def test_the_server_has_one_thread_and_none_of_the_tests_settings() -> None:
 @pytest.mark.slow
 def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     path = script(tmp_path, "import json, os; print(json.dumps(dict(os.environ)))")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(path)]
-    process = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, check=True)
+    process = run_python(tmp_path, "-m", "torch.distributed.run", "--standalone", path)
+    assert process.returncode == 0, process.stderr
     usual = launch_environment().keys() | _OF_ONE_LAUNCH
     real = {k: v for k, v in json.loads(process.stdout).items() if k not in usual}
     forked = on_ranks(2, seen, torch.ones(1))[0]["environment"]

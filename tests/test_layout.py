@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +62,9 @@ def without_garbage_collection() -> Iterator[None]:
     """The trees of all files are millions of objects, which each collection would look at again."""
     gc.disable()
     yield
+    # The next file begins with a collection, which would take two seconds of them.
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
     gc.enable()
 
 
@@ -86,15 +89,26 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file: a walk takes longer than what is asked of the nodes."""
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def imports_of(path: Path) -> set[str]:
+    return set(imports(nodes_of(path)))
+
+
 def module_name(path: Path) -> str:
     kernels = ROOT / "kernels"
     relative = path.relative_to(kernels if path.is_relative_to(kernels) else ROOT)
     return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Every import, wherever it stands, and every module of ours that a string names, as registries do."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,12 +119,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def import_graph(files: Sequence[Path]) -> dict[str, set[str]]:
     """Which of these files import which, by any kind of import; a package's own file among them."""
-    trees = {module_name(path): tree_of(path) for path in files}
+    paths = {module_name(path): path for path in files}
     graph: dict[str, set[str]] = {}
-    for name, tree in trees.items():
+    for name, path in paths.items():
         graph[name] = set()
-        for target in imports(tree):
-            while target and target not in trees:
+        for target in imports_of(path):
+            while target and target not in paths:
                 target = target.rpartition(".")[0]
             if target not in ("", "dit_lora", name):  # the top names all that is public, as strings
                 graph[name].add(target)
@@ -134,8 +148,8 @@ def late():
     import dit_lora.training.fit
 REGISTRY = {"wan": "dit_lora.families.wan:FAMILY"}
 """
-    assert {"dit_lora.training.run.Run", "dit_lora.training.fit"} < set(imports(ast.parse(source)))
-    assert "dit_lora.families.wan.FAMILY" in set(imports(ast.parse(source)))
+    assert {"dit_lora.training.run.Run", "dit_lora.training.fit"} < set(imports(ast.walk(ast.parse(source))))
+    assert "dit_lora.families.wan.FAMILY" in set(imports(ast.walk(ast.parse(source))))
 
 
 def room_of(module: str) -> str:
@@ -181,7 +195,7 @@ def test_imports_point_down() -> None:
 def test_an_import_that_points_up_is_found(source: str) -> None:
     graph = library_graph()
     planted = set()
-    for target in imports(ast.parse(source)):
+    for target in imports(ast.walk(ast.parse(source))):
         while target not in graph:
             target = target.rpartition(".")[0]
         planted.add(target)
@@ -207,7 +221,7 @@ def test_modules_found_by_a_made_up_name_are_of_registries_alone() -> None:
     """
     makers = set()
     for path in (ROOT / "dit_lora").rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called.endswith("import_module") and not isinstance(node.args[0], ast.Constant):
                 makers.add(module_name(path))
@@ -233,7 +247,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 def test_training_knows_no_family() -> None:
     for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
-        targets = set(imports(tree_of(path)))
+        targets = imports_of(path)
         family_targets = [t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")]
         assert not family_targets, path
 
@@ -241,13 +255,13 @@ def test_training_knows_no_family() -> None:
 def test_the_library_imports_no_benchmark() -> None:
     """The wheel does not contain benchmarks/."""
     for path in library_files():
-        targets = set(imports(tree_of(path)))
+        targets = imports_of(path)
         assert not [t for t in targets if t.split(".")[0] == "benchmarks"], path
 
 
 def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None:
     for path in library_files():
-        targets = set(imports(tree_of(path)))
+        targets = imports_of(path)
         in_kernels = module_name(path).startswith("dit_lora_kernels")
         if in_kernels:
             assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
@@ -261,7 +275,7 @@ def test_whatever_a_checkpoint_holds_is_loaded_where_none_of_its_code_can_run() 
     for path in [*library_files(), *(ROOT / "recipes").rglob("*.py")]:
         if module_name(path) == "dit_lora.environment.pretrained":
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):
                 owner = ast.unparse(node.value)
                 loads = node.attr == "from_pretrained" and owner.rpartition(".")[2] not in _NO_CODE
@@ -278,7 +292,7 @@ def test_only_functions_that_triton_compiles_have_arguments_without_types() -> N
     assert len(files) > 5
     untyped = []
     for path in files:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.FunctionDef) or "triton.jit" in map(ast.unparse, node.decorator_list):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -357,12 +371,11 @@ _MAY_CATCH_ALL = (
 def test_no_broad_except_and_every_docstring_is_there() -> None:
     problems = []
     for path in library_files():
-        tree = tree_of(path)
-        if not ast.get_docstring(tree):
+        if not ast.get_docstring(tree_of(path)):
             problems.append(f"{path.name}: no module docstring")
-        for node in ast.walk(tree):
-            if module_name(path) in _MAY_CATCH_ALL:
-                continue
+        if module_name(path) in _MAY_CATCH_ALL:
+            continue
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             ):

@@ -1,6 +1,7 @@
 """Train the base of the demo from nothing, as it is shipped in dit_lora/models/moving_shapes.
 
     python -m benchmarks.world WORK [--vae-steps 2200] [--decoder-steps 2500] [--steps 20500] [--clips 6000]
+        [--overrides validation.every=5000]
 
 WORK gets the clips, the VAE, the run and, in WORK/moving_shapes, the checkpoint in fp16. About two hours on two
 cores. The denoiser is trained by the project's own recipe script with `train.mode: full`; the text encoder stays
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20500)
     parser.add_argument("--clips", type=int, default=6000)
     parser.add_argument("--judged", type=int, default=64, help="samples that are judged at the end")
+    parser.add_argument("--overrides", nargs="*", default=[], help="changes of the run's recipe")
     args = parser.parse_args(arguments)
     work = args.work
     if not (work / "clips").exists():
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_untrained(work / "untrained", vae)
     recipe = work / "base.yaml"
     recipe.write_text(yaml.safe_dump(build_recipe(work, args.steps), sort_keys=False), encoding="utf-8")
-    command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(recipe), "train.resume=auto"]
+    command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(recipe), "train.resume=auto", *args.overrides]
     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     write_fp16(work / "run" / "model", work / "moving_shapes")
     scenes = draw_scenes(None, args.judged, 0)

@@ -38,7 +38,7 @@ def judge_clip(video: np.ndarray) -> Judgement:
     # Video compression halves the resolution of colour, which leaves a weak hue around a shape.
     strongest = np.sort(chroma.reshape(len(chroma), -1), 1)[:, -_MIN_AREA]
     limits = np.maximum(_MIN_CHROMA, strongest / 2)[:, None, None]
-    masks = np.stack([_find_largest_region(mask) for mask in chroma > limits])
+    masks = _find_largest_regions(chroma > limits)
     areas = masks.sum((1, 2))
     if areas.min() < _MIN_AREA or areas.max() > _MAX_SHARE * chroma[0].size:
         return Judgement("unclear", "unclear", "unclear")
@@ -49,22 +49,25 @@ def judge_clip(video: np.ndarray) -> Judgement:
     return Judgement(shape, _name_hue(pixels[largest[0]][masks[largest[0]]]), _name_motion(masks, areas))
 
 
-def _find_largest_region(mask: np.ndarray) -> np.ndarray:
-    """The largest connected part of a mask (height, width)."""
-    labels = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
+def _find_largest_regions(masks: np.ndarray) -> np.ndarray:
+    """The largest connected part of each mask, of (frames, height, width)."""
+    labels = np.where(masks, np.arange(1, masks[0].size + 1, dtype=np.int32).reshape(masks[0].shape), 0)
     while True:
         # Each pixel takes the largest label of its neighbours until nothing changes.
-        padded = np.pad(labels, 1)
-        spread = np.max(
-            [padded[1:-1, 1:-1], padded[:-2, 1:-1], padded[2:, 1:-1], padded[1:-1, :-2], padded[1:-1, 2:]], axis=0
-        )
-        spread = np.where(mask, spread, 0)
+        padded = np.pad(labels, ((0, 0), (1, 1), (1, 1)))
+        spread = labels.copy()
+        for neighbour in (padded[:, :-2, 1:-1], padded[:, 2:, 1:-1], padded[:, 1:-1, :-2], padded[:, 1:-1, 2:]):
+            np.maximum(spread, neighbour, out=spread)
+        spread *= masks
         if np.array_equal(spread, labels):
             break
         labels = spread
-    counts = np.bincount(labels.ravel())
-    counts[0] = 0
-    return (labels == counts.argmax()) & mask
+    regions = np.zeros_like(masks)
+    for region, mask, frame_labels in zip(regions, masks, labels, strict=True):
+        counts = np.bincount(frame_labels.ravel())
+        counts[0] = 0
+        region[:] = (frame_labels == counts.argmax()) & mask
+    return regions
 
 
 def _match_shape(mask: np.ndarray) -> str:

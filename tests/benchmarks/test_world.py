@@ -47,7 +47,7 @@ def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side(
     scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(60)]
     sharp = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
     neighbours = np.stack([np.roll(sharp, (y, x), (2, 3)) for y in range(-2, 3) for x in range(-2, 3)])
-    chroma = np.ptp(neighbours.astype(int), axis=-1)
+    chroma = np.ptp(neighbours, axis=-1)
     thick = np.take_along_axis(neighbours, chroma.argmax(0)[None, ..., None], 0)[0]
     assert compare(scenes, thick)["all"] >= 0.95
 

@@ -170,14 +170,14 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
         """Run lines of dit-lora in one process, which imports once, and return what each prints."""
         return typed(shlex.join(["python", "-c", ONE_AFTER_THE_OTHER, *lines]), where).split("\0")[:-1]
 
-    assert "ready to train" in typed("dit-lora doctor")
-    package_path, init_output = run_lines("", "dit-lora init smoke/cogvideox my-run")
-    assert str(ROOT) not in package_path
-    output_lines = init_output.splitlines()
+    output_lines = typed("dit-lora init smoke/cogvideox my-run").splitlines()
     enter, *prepare, launch = [line.strip() for line in output_lines[output_lines.index("Next:") + 1 :]]
     assert enter == "cd my-run"
     folder, run = tmp_path / "my-run", "runs/smoke-cogvideox"
-    run_lines(*prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")), where=folder)
+    looked_at = [f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")]
+    doctor_output, package_path, *_ = run_lines("dit-lora doctor", "", *prepare, *looked_at, where=folder)
+    assert "ready to train" in doctor_output
+    assert str(ROOT) not in package_path
     typed(f"{launch} train.steps=3 validation.prompts=[]", where=folder)
     assert (folder / run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
     (folder / run / "report.html").unlink()  # the run's own

@@ -138,7 +138,7 @@ def test_a_skipped_step_moves_no_schedule(script: Path) -> None:
 
 def test_healthy_training_is_the_same_bit_for_bit(script: Path) -> None:
     folder = script.parent
-    bare = run_real_python(folder, script.name)
+    bare = python(folder, script.name)
     unguarded_weights = weights(folder)
     guarded = run_real_python(folder, *GUARD, script.name)
     assert guarded.stdout == bare.stdout

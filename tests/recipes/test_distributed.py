@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, started
+from launching import ROOT, SCRIPT, run_python, started
 from runs import poison
 
 from dit_lora.data.synthetic.clips import write_shapes
@@ -60,7 +60,6 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     run, clean = tmp_path / "run", tmp_path / "clean"
     split = ["train.batch_size=1", f"train.accumulate={2 // ranks}", "train.seed=2"]
     split += ["guard.on_nonfinite=[stop]"]
-    lora_main([*smoke, "train.batch_size=2", "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
     sample = sorted(path.name for path in shape_clips.glob("*.mp4"))[3]
     entry = poison(tmp_path / "cache", sample)
 
@@ -134,19 +133,8 @@ def test_an_error_of_one_rank_loses_no_line_of_a_step_that_was_taken(
 
 
 def test_asking_for_two_processes_and_getting_one_is_refused(smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    import subprocess
-    import sys
-
-    from launching import SCRIPT, launch_environment
-
-    head = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    result = subprocess.run(
-        [*head, str(SCRIPT), *smoke, f"run.dir={tmp_path / 'run'}"],
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    head = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    result = run_python(ROOT, *head, SCRIPT, *smoke, f"run.dir={tmp_path / 'run'}")
     assert result.returncode != 0
     assert "several processes were asked for and the run has 1" in result.stderr
     assert not (tmp_path / "run").exists()

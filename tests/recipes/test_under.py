@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported import trained
 from runs import adapter, lines, same_adapter, trajectory
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -30,14 +31,14 @@ SHOWN = [
 
 
 @pytest.fixture
-def under(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
+def under(smoke: list[str], tmp_path: Path) -> Path:
     """An adapter of other layers and rank than the recipe's, strong enough to be seen."""
-    run, file = tmp_path / "earlier", tmp_path / "under.safetensors"
-    options = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, ff.net.2, proj_out]"]
-    lora_main([*smoke, *options, "train.steps=1", f"run.dir={run}"])
+    base, file = Path(model_of(smoke)), tmp_path / "under.safetensors"
+    targets = ("to_q", "ff.net.2", "proj_out")
+    earlier = trained("cogvideox", base, tmp_path / "earlier", rank=3, alpha=5, targets=targets).folder / ADAPTER_FILE
     generator = torch.Generator().manual_seed(4)
-    tensors = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in adapter(run).items()}
-    with safe_open(run / "adapter" / ADAPTER_FILE, framework="pt") as opened:
+    tensors = {n: 0.1 * torch.randn(tensor.shape, generator=generator) for n, tensor in load_file(earlier).items()}
+    with safe_open(earlier, framework="pt") as opened:
         save_file(tensors, file, metadata=opened.metadata())
     return file
 

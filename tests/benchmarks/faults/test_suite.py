@@ -77,31 +77,37 @@ CORE = (
 )
 
 
+# Those that CI judges with no other model, or whose way leads through the network, its latents or its timesteps.
+IN_CI = (
+    "NaN in a cached latent_mean",
+    "late timesteps that are not finite",
+    "Inf loss of one sample",
+    "a fused kernel that gives NaN",
+    "OpenDiT's wrong-row modulation",
+    "flash attention whose backward gives NaN",
+    "an op that overflows for one sample",
+    "NaN from the VAE",
+    "a truncated checkpoint",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant",
+    ("variant", "names"),
     [
-        "sana-600m",
+        ("sana-600m", IN_CI),
         *(
-            pytest.param(fault, marks=pytest.mark.thorough)
-            for fault in (
-                *("cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
-                *(
-                    "latte",
-                    "qwen-image",
-                    "sana-video",
-                    "video-dit-class",
-                    "ltx-video-0.9.1",
-                    "sd3.5-medium",
-                ),
-                *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b"),
-                "z-image",
+            pytest.param(variant, CORE, marks=pytest.mark.thorough)
+            for variant in (
+                *("sana-600m", "cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
+                *("latte", "qwen-image", "sana-video", "video-dit-class", "ltx-video-0.9.1", "sd3.5-medium"),
+                *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b", "z-image"),
             )
         ),
     ],
 )
-def test_every_familys_faults_are_named_and_recovered(variant: str) -> None:
-    judge_those(CORE, variant)
+def test_every_familys_faults_are_named_and_recovered(variant: str, names: Sequence[str]) -> None:
+    judge_those(names, variant)
 
 
 # What is found out by a row, in each of the ways in which that can be.

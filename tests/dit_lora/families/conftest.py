@@ -49,6 +49,45 @@ def fusible_subject(
     return opened(request.param, tiny_checkpoints, monkeypatch)
 
 
+# A further pipeline class of the family, another component of it, or other conditions.
+PIPELINES = {
+    "cogvideox-5b-i2v",
+    "flux-kontext",
+    "flux2-klein-2-references",
+    "qwen-image-edit-plus-2-references",
+    "ltx-video-i2v",
+    "ltx-2.3-i2v",
+    "ltx-2.3-ic_lora",
+    "wan-2.1-flf2v",
+    "wan-2.2-t2v-a14b-transformer_2",
+    "wan-2.2-ti2v-5b-i2v",
+}
+
+
+@pytest.fixture(params=parameters(ARCHITECTURES | PIPELINES))
+def pipeline_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what depends on the network and on the pipeline that it is loaded into."""
+    return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
+# One stream, two streams, blocks of an image in time, linear attention, and what no smoke recipe of CI trains.
+COMPARED = {"cogvideox-2b", "flux-dev", "sana-600m", "sana-video", "sd3.5-large", "video-dit-text"}
+
+
+@pytest.fixture(params=parameters(COMPARED))
+def compared_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what the preflight of each family's smoke recipe asks in fp32 as well: tests/recipes/test_families.py."""
+    return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
 # Its decoder takes a timestep, which no other variant's does.
 @pytest.fixture(params=parameters(ARCHITECTURES | {"ltx-video-0.9.1"}))
 def vae_subject(

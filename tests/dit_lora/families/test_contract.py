@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import CASES
+from family_cases import ARCHITECTURES, CASES
 from family_cases.case import Case
 from family_cases.subject import (
     CPU,
@@ -34,6 +34,8 @@ from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.numerics.streams import RandomInputs, RandomStreams
 from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 
+OF_OWN_NETWORK = {case.variant for case in CASES if case.name in ARCHITECTURES | {"cogvideox-5b-i2v", "ltx-video-i2v"}}
+"""Variants whose batches no other variant's network, or pipeline, takes in the same way."""
 FPS = 24.0
 """Frames a second of references that are clips: pipelines take these where they are told none."""
 
@@ -70,13 +72,15 @@ def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
     assert output.timesteps.max() < subject.checkpoint.denoiser.num_train_timesteps
 
 
-def test_a_samples_loss_is_its_own(subject: Subject) -> None:
+def test_a_samples_loss_is_its_own(pipeline_subject: Subject) -> None:
     """Alone or in a batch, and whatever its neighbours are."""
-    transformer = subject.checkpoint.denoiser.load_transformer(torch.float32)
-    batch = encoded_batch(subject)
-    losses = subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
+    transformer = pipeline_subject.checkpoint.denoiser.load_transformer(torch.float32)
+    batch = encoded_batch(pipeline_subject)
+    losses = pipeline_subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = subject.checkpoint.denoiser.losses(transformer, single_batch, RandomStreams(0, [5])).losses
+    second_losses = pipeline_subject.checkpoint.denoiser.losses(
+        transformer, single_batch, RandomStreams(0, [5])
+    ).losses
     torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
@@ -88,9 +92,9 @@ class NothingToDraw(RandomStreams):
         raise AssertionError(f"{stream} was not drawn ahead")
 
 
-def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Subject) -> None:
+def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(pipeline_subject: Subject) -> None:
     """The draws are known from shapes alone; those of other samples are not taken for these."""
-    checkpoint, batch = subject.checkpoint, encoded_batch(subject)
+    checkpoint, batch = pipeline_subject.checkpoint, encoded_batch(pipeline_subject)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
     tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.draw_functions(shapes), CPU)
@@ -121,10 +125,10 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
             assert not torch.equal(losses(RandomStreams(0, [4, 5, 6], changed_inputs)), now), name
 
 
-def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
-    transformer = adapted(subject)
-    batch = encoded_batch(subject)
-    subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2])).losses.mean().backward()
+def test_a_gradient_reaches_every_adapter_and_nothing_frozen(model_subject: Subject) -> None:
+    transformer = adapted(model_subject)
+    batch = encoded_batch(model_subject)
+    model_subject.checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [0, 1, 2])).losses.mean().backward()
     for name, parameter in transformer.named_parameters():
         if is_lora_a(name) or is_lora_b(name):
             assert parameter.grad is not None, name
@@ -162,7 +166,10 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Sub
 
 @pytest.mark.parametrize(
     "variant",
-    sorted({case.variant for case in CASES if case.takes_several_prompts and not case.references}),
+    [
+        pytest.param(variant, marks=() if variant in OF_OWN_NETWORK else pytest.mark.thorough)
+        for variant in sorted({case.variant for case in CASES if case.takes_several_prompts and not case.references})
+    ],
 )
 def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
     tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
@@ -219,15 +226,15 @@ def pictures_of(case: Case, shape: VideoShape, folder: Path) -> tuple[dict[str, 
     return {**images, "references": files}, DecodedSample(pixels, references=references)
 
 
-def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path: Path) -> None:
+def test_guidance_of_0_calls_the_model_on_one_sample(pipeline_subject: Subject, tmp_path: Path) -> None:
     """Distilled checkpoints are sampled so; a prompt's tensors are given, as validation does."""
-    case, checkpoint = subject.case, subject.checkpoint
+    case, checkpoint = pipeline_subject.case, pipeline_subject.checkpoint
     images, sample = pictures_of(case, case.native, tmp_path)
     encode = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     text, empty = (
         {
             name: tensor[None]
-            for name, tensor in encoded_text(subject, encode, caption, sample.references, case.native).items()
+            for name, tensor in encoded_text(pipeline_subject, encode, caption, sample.references, case.native).items()
         }
         for caption in (case.captions[1], "")
     )
@@ -268,20 +275,20 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(vae_subject: Subject) 
 
 @pytest.mark.parametrize("alpha", [2, *(pytest.param(alpha, marks=pytest.mark.thorough) for alpha in (4, 16))])
 def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
-    subject: Subject, tmp_path: Path, alpha: int
+    pipeline_subject: Subject, tmp_path: Path, alpha: int
 ) -> None:
     """alpha below, at and above the rank of 4; loaded with no extra argument, output bitwise equal."""
-    transformer = adapted(subject, alpha=alpha)
-    part = subject.case.part
-    save_adapter(transformer, subject.checkpoint.info.pipeline_class, tmp_path, {"part": part})
-    pipeline = stock_pipeline(subject)
-    base = subject.checkpoint.denoiser.load_transformer(torch.float32)
+    transformer = adapted(pipeline_subject, alpha=alpha)
+    part = pipeline_subject.case.part
+    save_adapter(transformer, pipeline_subject.checkpoint.info.pipeline_class, tmp_path, {"part": part})
+    pipeline = stock_pipeline(pipeline_subject)
+    base = pipeline_subject.checkpoint.denoiser.load_transformer(torch.float32)
     load_adapter(pipeline, tmp_path)
-    batch = encoded_batch(subject)
+    batch = encoded_batch(pipeline_subject)
 
     def losses(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
-            return subject.checkpoint.denoiser.losses(model.eval(), batch, RandomStreams(0, [4, 5, 6])).losses
+            return pipeline_subject.checkpoint.denoiser.losses(model.eval(), batch, RandomStreams(0, [4, 5, 6])).losses
 
     trained, loaded, untrained = map(losses, (transformer, getattr(pipeline, part), base))
     assert torch.equal(trained, loaded)
@@ -289,24 +296,24 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
     assert (tmp_path / ADAPTER_FILE).is_file()
 
 
-def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) -> None:
+def test_bf16_keeps_position_tables_and_stays_close_to_fp32(model_subject: Subject) -> None:
     """Loaded with dtype=, and the loss is fp32 whatever the model computes in."""
-    half = subject.checkpoint.denoiser.load_transformer(torch.bfloat16)
-    full = subject.checkpoint.denoiser.load_transformer(torch.float32)
+    half = model_subject.checkpoint.denoiser.load_transformer(torch.bfloat16)
+    full = model_subject.checkpoint.denoiser.load_transformer(torch.float32)
     buffers, stored = dict(full.named_buffers()), half.state_dict()
     for name, buffer in half.named_buffers():
         # A table that was learned is a weight of the checkpoint, in its dtype.
         expected = buffers[name].bfloat16() if name in stored else buffers[name]
         assert buffer.dtype is expected.dtype, name
         assert torch.equal(buffer, expected), name
-    batch = encoded_batch(subject)
+    batch = encoded_batch(model_subject)
     streams = RandomStreams(0, [0, 1, 2])
-    exact = subject.checkpoint.denoiser.losses(full, batch, streams).losses
+    exact = model_subject.checkpoint.denoiser.losses(full, batch, streams).losses
     rounded = {
         name: tensor.bfloat16() if tensor.is_floating_point() and "latent" not in name else tensor
         for name, tensor in batch.items()
     }
-    losses = subject.checkpoint.denoiser.losses(half, rounded, streams).losses
+    losses = model_subject.checkpoint.denoiser.losses(half, rounded, streams).losses
     assert losses.dtype is torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
 
@@ -320,18 +327,18 @@ def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(subject: Subject)
         subject.checkpoint.info.check_shape(shape)
 
 
-def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: Subject, tmp_path: Path) -> None:
-    variant = subject.path.name
+def test_one_seed_gives_the_same_bytes_and_another_gives_others(model_subject: Subject, tmp_path: Path) -> None:
+    variant = model_subject.path.name
 
     def contents(root: Path) -> dict[str, bytes]:
         return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
     torch.manual_seed(5)
-    subject.family.build_tiny_checkpoint(variant, tmp_path / "again", 0)
-    subject.family.build_tiny_checkpoint(variant, tmp_path / "other", 1)
-    assert contents(tmp_path / "again") == contents(subject.path)
+    model_subject.family.build_tiny_checkpoint(variant, tmp_path / "again", 0)
+    model_subject.family.build_tiny_checkpoint(variant, tmp_path / "other", 1)
+    assert contents(tmp_path / "again") == contents(model_subject.path)
     weights = "transformer/diffusion_pytorch_model.safetensors"
-    assert contents(tmp_path / "other")[weights] != contents(subject.path)[weights]
+    assert contents(tmp_path / "other")[weights] != contents(model_subject.path)[weights]
 
 
 def test_sides_come_in_the_steps_that_buckets_are_made_of(subject: Subject) -> None:

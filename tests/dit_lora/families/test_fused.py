@@ -58,17 +58,17 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(fusible_subject: Su
 
 # Blocks in bf16 are compared in fp32 too.
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
-def test_every_kernel_holds_parity_on_the_familys_own_batch(model_subject: Subject, dtype: torch.dtype) -> None:
+def test_every_kernel_holds_parity_on_the_familys_own_batch(compared_subject: Subject, dtype: torch.dtype) -> None:
     """As preflight asks before a run: each op off alone, and all at once, against what is on."""
-    model = fuse_all(adapted(model_subject)).train()
+    model = fuse_all(adapted(compared_subject)).train()
     # Two samples are enough to find a row that was taken from another sample.
-    batch = {name: tensor[:2] for name, tensor in encoded_batch(model_subject).items()}
+    batch = {name: tensor[:2] for name, tensor in encoded_batch(compared_subject).items()}
     in_policy(model, dtype)
     switches = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
     assert len(switches) > 2
 
     def forward() -> torch.Tensor:
-        return model_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
+        return compared_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
 
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
         with record_grad_flags(model) as learning:
@@ -87,6 +87,7 @@ def in_policy(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Subject) -> None:
     model, batch = adapted(model_subject).train(), encoded_batch(model_subject)
     in_policy(model, torch.bfloat16)
@@ -101,6 +102,7 @@ def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Su
     assert kept() < 0.9 * stock
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_checkpointing_recomputes_the_same_bits(model_subject: Subject) -> None:
     model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     expected = run(model_subject, model, batch)
@@ -120,6 +122,7 @@ def test_an_adapter_trained_fused_works_in_the_stock_pipeline(model_subject: Sub
     torch.testing.assert_close(trained, loaded, rtol=1e-5, atol=0)
 
 
+@pytest.mark.thorough  # every fused model's own test asks it in CI: tests/fuse_contract.py
 def test_a_copy_is_fused_and_its_own(model_subject: Subject) -> None:
     model, batch = fuse_all(adapted(model_subject)).train(), encoded_batch(model_subject)
     expected = run(model_subject, model, batch)

@@ -62,9 +62,9 @@ def where_masked(denoiser: Any, seen: dict[str, torch.Tensor], batch: dict[str, 
     return clean[0] != clean[1]
 
 
-def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
-    denoiser, recorded = spied(subject)
-    batch = masked_batch(subject)
+def test_no_gradient_comes_from_outside_of_a_mask(pipeline_subject: Subject) -> None:
+    denoiser, recorded = spied(pipeline_subject)
+    batch = masked_batch(pipeline_subject)
     expected = where_masked(denoiser, recorded, batch)
     losses(denoiser, batch).losses.sum().backward()
     gradient = recorded["prediction"].grad
@@ -85,10 +85,10 @@ def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
     assert not (head != 0).all()
 
 
-def test_the_loss_is_the_mean_over_what_is_learned(subject: Subject) -> None:
+def test_the_loss_is_the_mean_over_what_is_learned(pipeline_subject: Subject) -> None:
     """A mask of ones is as none; with a floor, the rest counts as much as it says."""
-    denoiser, _ = spied(subject)
-    batch = masked_batch(subject)
+    denoiser, _ = spied(pipeline_subject)
+    batch = masked_batch(pipeline_subject)
     plain = losses(denoiser, {k: v for k, v in batch.items() if k != LOSS_MASK}).losses
     ones = losses(denoiser, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])}).losses
     torch.testing.assert_close(ones, plain, rtol=1e-5, atol=0)

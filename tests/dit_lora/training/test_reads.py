@@ -17,6 +17,7 @@ import transformers
 from chat_runs import common, write_data
 from launching import ROOT
 from packaging.version import Version
+from runs import without_verification
 from smoke_recipes import REPRESENTATIVES, RUNS, smoke_args
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -42,6 +43,7 @@ OPTIONS = [
     "train.ema=0.9",
     "guard.preflight=false",
     "guard.monitor_every=0",
+    "guard.parity_every=0",
     "kernels.finite_norm=off",  # Triton's interpreter reads what a GPU does not
 ]
 ONCE_EACH = {step: ["cpu"] for step in range(1, STEPS + 1)}
@@ -215,6 +217,12 @@ GIVEN_MORE = (
     *("flux_kontext_masked", "flux2_dev_edit", "qwen_image_edit_masked", "ltx_video"),
     *("ltx2_sound", "ltx2_i2v", "ltx2_ic_lora", "ltx2_ic_lora_sound"),
 )
+
+
+@pytest.fixture(autouse=True)
+def healthy_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run does after its last step is not counted."""
+    without_verification(monkeypatch)
 
 
 def test_a_recipe_of_every_diffusion_family_is_tried() -> None:

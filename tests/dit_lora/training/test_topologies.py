@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases.case import as_it_is
 from launching import on_ranks
-from runs import adapter, lines, poison, same_adapter
+from runs import adapter, lines, poison, same_adapter, without_verification
 from safetensors.torch import load_file
 from topologies import Case, Engine, Fault, Seen, run_all
 
@@ -33,6 +34,8 @@ ZERO = importlib.util.find_spec("deepspeed") is not None
 TARGET = "02_blue_disc.mp4"
 FEW = 4
 """Samples of a step with a fault: of five clips, none is in it twice."""
+QUICK = ("guard.parity_every=0",)
+"""For all but one healthy run of each engine, which compares kernels after its last step."""
 
 
 @dataclass
@@ -126,7 +129,10 @@ def table(
 
 def healthy(table: Table, engine: Engine, ranks: int, accumulates: Sequence[int]) -> dict[str, Case]:
     names = {f"{engine}_{ranks}_{count}": count for count in accumulates}
-    return {name: Case(engine, table.args(name, ranks, count)) for name, count in names.items()}
+    return {
+        name: Case(engine, table.args(name, ranks, count, *(QUICK if count > 1 else ())))
+        for name, count in names.items()
+    }
 
 
 def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
@@ -136,7 +142,8 @@ def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
     quarantine_option = (f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}",)
 
     def case(name: str, fault: Fault | None = None, more: tuple[str, ...] = ()) -> Case:
-        return Case(engine, table.args(f"{tag}_{name}", ranks, 1, *more, samples=FEW), fault)
+        args = table.args(f"{tag}_{name}", ranks, 1, *QUICK, *more, samples=FEW)
+        return Case(engine, args, fault, prepare=without_verification)
 
     return {
         f"{tag}_nan_latent": case("nan_latent", None, poisoned),
@@ -150,8 +157,8 @@ def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
 def resumed(table: Table, engine: Engine, ranks: int, accumulate: int, start: str) -> dict[str, Case]:
     """The second half of a run, from where another was."""
     name = f"{engine}_{ranks}_from_{start}"
-    more = (f"train.resume={table.checkpoint(start, STEPS // 2)}",)
-    return {name: Case(engine, table.args(name, ranks, accumulate, *more))}
+    more = (*QUICK, f"train.resume={table.checkpoint(start, STEPS // 2)}")
+    return {name: Case(engine, table.args(name, ranks, accumulate, *more), prepare=without_verification)}
 
 
 def require_whole(table: Table, name: str, ranks: int) -> None:
@@ -248,8 +255,9 @@ def sharing(table: Table, ranks: int) -> dict[str, Case]:
     tag, shared = f"context_{ranks}", "train.context_parallel=2"
 
     def case(name: str, count: int, *more: str, samples: int = SAMPLES, fault: Any = None) -> Case:
-        args = table.args(f"{tag}_{name}", ranks // 2, count, shared, *more, samples=samples)
-        return Case("ddp", args, fault)
+        quick = () if name == "1" else QUICK
+        args = table.args(f"{tag}_{name}", ranks // 2, count, shared, *quick, *more, samples=samples)
+        return Case("ddp", args, fault, prepare=without_verification if quick else as_it_is)
 
     poisoned = f"data.cache={table.poisoned(tag)}"
     quarantine_option = f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}"

@@ -35,7 +35,11 @@ class Recorder:
     def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replacement of the model's `__call__`, which runs the original and records training calls."""
         # Replays and calls inside a call of this model are not the loop's own.
-        if self.is_paused or self.is_open or not is_training_call() or has_redirected_forward(self.model):
+        if (
+            self.is_paused
+            or self.is_open
+            or run_uncompiled(lambda: not is_training_call() or has_redirected_forward(self.model))
+        ):
             return original(*args, **kwargs)
         call = run_uncompiled(lambda: try_or_warn(lambda: self.begin(args, kwargs), "recording a model's call"))
         self.is_open = True

@@ -57,13 +57,14 @@ def _list_listeners() -> list[Listener]:
 
 
 def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Look inside wrappers such as DDP: a replay calls the module that they hold.
-    if not is_training_call() or unwrap_model(module) is not module or has_redirected_forward(module):
-        return _ORIGINAL_CALL(module, *args, **kwargs)
-    # In a compiled function, dynamo would compile the listeners, which takes seconds. Leave it only the module.
-    # `torch.compiler.disable` would import dynamo in every loop.
+    # In a compiled function, dynamo would compile the listeners and the checks before them, which takes seconds. Leave
+    # it only the module. `torch.compiler.disable` would import dynamo in every loop.
     set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
     dynamo_callback = set_dynamo_callback(None)
+    # Look inside wrappers such as DDP: a replay calls the module that they hold.
+    if not is_training_call() or unwrap_model(module) is not module or has_redirected_forward(module):
+        set_dynamo_callback(dynamo_callback)
+        return _ORIGINAL_CALL(module, *args, **kwargs)
     # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
     _set_call(_ORIGINAL_CALL)
     _running_modules.append(module)

@@ -57,6 +57,9 @@ class TestDiT(Contract):
         block = model.transformer_blocks[0]
         return lambda: block(tokens, **model_inputs), [*model_inputs.values()], tokens.numel()
 
+    def test_bf16_autocast_is_no_worse_where_every_weight_trains(self) -> None:
+        self.check_bf16_autocast(trains_every_weight=True)
+
 
 class TestLatte(Contract):
     ops = ("lora_linear", "ada_norm")

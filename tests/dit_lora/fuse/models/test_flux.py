@@ -57,6 +57,9 @@ class TestFlux(TwoStreams):
         block, elements = model.transformer_blocks[0], image.numel() + text.numel()
         return lambda: block(image, text, temb, rotary), [temb, *rotary], elements
 
+    def test_bf16_autocast_is_no_worse_where_every_weight_trains(self) -> None:
+        self.check_bf16_autocast(trains_every_weight=True)
+
     def test_a_single_block_keeps_less(self) -> None:
         model = self.lowered(self.build(["to_q", "to_k", "to_v", "proj_out"]))
         model.transformer_blocks[0] = model.single_transformer_blocks[0]

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from dit_lora.guard.attach.calls import call_recorder, outermost_calls
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.call_recorder import Recorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
@@ -41,8 +44,21 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_dynamo_compiles_the_module_and_not_its_listeners() -> None:
+def note_checks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
+    """True for each check whether a call is to be recorded that dynamo compiled."""
+    was_compiled = []
+
+    def check() -> bool:
+        was_compiled.append(torch.compiler.is_compiling())
+        return True
+
+    monkeypatch.setattr(module, "is_training_call", check)
+    return was_compiled
+
+
+def test_dynamo_compiles_the_module_and_not_its_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
     model, listener, inputs = Doubled(), Listener(), torch.ones(3, 2)
+    checks = note_checks(monkeypatch, outermost_calls)
 
     @torch.compile(backend="eager")
     def compute_loss(x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +72,7 @@ def test_dynamo_compiles_the_module_and_not_its_listeners() -> None:
         torch._dynamo.reset()
     assert model.was_compiled == [True]
     assert listener.was_compiled == [False, False]
+    assert checks == [False]
     (output,) = listener.outputs
     assert torch.equal(output, model(inputs))
     assert torch.equal(loss, output.square().mean())
@@ -69,8 +86,9 @@ class NotedRecorder(Recorder):
         return super().begin(args, kwargs)
 
 
-def test_dynamo_does_not_compile_the_recording_of_a_call() -> None:
+def test_dynamo_does_not_compile_the_recording_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = Doubled(), torch.ones(3, 2)
+    checks = note_checks(monkeypatch, call_recorder)
     recorder = NotedRecorder(model, CallLog(LoadedBatches()))
 
     @torch.compile(backend="eager")
@@ -81,5 +99,6 @@ def test_dynamo_does_not_compile_the_recording_of_a_call() -> None:
     torch._dynamo.reset()
     assert model.was_compiled == [True]
     assert not recorder.was_compiled
+    assert checks == [False]
     (call,) = recorder.log.calls
     assert torch.equal(call.outputs[0], output)

@@ -61,6 +61,7 @@ def test_a_rank_with_other_weights_is_named_and_undone(
             "train.keep=9",
             "train.ema=0.9",
             "guard.snapshot_every=2",
+            "guard.parity_every=0",
         )
         args = quick(shape_clips, data, *common, *more, f"run.dir={tmp_path / name}")
         return Case(engine, (str(SMOKES / "cogvideox.yaml"), *args), fault)

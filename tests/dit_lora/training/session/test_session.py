@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -14,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from launching import ROOT, launch_environment, on_ranks
+from launching import ROOT, on_ranks, run_python
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training.session import session
@@ -71,7 +70,7 @@ def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
         assert is_requested() == 0
 
 
-def launched(*options: str, **variables: str) -> list[str]:
+def launched(*options: str) -> list[str]:
     """The address, the number of processes and the parent that a script sees below `accelerate launch`."""
     script = """import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -79,14 +78,9 @@ from dit_lora.training.session.launch import is_started_alone, find_waiting_laun
 several_gpus = [is_started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
 print(*several_gpus, find_waiting_launcher(os.environ) == os.getppid())
 """
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--no_python"]
-    result = subprocess.run(
-        [*command, sys.executable, "-c", script, str(ROOT)],
-        env={**launch_environment(), **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ("-m", "accelerate.commands.launch", *options, "--no_python", sys.executable, "-c", script, ROOT)
+    result = run_python(ROOT, *command)
+    assert result.returncode == 0, result.stderr
     return result.stdout.split()
 
 
