@@ -16,6 +16,7 @@ _ADAPTER_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors
 
 def read_marked_step(run_dir: Path) -> int | None:
     """The step of the marked save; None if none is marked, or the file is damaged."""
+    # A run is read while it is written, and users edit files: anything else counts as no mark.
     record = _read_record(run_dir, _MARK_FILE)
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
@@ -32,6 +33,7 @@ def mark_step(run_dir: Path, step: int | None) -> None:
     folder = run_dir / "checkpoints"
     if step is not None and not _has_adapter(_get_save_folder(run_dir, step)):
         raise DitLoraError(f"step {step} of {run_dir} has no save with an adapter; choose one that the report lists")
+    # Through a link, the mark would be written to another run.
     if folder.is_symlink():
         raise DitLoraError(f"{folder} is a link; remove it")
     try:
@@ -50,6 +52,7 @@ def find_best_save(run_dir: Path) -> Path:
         DitLoraError: If the run has neither, or the save was deleted.
     """
     step, measured = read_marked_step(run_dir), _read_record(run_dir, _MEASURED_FILE)
+    # best.json is sorted, with the lowest loss first.
     if step is None and isinstance(measured, list) and measured and isinstance(measured[0], dict):
         step = measured[0].get("step")
     if not isinstance(step, int):
@@ -58,6 +61,7 @@ def find_best_save(run_dir: Path) -> Path:
             "train.keep_best"
         )
     folder = _get_save_folder(run_dir, step)
+    # Its state may have been deleted; the adapter is enough.
     if not _has_adapter(folder):
         raise DitLoraError(f"the best save of {run_dir}, step {step}, was deleted; mark another one")
     return folder
@@ -68,6 +72,7 @@ def _get_save_folder(run_dir: Path, step: int) -> Path:
 
 
 def _has_adapter(folder: Path) -> bool:
+    # At least six digits, as runs write them; a negative step has none.
     return re.fullmatch(r"step_\d{6,12}", folder.name) is not None and any(
         (folder / name).is_file() for name in _ADAPTER_NAMES
     )

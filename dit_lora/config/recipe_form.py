@@ -67,12 +67,12 @@ def list_overrides(fields: list[FormField], values: Mapping[str, Any]) -> list[s
             number = text.lower().replace("e", ".0e", 1)
             value = number if is_number else text if field.is_number else json.dumps(text, ensure_ascii=False)
         overrides.append(f"{field.key}={value}")
-    others = [line.strip() for line in str(values.get("overrides", "")).splitlines() if line.strip()]
+    other_lines = [line.strip() for line in str(values.get("overrides", "")).splitlines() if line.strip()]
     # A line without a key could be read as an option of the command.
-    refused = next((line for line in others if re.match(r"[a-z_]+(\.\w+)+=", line) is None), None)
+    refused = next((line for line in other_lines if re.match(r"[a-z_]+(\.\w+)+=", line) is None), None)
     if refused is not None:
         raise DitLoraError(f"an override must be key.path=value, such as train.steps=20; got {refused[:80]!r}")
-    return [*overrides, *others]
+    return [*overrides, *other_lines]
 
 
 @cache

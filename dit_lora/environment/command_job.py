@@ -39,6 +39,7 @@ class CommandJob:
     @property
     def command(self) -> str:
         """The command as it is typed in a shell."""
+        # With quotes, so that it can be copied into a terminal.
         return shlex.join(["dit-lora", *self.arguments])
 
     @property
@@ -52,6 +53,7 @@ class CommandJob:
     @property
     def output(self) -> str:
         """The end of the command's output."""
+        # The file grows while the command runs, and is missing while it waits.
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -61,6 +63,7 @@ class CommandJob:
 
     def read_answer(self) -> dict[str, Any] | None:
         """What a command with `--json` has printed; None while it runs, or if it printed something else."""
+        # A document that is still being written looks like a damaged one.
         if self.is_active:
             return None
         try:

@@ -126,12 +126,15 @@ def run_in_forked_children(function: Callable[[], None]) -> None:
 
 def list_gpus() -> list[str]:
     """The NVIDIA GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them; empty without any."""
+    # Set by a scheduler or the user: other GPUs of the machine are not ours to use.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    # By their ids, because CUDA and nvidia-smi may number the GPUs in different orders. Torch is not needed for this.
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):  # it is not installed, or finds no driver
         return []
+    # One id in each line.
     return listed.stdout.split()

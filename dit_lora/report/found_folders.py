@@ -15,6 +15,7 @@ _MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 
 def find_folders(roots: Sequence[Path]) -> Iterator[tuple[bool, Path]]:
     """Yield the folders of runs (True) and of data sets (False)."""
+    # Depth first and in the order of names, as a file manager shows them.
     pending = [(root, 0) for root in reversed(roots)]
     num_folders = 0
     while pending and num_folders < _MAX_FOLDERS:
@@ -26,6 +27,7 @@ def find_folders(roots: Sequence[Path]) -> Iterator[tuple[bool, Path]]:
             if any(entry.name == "config.yaml" for entry in folder_entries):
                 yield True, folder
                 continue
+            # Folders below may hold data sets of their own, or runs.
             if any(_is_data(entry) for entry in folder_entries):
                 yield False, folder
             if depth < _MAX_DEPTH:

@@ -45,14 +45,17 @@ class MachineProblem:
 
 def build_memory_bar(plan: Mapping[str, Any]) -> MemoryBar:
     """The bar of a plan's JSON."""
+    # Parts that a run does not have, such as an average of weights, are 0.
     sizes = {name: float(size) for name, size in ensure_dict(plan.get("training")).items() if size}
     needed_gib = max(map(float, ensure_dict(plan.get("phases")).values()), default=0.0)
     limit_gib, fits = plan.get("gpu"), bool(plan.get("fits"))
+    # The bar shows the card and everything that is needed, also where that is more than the card has.
     scale = BAR_WIDTH / max(needed_gib, sum(sizes.values()), limit_gib or 0.0, 1e-9)
     parts, x = [], 0.0
     for name, size in sizes.items():
         parts.append(BarPart(name.replace("_", " "), f"{size:.3g}", round(x, 1), round(size * scale, 1)))
         x += size * scale
+    # Without a GPU `fits` says nothing.
     headline = f"needs {needed_gib:.3g} GiB; no GPU was found, so give a size to compare with"
     if limit_gib is not None:
         headline = f"{'fits' if fits else 'does not fit'}: {needed_gib:.3g} of {limit_gib:.3g} GiB"
@@ -68,6 +71,7 @@ def build_memory_bar(plan: Mapping[str, Any]) -> MemoryBar:
 
 def list_machine_problems(report: Mapping[str, Any]) -> list[MachineProblem]:
     """The problems in the JSON of `doctor`: of packages, of their combination, and of the launch."""
+    # A package without a problem has null here.
     entries = [*ensure_dict(report.get("packages")).values(), *report.get("known_bad", ())]
     problems = [
         MachineProblem(str(entry.get("severity")), str(entry["what"]), str(entry.get("remedy") or ""))

@@ -180,6 +180,7 @@ class DataPages:
         file, root = edits.find_media(decode_address(address)), edits.root.resolve()
         if file is None:
             raise HTTPException(404, "this file is not in the folder")
+        # A named pipe or a device cannot be opened this way either.
         try:
             target = file.resolve()
             open_inside(root, target).close()
@@ -188,12 +189,13 @@ class DataPages:
         return target
 
     def _get_edits(self, request: Request, query: Mapping[str, str]) -> tuple[CaptionEdits, str]:
-        """The captions of a folder with the rules that an address asks for, and what is to be said of these rules."""
+        """The captions of a folder with the rules that an address asks for, and a note about these rules."""
         folder = self._library.get_data_folder(request.path_params["data_id"])
         recipe, word = query.get("recipe", ""), query.get("word", "")
         rules, note = self._default_rules, ""
         if recipe:
             config = self._library.get_folder(recipe) / "config.yaml"
+            # Once for each run: a tokenizer does not change while the studio runs.
             if recipe not in self._rules:
                 self._rules[recipe] = self._loader.submit(load_text_rules, config, None)
             future, rules = self._rules[recipe], TextRules()
@@ -204,6 +206,7 @@ class DataPages:
             else:
                 rules = future.result()
         key = (str(folder), recipe if rules.tokenizer else "", word)
+        # Large tables take seconds to read, so the latest ones are kept.
         edits = self._edits.pop(key, None)
         if edits is None:
             edits = CaptionEdits(folder, TextRules(rules.tokenizer, rules.max_tokens, word or rules.trigger))

@@ -35,6 +35,7 @@ class RunLibrary:
         return self._get_folder(data_id, is_run=False)
 
     def _list_folders(self, *, is_run: bool) -> dict[str, Path]:
+        # Both kinds in one walk, because large folders are slow to list.
         folders: dict[bool, dict[str, Path]] = {True: {}, False: {}}
         for is_found_run, folder in find_folders(self.roots):
             folders[is_found_run][compute_run_id(folder)] = folder

@@ -70,6 +70,7 @@ class NewRunPages:
         # What was typed before its memory was planned.
         typed = self._planned_values.get(plan_id, {})
         fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
+        # Both are commands that end later; the page asks again until then.
         plan, doctor = self._queue.find_job(plan_id), self._start_doctor()
         return studio_page(
             request,
@@ -98,8 +99,10 @@ class NewRunPages:
         if values.get("action") == "plan":
             # Wrong values are answered here and not by a command that fails.
             load_recipe(base.path, overrides)
+            # In one word, so that a text that starts with a dash is no option.
             gpu = [f"--gpu={values['gpu']}"] if values.get("gpu") else []
             job = self._queue.add(["plan", recipe, *overrides, *gpu, "--json"], "", needs_gpu=False)
+            # The form is shown again with what was typed, next to the plan.
             self._planned_values[job.job_id] = {name: str(value) for name, value in values.items()}
             return RedirectResponse(f"{_NEW_PAGE}?{urlencode({'from': source, 'plan': job.job_id})}", 303)
         run_dir = self._choose_run_dir(values)

@@ -125,6 +125,7 @@ class WorkPages:
     def mark_best(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
         folder = self._library.get_folder(run_id)
+        # Two pages could mark different saves: the later one must have seen the earlier mark.
         marked = read_marked_step(folder)
         if values.get("marked") != str(marked):
             message = f"another save has been marked since the page was loaded: step {marked}"

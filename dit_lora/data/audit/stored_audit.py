@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding, Verdict
+from dit_lora.data.audit.finding import VERDICTS, Finding
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
@@ -66,6 +66,7 @@ class StoredAudit:
         """
         path = root / AUDIT_FILE
         with suppress(OSError, ValueError, KeyError, TypeError):
+            # Without following a link, which could lead to a file of another folder.
             written = path.lstat().st_mtime
             if previous is not None and previous.time == written:
                 return previous
@@ -89,10 +90,10 @@ class SampleFilter:
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> "SampleFilter":
-        """A filter from values such as those of an address; other values in it are ignored.
+        """Build a filter from named values; unknown names are ignored.
 
         Raises:
-            DitLoraError: If there is no such shape or length.
+            DitLoraError: If the shape or the length is not a known name.
         """
         chosen = {name: values[name] for name in cls.list_names() if values.get(name)}
         for name, choices in (("shape", SHAPES), ("length", tuple(LENGTHS))):
@@ -115,15 +116,14 @@ class SampleFilter:
 
     def matches(self, name: str, caption: str, findings: Sequence[Finding], sample: StoredSample) -> bool:
         """True if a file passes. `findings` are all of its findings, those of its caption included."""
-        if self.finding and not (findings if self.finding == ANY_FINDING else self._has_code(findings)):
+        codes = {finding.code for finding in findings}
+        if self.finding and not (codes if self.finding == ANY_FINDING else self.finding in codes):
             return False
         if (self.shape and sample.shape != self.shape) or (self.length and sample.length != self.length):
             return False
+        # Names count too, because folders of many data sets name their contents.
         text = self.text.lower()
         return not text or text in caption.lower() or text in name.lower()
-
-    def _has_code(self, findings: Sequence[Finding]) -> bool:
-        return any(finding.code == self.finding for finding in findings)
 
 
 def _parse_sample(row: Mapping[str, Any]) -> StoredSample:
@@ -134,12 +134,11 @@ def _parse_sample(row: Mapping[str, Any]) -> StoredSample:
         code, _, message = str(reason).partition(": ")
         # Findings about captions are computed from the captions as they are now.
         if not code.startswith("caption_"):
-            findings.append(Finding(code, message, _parse_verdict(verdict)))
+            # The file may have been edited, so a verdict that does not exist is replaced.
+            severity = next((name for name in VERDICTS if name == verdict), "warn")
+            findings.append(Finding(code, message, severity))
+    # Damaged files have no measurements.
     numbers = {name: row["facts"].get(name) for name in ("width", "height", "seconds", "frames")}
     return StoredSample(
         findings, **{name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
     )
-
-
-def _parse_verdict(text: object) -> Verdict:
-    return next((verdict for verdict in VERDICTS if verdict == text), "warn")

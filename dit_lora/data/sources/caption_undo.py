@@ -44,7 +44,7 @@ class CaptionUndo:
 
     def record(self, bom: bytes, old_lines: Sequence[str], lines: Sequence[str], num_captions: int) -> None:
         """Record a write before it is done. Raises `OSError`."""
-        # The lines that are replaced, or missing afterwards, by index.
+        # Only these are stored: a copy of the table for each edited caption would fill the disk.
         replaced = {index: line for index, line in enumerate(old_lines) if index >= len(lines) or line != lines[index]}
         numbers = [int(path.stem) for path in self._list_files()]
         step = {
@@ -63,31 +63,36 @@ class CaptionUndo:
 
     def find_step(self) -> UndoStep | None:
         """The step that would be undone; None if there is none, or if the table has changed since the last one."""
-        digest = self._read_digest()
+        digest = None
+        # The folder may have no table yet.
+        with suppress(FileNotFoundError):
+            digest = _compute_digest(self._table.read_bytes())
         for path in reversed(self._list_files()):
             step = self._read_step(path)
             if step is not None and step["after"] == digest:
-                return UndoStep(_get_step_id(path, step), int(step["captions"]), float(step["time"]))
+                # Numbers repeat after an undo, and digests after equal writes, so an id has both.
+                step_id = f"{path.stem}-{digest[:12]}" if digest else path.stem
+                return UndoStep(step_id, int(step["captions"]), float(step["time"]))
             # The step of a write that was interrupted is skipped.
             if step is None or step["before"] != digest:
                 return None
         return None
 
     def undo(self, step_id: str | None = None) -> UndoStep:
-        """Give the table the bytes that it had before the last write; without one, it is removed again.
+        """Restore the bytes from before the last write, or remove a table that this write has created.
 
         Args:
             step_id: The step that is expected to be the last one; None for any.
 
         Raises:
-            DitLoraError: If there is no step, or the table or the last step has changed since.
+            DitLoraError: If nothing was written, or the table or the last step has changed since.
         """
-        found = self.find_step()
-        if found is None:
+        undo_step = self.find_step()
+        if undo_step is None:
             raise DitLoraError("nothing can be undone: the table has changed since the last write, or there was none")
-        if step_id is not None and found.step_id != step_id:
+        if step_id is not None and undo_step.step_id != step_id:
             raise DitLoraError("captions have changed since the page was loaded; load the page again")
-        path = self._folder / f"{found.step_id.partition('-')[0]}.json"
+        path = self._folder / f"{undo_step.step_id.partition('-')[0]}.json"
         step = self._read_step(path)
         assert step is not None  # `find_step` has read it
         try:
@@ -101,11 +106,12 @@ class CaptionUndo:
         for later in self._list_files():
             if later.name >= path.name:
                 later.unlink(missing_ok=True)
-        return found
+        return undo_step
 
     def _restore(self, step: dict[str, Any]) -> bytes:
         """The bytes of the table before a step."""
         data = self._table.read_bytes()
+        # Writes keep the byte order mark, so that of the table now is that of before.
         bom = data[:3] if data.startswith(b"\xef\xbb\xbf") else b""
         lines, replaced = data[len(bom) :].decode().split("\n"), step["lines"]
         old_lines = [replaced[str(i)] if str(i) in replaced else lines[i] for i in range(int(step["num_lines"]))]
@@ -127,17 +133,6 @@ class CaptionUndo:
             if isinstance(step, dict) and {"before", "after", "captions", "time", "num_lines", "lines"} <= step.keys():
                 return step
         return None
-
-    def _read_digest(self) -> str | None:
-        try:
-            return _compute_digest(self._table.read_bytes())
-        except FileNotFoundError:
-            return None
-
-
-def _get_step_id(path: Path, step: dict[str, Any]) -> str:
-    # Numbers repeat after an undo, and digests after equal writes.
-    return f"{path.stem}-{step['after'][:12]}"
 
 
 def _join_lines(bom: bytes, lines: Sequence[str]) -> bytes:

@@ -92,6 +92,7 @@ class CaptionEdits:
         with self._lock, lock_table(self.root, self._table) as table:
             self._table = table
             preview = self._preview(table, change, sample_filter)
+            # Compared inside the lock, so that nobody writes between the check and our write.
             if version in (None, preview.version):
                 table.write_captions({name: new for name, (_, new) in preview.captions.items()})
             return preview
@@ -103,6 +104,7 @@ class CaptionEdits:
             DitLoraError: If there is none, or it is not the one of `step_id`, or the table has changed since.
         """
         with self._lock, lock_table(self.root, self._table) as table:
+            # The next request reads the table again, because its stamp has changed.
             return table.undo(step_id)
 
     def save_caption(self, name: str, caption: str, version: str) -> CaptionState:

@@ -88,6 +88,7 @@ class SheetSource:
 
     def list_matches(self, sample_filter: SampleFilter) -> list[str]:
         """The files that pass a filter, in the order of the folder."""
+        # The usual case, which need not look at each of many files.
         if sample_filter == SampleFilter():
             return self.table.media
         captions = self.table.captions
@@ -106,7 +107,9 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     number = min(max(1, number), num_pages)
     page_names = names[(number - 1) * CARDS_PER_PAGE : number * CARDS_PER_PAGE]
     lengths = _count_tokens(table, page_names, rules)
+    # Files without findings are in neither, and files that were removed since the audit are left out.
     codes: Counter[str] = Counter()
+    # A set for each file: a code that a file has twice counts once.
     for name in {*source.caption_findings, *source.audit.samples} & table.media_names:
         codes.update({finding.code for finding in source.get_findings(name)})
     return ContactSheet(
@@ -114,7 +117,7 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
         number=number,
         num_pages=num_pages,
         num_matches=len(names),
-        facts=count_captions(table, {name: list(found) for name, found in source.caption_findings.items()}),
+        facts=count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()}),
         codes=sorted(codes.items(), key=lambda item: (-item[1], item[0])),
         audit_time=source.audit.time,
         undo=table.undo_step,
@@ -127,6 +130,7 @@ def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules
     lines = []
     for name, num_tokens in _count_tokens(source.table, names, rules).items():
         codes = ",".join(finding.code for finding in source.get_findings(name))
+        # Tabs and line ends in a caption would look like further columns and rows.
         caption = make_one_line(source.table.captions.get(name, ""))
         lines.append("\t".join((make_one_line(name), str(num_tokens), codes or "ok", caption)))
     return lines
@@ -134,6 +138,7 @@ def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules
 
 def _count_tokens(table: CaptionTable, names: Sequence[str], rules: TextRules) -> dict[str, int]:
     """Tokens of each file's caption, special ones included; without a tokenizer, its words."""
+    # Stripped, as training does.
     captions = {name: table.captions.get(name, "").strip() for name in names}
     clips = [Clip(name, MediaFile(table.root / name), caption) for name, caption in captions.items()]
     lengths = count_caption_tokens(clips, rules.tokenizer)
@@ -143,7 +148,9 @@ def _count_tokens(table: CaptionTable, names: Sequence[str], rules: TextRules) -
 def _build_card(source: SheetSource, name: str, num_tokens: int) -> SheetCard:
     sample = source.get_sample(name)
     caption = source.table.captions.get(name, "")
+    # An audit of an earlier version of the data does not know new files.
     measures = [f"{sample.width:g} x {sample.height:g}"] if sample.width and sample.height else []
+    # The length of a picture is 0.
     measures += [f"{sample.seconds:.3g} s"] if sample.frames > 1 else []
     return SheetCard(
         name=name,
@@ -154,6 +161,7 @@ def _build_card(source: SheetSource, name: str, num_tokens: int) -> SheetCard:
         related=[
             RelatedFile(column, related, encode_address(related))
             for column, related in source.table.related_files.get(name, ())
+            # Other columns hold any text, which names no file of the folder.
             if related in source.table.related_names
         ],
         num_tokens=num_tokens,

@@ -29,6 +29,7 @@ def get_thumbnail(root: Path, file: Path) -> bytes | None:
 
     Empty if the file cannot be read, and None if too many thumbnails are being made.
     """
+    # It may have been removed since the page was rendered.
     try:
         stamp = MediaFile(file).get_stamp()
     except OSError:
@@ -62,6 +63,7 @@ def _make_picture_thumbnail(media: MediaFile) -> bytes:
         picture = open_image(media)
     except DECODE_ERRORS:
         return b""
+    # A panorama is as wide as four squares at most.
     picture.thumbnail((_MAX_RATIO * _HEIGHT, _HEIGHT))
     stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=_QUALITY)
@@ -75,6 +77,7 @@ def _make_clip_thumbnail(media: MediaFile) -> bytes:
     from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
     from dit_lora.data.media.video import ClipError, read_header
 
+    # A clip without a known length shows its first frame.
     seconds = [0.0]
     try:
         header = read_header(media)

@@ -107,8 +107,11 @@ def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path, data
         page.goto(server.url)
         cards = page.locator(".sample")
         sync_api.expect(cards).to_have_count(5)
-        page.wait_for_function("document.querySelector('video').readyState >= 1")
-        assert page.evaluate("document.querySelector('img').naturalWidth") == 32
+        # Three frames of the clip in a row.
+        shape = (
+            "document.querySelector('.picture img').decode().then(() => document.querySelector('img').naturalWidth)"
+        )
+        assert page.evaluate(shape) == 3 * 240
         assert cards.nth(2).locator("textarea").input_value() == HOSTILE_CAPTION
         card = cards.nth(0)
         assert card.locator("button").is_disabled()

@@ -190,6 +190,8 @@ def test_captions_are_replaced_undone_and_edited_in_two_tabs(browser: Any, serve
     page.goto(list_addresses(root)["change"])
     page.click("button:has-text('Change')")
     page.wait_for_url(f"**{sheet}")
+    if SCREENSHOTS:
+        page.screenshot(path=f"{SCREENSHOTS}/undo_1280_light.png", full_page=True)
     assert edited.replace("slowly", "quickly") in CaptionTable.read(data).captions.values()
     for _ in range(2):
         page.click("button:has-text('Undo')")
