@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding
+from dit_lora.data.audit.finding import VERDICTS, Finding, Verdict
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
@@ -135,7 +135,7 @@ def _parse_sample(row: Mapping[str, Any]) -> StoredSample:
         # Findings about captions are computed from the captions as they are now.
         if not code.startswith("caption_"):
             # The file may have been edited, so a verdict that does not exist is replaced.
-            severity = next((name for name in VERDICTS if name == verdict), "warn")
+            severity: Verdict = next((name for name in VERDICTS if name == verdict), "warn")
             findings.append(Finding(code, message, severity))
     # Damaged files have no measurements.
     numbers = {name: row["facts"].get(name) for name in ("width", "height", "seconds", "frames")}
