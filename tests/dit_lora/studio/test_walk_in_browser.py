@@ -158,6 +158,7 @@ def test_everything_is_read_without_scripts(browser: Any, server: StudioServer, 
         if name == "sheet":
             texts = [area.input_value() for area in page.locator(".sheet textarea").all()]
             assert '<b>bold</b> &amp; "quoted" <extra_id_0>' in texts
+            assert page.locator(".related a").all_inner_texts() == ["mask"]
     page.context.close()
 
 
