@@ -315,6 +315,7 @@ NOT_RUN: dict[str, list[str]] = {
         "installs, and needs several GPUs",
         "needs eight GPUs",
     ],
+    "docs/studio.md": ["it serves until Ctrl-C"],
     "docs/video_chat.md": ["needs the released files"],
     "kernels/bench/README.md": ["needs a GPU"],
 }

@@ -22,6 +22,7 @@ EXAMPLES = {
         "export runs/kitten --to comfyui --out kitten-comfyui",
         "export runs/kitten runs/snow --weight 1 --weight 0.5 --to diffusers --out both",
         "export runs/kitten --rank 8 --out kitten-8",
+        "export runs/kitten --best --out kitten-best",
     ),
     "extract": (
         "extract tuned base --rank 32 --out tuned-lora",
@@ -62,6 +63,12 @@ def export(
         typer.Option(help="Lower the rank to this number, or with auto to what each layer needs for --energy."),
     ] = None,
     energy: Energy = None,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Of each run, the save that is marked as best, or without a mark that of the lowest loss."
+        ),
+    ] = False,
     model: BaseModel = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -76,6 +83,10 @@ def export(
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} needs --rank")
+    if best:
+        from dit_lora.adapters.marked_save import find_best_save
+
+        targets = [find_best_save(target) for target in targets]
     choice = None if rank is None else _parse_rank_choice(rank, energy)
     # With --rank the result is an adapter, whose default needs no question.
     form = to or _choose_format(targets[0], model, may_ask=rank is None)

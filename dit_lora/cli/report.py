@@ -8,13 +8,24 @@ from dit_lora.cli.arguments import Port, RunFolder, require_studio
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {"report": ("report runs/kitten", "report runs/kitten --serve", "report dit_lora_guard")}
+EXAMPLES = {
+    "report": (
+        "report runs/kitten",
+        "report runs/kitten --serve",
+        "report runs/kitten --mark-best 200",
+        "report dit_lora_guard",
+    )
+}
 
 
 def report(
     run: RunFolder,
     serve: Annotated[bool, typer.Option("--serve", help="Show a live page in the browser of this machine.")] = False,
     port: Port = None,
+    mark_best: Annotated[
+        int | None,
+        typer.Option(min=0, help="Mark the save of this step as best, for export --best. 0 removes the mark."),
+    ] = None,
 ) -> None:
     """Write report.html for a run, or for the folder of a guard. The run need not be finished."""
     if port is not None and not serve:
@@ -30,6 +41,11 @@ def report(
         return
     # A run of both experts has a folder for each.
     runs = find_expert_runs(run)
+    if mark_best is not None:
+        from dit_lora.adapters.marked_save import mark_step
+
+        for run_folder in runs:
+            mark_step(run_folder, mark_best or None)
     if serve:
         if len(runs) > 1:
             raise DitLoraError(

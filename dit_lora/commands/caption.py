@@ -11,18 +11,18 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from dit_lora.config.load import load_recipe
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
+from dit_lora.data.sources.caption_changes import add_trigger
 from dit_lora.data.sources.caption_table import TABLE_NAME, CaptionTable
-from dit_lora.data.sources.caption_text import find_caption_fault, has_word
+from dit_lora.data.sources.caption_text import find_caption_fault
 from dit_lora.data.sources.made_captions import GeneratedCaptions
 from dit_lora.environment.progress_bar import ProgressBar
-from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.errors import CheckFailedError
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
+from dit_lora.report.captions.rules import load_text_limit
 from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
 
 PICTURE_PROMPT = (
@@ -84,26 +84,6 @@ class CaptionResult:
         message = f"wrote {self.num_written:,} captions to {table.root / TABLE_NAME}"
         message += f", {self.num_recovered:,} of them from an earlier start" if self.num_recovered else ""
         return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files still have no caption"]
-
-
-def load_text_limit(recipe: str | None) -> TextLimit | None:
-    """The token limit of the recipe's text encoder; None without a recipe.
-
-    Raises:
-        DitLoraError: The recipe trains without captions.
-    """
-    if recipe is None:
-        return None
-    # Only its model and text encoder matter here.
-    loaded = load_recipe(recipe)
-    if loaded.model.family in CHAT_FAMILIES:
-        raise DitLoraError(
-            f"{recipe} trains a chat model, which does not use captions; give the recipe of another model"
-        )
-    limit: TextLimit | None = get_family(loaded.model.family).open(loaded.model).encoders.load_text_limit()
-    if limit is None:
-        raise DitLoraError(f"{recipe} trains on classes, not on captions; give another recipe")
-    return limit
 
 
 def caption_folder(request: CaptionRequest) -> CaptionResult:
@@ -189,11 +169,6 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
     if fault is not None:
         raise CheckFailedError(f"cannot use the model's answer as a caption: {fault[1]}")
     return add_trigger(answer, request.trigger)
-
-
-def add_trigger(caption: str, trigger: str | None) -> str:
-    """Put the trigger word in front of a caption that does not contain it as a word."""
-    return caption if not trigger or has_word(caption, trigger) else f"{trigger}, {caption}"
 
 
 def shorten_caption(caption: str, limit: TextLimit | None) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ needs torch.
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ HAS_FILE_LOCKS = fcntl is not None
 """True if `lock_file` locks. Without it, two processes that write the same file are not kept apart."""
 CAN_LIMIT_CHILDREN = resource is not None and hasattr(os, "fork")
 """True if a forked child process can be given limits on its memory."""
+_NVIDIA_SMI_SECONDS = 10
 
 
 def lock_file(handle: int, *, is_shared: bool = False, waits: bool = False) -> None:
@@ -120,3 +122,19 @@ def run_in_forked_children(function: Callable[[], None]) -> None:
     """Call `function` in every process that is forked from this one. Windows does not fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def list_gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them; empty without any."""
+    # Set by a scheduler or the user: other GPUs of the machine are not ours to use.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    # By their ids, because CUDA and nvidia-smi may number the GPUs in different orders. Torch is not needed for this.
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):  # it is not installed, or finds no driver
+        return []
+    # One id in each line.
+    return listed.stdout.split()

@@ -1,6 +1,6 @@
 'use strict';
 (() => {
-const { token } = document.querySelector('main').dataset;
+const { token, save: address } = document.querySelector('.sheet').dataset;
 const unsaved = new Set();
 
 // What the audit says of the caption as it is now.
@@ -20,7 +20,7 @@ const show = (list, findings) => {
 
 for (const card of document.querySelectorAll('.sample')) {
   const area = card.querySelector('textarea');
-  const button = card.querySelector('button');
+  const button = card.querySelector('.save');
   const status = card.querySelector('.said');
   const now = card.querySelector('.now');
   let { version } = card.dataset;
@@ -40,7 +40,7 @@ for (const card of document.querySelectorAll('.sample')) {
     status.className = 'said';
     status.textContent = 'saving …';
     try {
-      const answer = await fetch('caption', {
+      const answer = await fetch(address, {
         method: 'POST',
         headers: { 'Content-Type': 'application/json' },
         body: JSON.stringify({ token, file: card.dataset.file, caption, version }),
@@ -75,6 +75,17 @@ for (const card of document.querySelectorAll('.sample')) {
     if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) save();
   });
   button.addEventListener('click', save);
+}
+// A thumbnail that is refused while others are being made is asked for again.
+for (const picture of document.querySelectorAll('.sheet img')) {
+  let tries = 0;
+  const again = async () => {
+    const answer = await fetch(picture.src);
+    if (answer.status !== 503 || (tries += 1) > 30) return;
+    setTimeout(() => { picture.src = picture.src; }, 1000);
+  };
+  picture.addEventListener('error', again);
+  if (picture.complete && !picture.naturalWidth) again();
 }
 addEventListener('beforeunload', (event) => { if (unsaved.size) event.preventDefault(); });
 })();

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import time
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -100,6 +101,7 @@ def _get_environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters["clipped"] = clip_text
+    environment.filters["local_time"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     return environment
 
 

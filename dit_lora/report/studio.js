@@ -23,8 +23,12 @@ const look = async () => {
     const answer = await fetch(location.href);
     if (!answer.ok) throw new Error((await answer.text()).trim());
     const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
-    renew(page.querySelector('[data-live]'));
+    renew(page.getElementById('rows'));
     sign.textContent = 'live';
+    if (!page.querySelector('[data-live]')) {
+      sign.textContent = list.dataset.ended ?? '';
+      return;
+    }
   } catch (error) {
     sign.textContent = `not live: ${error instanceof TypeError ? 'the studio has stopped; start it again' : error.message}`;
   }

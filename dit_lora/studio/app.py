@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,20 +9,21 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
+from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.errors import DitLoraError
+from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.studio.compare_pages import ComparePage
+from dit_lora.studio.data_pages import DataPages
 from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
 from dit_lora.studio.pages import list_asset_routes
 from dit_lora.studio.run_list import RunListPage
-from dit_lora.studio.run_pages import LiveReportPage, RunPages
+from dit_lora.studio.run_pages import RunPages, export_adapter
 from dit_lora.studio.server import serve_until_interrupted
 from dit_lora.studio.work_pages import WorkPages
-
-if TYPE_CHECKING:
-    from dit_lora.report.captions.page import TextRules
 
 
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
@@ -34,11 +34,11 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
     )
 
 
-def list_run_routes(library: RunLibrary) -> list[BaseRoute]:
-    """The routes of the list of runs, of their pages, and of commands."""
+def list_pages(library: RunLibrary, rules: TextRules | None = None) -> list[BaseRoute]:
+    """The routes of all pages; `rules` are those of captions where a page's address names no others."""
     queue = JobQueue()
     lists = (RunListPage(library), ComparePage(library), JobPages(queue), NewRunPages(library, queue))
-    pages = (*lists, WorkPages(library, queue), RunPages(library))
+    pages = (*lists, DataPages(library, queue, rules), WorkPages(library, queue), RunPages(library))
     return [route for page in pages for route in page.list_routes()]
 
 
@@ -47,26 +47,24 @@ def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None])
     for folder in folders:
         if not folder.is_dir():
             raise DitLoraError(f"{folder} is not a folder; give the folder that your runs are in")
-    app = build_app(list_run_routes(RunLibrary(folders)))
+    app = build_app(list_pages(RunLibrary(folders)))
     serve_until_interrupted(app, port, "/", "studio", say)
 
 
 def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report of a run until Ctrl-C; `say` receives the link and the closing message."""
-    LiveReportPage(folder).get_page("")  # raises for a folder that is not a run, before a port is opened
-    app = build_app(list_run_routes(RunLibrary([folder])))
+    LiveReportPage(folder, export_adapter).get_page(
+        ""
+    )  # raises for a folder that is not a run, before a port is opened
+    app = build_app(list_pages(RunLibrary([folder])))
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 
 
-def serve_captions(folder: Path, rules: "TextRules", port: int, say: Callable[[str], None]) -> None:
+def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
     """Serve the captions of a folder until Ctrl-C; `say` receives the link and the closing message."""
-    # These modules load torch, which the pages of runs do not need.
-    from dit_lora.report.captions.edits import CaptionEdits
-    from dit_lora.studio.caption_pages import CAPTIONS_PAGE, CaptionPages
-
-    edits = CaptionEdits(folder, rules)
-    edits.render_page("", 1, False)  # raises for a folder without captions, before a port is opened
-    serve_until_interrupted(build_app(CaptionPages(edits).list_routes()), port, CAPTIONS_PAGE, folder, say)
+    CaptionTable.read(folder)  # raises for a folder without media, before a port is opened
+    app = build_app(list_pages(RunLibrary([folder]), rules))
+    serve_until_interrupted(app, port, f"/data/{compute_run_id(folder)}/", folder, say)
 
 
 def _show_refusal(request: Request, error: Exception) -> Response:

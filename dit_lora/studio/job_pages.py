@@ -8,9 +8,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from dit_lora.environment.command_job import CommandJob
 from dit_lora.files import can_open_inside
 from dit_lora.studio.access import write_route
-from dit_lora.studio.jobs import CommandJob, JobQueue
+from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.pages import studio_page
 
 JOBS_PAGE = "/jobs"
@@ -33,7 +34,9 @@ class JobPages:
 
     def stop(self, request: Request, values: Mapping[str, Any]) -> Response:
         self._queue.stop(str(values.get("job")))
-        return RedirectResponse(JOBS_PAGE, 303)
+        # Only an address of a data set's page, so that no form leads to another site.
+        back = str(values.get("back"))
+        return RedirectResponse(back if re.fullmatch(r"/data/[0-9a-f]{16}/", back) else JOBS_PAGE, 303)
 
 
 def list_results(job: CommandJob) -> list[str]:

@@ -1,35 +1,53 @@
-"""Find the runs below folders, and name each in addresses."""
+"""Find the runs and data sets below folders, and name each in addresses."""
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
-_MAX_DEPTH = 5  # of a run's folder below the folders that were named
-_MAX_FOLDERS = 20_000  # that are looked through
+from dit_lora.report.found_folders import find_folders
 
 
 class RunLibrary:
-    """The runs below some folders. Only these can be opened by their id, so no address holds a path."""
+    """The runs and data sets below some folders. Only these can be opened by their id: no address holds a path."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = [Path(root) for root in roots]
-        self._folders: dict[str, Path] = {}
+        self._folders: dict[bool, dict[str, Path]] = {True: {}, False: {}}
+        """Folders by id, of runs (True) and of data sets (False)."""
 
     def list_runs(self) -> dict[str, Path]:
         """The run folders by id, as they are now. Links are not followed."""
-        self._folders = {compute_run_id(folder): folder for folder in _find_runs(self.roots)}
-        return self._folders
+        return self._list_folders(is_run=True)
+
+    def list_data(self) -> dict[str, Path]:
+        """The folders by id that hold a table of captions, clips or pictures, and are no part of a run."""
+        return self._list_folders(is_run=False)
 
     def get_folder(self, run_id: str) -> Path:
         """The folder of a run. Raises `HTTPException` if there is none of this id."""
-        # The run may have been started since the last look.
-        folder = self._folders.get(run_id) or self.list_runs().get(run_id)
+        return self._get_folder(run_id, is_run=True)
+
+    def get_data_folder(self, data_id: str) -> Path:
+        """The folder of a data set. Raises `HTTPException` if there is none of this id."""
+        return self._get_folder(data_id, is_run=False)
+
+    def _list_folders(self, *, is_run: bool) -> dict[str, Path]:
+        # Both kinds in one walk, because large folders are slow to list.
+        folders: dict[bool, dict[str, Path]] = {True: {}, False: {}}
+        for is_found_run, folder in find_folders(self.roots):
+            folders[is_found_run][compute_run_id(folder)] = folder
+        self._folders = folders
+        return folders[is_run]
+
+    def _get_folder(self, folder_id: str, *, is_run: bool) -> Path:
+        # It may have been made since the last look.
+        folder = self._folders[is_run].get(folder_id) or self._list_folders(is_run=is_run).get(folder_id)
         if folder is None:
-            raise HTTPException(404, "there is no such run below the studio's folders; go back to the list of runs")
+            kind = "run" if is_run else "data set"
+            raise HTTPException(404, f"there is no such {kind} below the studio's folders; go back to the list")
         return folder
 
     def get_name(self, folder: Path) -> str:
@@ -43,21 +61,3 @@ class RunLibrary:
 def compute_run_id(folder: Path) -> str:
     """Id of a run's folder in addresses: any path, also one that is not UTF-8, gets one, the same at each start."""
     return hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]
-
-
-def _find_runs(roots: Sequence[Path]) -> Iterator[Path]:
-    pending = [(root, 0) for root in reversed(roots)]
-    num_folders = 0
-    while pending and num_folders < _MAX_FOLDERS:
-        folder, depth = pending.pop()
-        num_folders += 1
-        with suppress(OSError), os.scandir(folder) as entries:  # removed meanwhile, or not readable
-            folder_entries = sorted(entries, key=lambda entry: entry.name)
-            # A run's own folders hold no other runs.
-            if any(entry.name == "config.yaml" for entry in folder_entries):
-                yield folder
-            elif depth < _MAX_DEPTH:
-                names = [
-                    e.name for e in folder_entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
-                ]
-                pending += [(folder / name, depth + 1) for name in reversed(names)]

@@ -5,10 +5,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,37 +16,21 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.config.catalog import find_packaged_files, list_recipe_names
-from dit_lora.config.load import build_recipe_schema, load_recipe
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe_form import list_fields, list_overrides
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES
+from dit_lora.environment.command_job import CommandJob
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside
+from dit_lora.report.machine import build_memory_bar, list_machine_problems
 from dit_lora.studio.access import write_route
 from dit_lora.studio.job_pages import JOBS_PAGE
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
-from dit_lora.studio.pages import studio_page
-from dit_lora.studio.work_pages import format_path
+from dit_lora.studio.pages import format_path, studio_page
 
-FORM_KEYS = (
-    *("model.path", "data.path", "data.frames", "data.height", "data.width", "lora.rank", "lora.alpha"),
-    *("optim.groups.adapter.lr", "train.steps", "train.batch_size", "train.save_every", "train.seed"),
-    *("validation.every", "validation.prompts"),
-)
-"""Keys that have a field; any other can be given as `key.path=value`."""
 _NEW_PAGE = "/new"
 _NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
-
-
-@dataclass(frozen=True)
-class FormField:
-    """A recipe key in the form."""
-
-    key: str
-    text: str
-    """Its value in the recipe; empty for null, and one line for each text of a list."""
-    description: str
-    is_list: bool
-    is_number: bool
 
 
 @dataclass(frozen=True)
@@ -68,40 +52,71 @@ class NewRunPages:
         self._library, self._queue = library, queue
         self._contents: dict[str, str] = {}
         """The recipes that pages were made from by version, to show what has changed since."""
+        self._planned_values: dict[str, dict[str, str]] = {}
+        """The values of forms whose memory was planned, by the job's id."""
+        self._doctor: CommandJob | None = None
 
     def list_routes(self) -> list[BaseRoute]:
         return [Route(_NEW_PAGE, self.show), write_route(_NEW_PAGE, self.start)]
 
     def show(self, request: Request) -> Response:
         source = request.query_params.get("from", "")
-        values: dict[str, Any] = {"source": source, "roots": [str(root) for root in self._library.roots]}
-        if source:
-            base = self._read_base(source)
-            self._contents[base.version] = base.content
-            values |= {"fields": list_fields(base.path), "version": base.version, "recipe": str(base.path)}
-        else:
+        if not source:
             runs = {run_id: self._library.get_name(folder) for run_id, folder in self._library.list_runs().items()}
-            values |= {"recipes": list_recipe_names(), "runs": runs}
-        return studio_page(request, "studio_new.html", **values)
+            return studio_page(request, "studio_new.html", source="", recipes=list_recipe_names(), runs=runs)
+        base = self._read_base(source)
+        self._contents[base.version] = base.content
+        plan_id = request.query_params.get("plan", "")
+        # What was typed before its memory was planned.
+        typed = self._planned_values.get(plan_id, {})
+        fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
+        # Both are commands that end later; the page asks again until then.
+        plan, doctor = self._queue.find_job(plan_id), self._start_doctor()
+        return studio_page(
+            request,
+            "studio_new.html",
+            source=source,
+            roots=[str(root) for root in self._library.roots],
+            fields=fields,
+            version=base.version,
+            recipe=str(base.path),
+            typed={name: typed.get(name, "") for name in ("root", "name", "overrides", "gpu")},
+            plan=plan,
+            bar=build_memory_bar(answer) if plan and (answer := plan.read_answer()) else None,
+            doctor=doctor,
+            problems=list_machine_problems(doctor.read_answer() or {}),
+        )
 
     def start(self, request: Request, values: Mapping[str, Any]) -> Response:
-        base = self._read_base(str(values.get("from", "")))
+        source = str(values.get("from", ""))
+        base = self._read_base(source)
         if values.get("version") != base.version:
             seen = self._contents.get(str(values.get("version")), "").splitlines()
             changes = difflib.unified_diff(seen, base.content.splitlines(), "as the page saw it", "now", lineterm="")
             message = "the recipe has changed since the page was loaded; load the page again"
             raise HTTPException(409, "\n".join([message, *changes]))
+        overrides, recipe = list_overrides(list_fields(base.path), values), format_path(base.path)
+        if values.get("action") == "plan":
+            # Wrong values are answered here and not by a command that fails.
+            load_recipe(base.path, overrides)
+            # In one word, so that a text that starts with a dash is no option.
+            gpu = [f"--gpu={values['gpu']}"] if values.get("gpu") else []
+            job = self._queue.add(["plan", recipe, *overrides, *gpu, "--json"], "", needs_gpu=False)
+            # The form is shown again with what was typed, next to the plan.
+            self._planned_values[job.job_id] = {name: str(value) for name, value in values.items()}
+            return RedirectResponse(f"{_NEW_PAGE}?{urlencode({'from': source, 'plan': job.job_id})}", 303)
         run_dir = self._choose_run_dir(values)
         # The last override counts: the folder is not one of the other keys.
-        overrides = [*list_overrides(list_fields(base.path), values), f"run.dir={json.dumps(format_path(run_dir))}"]
-        # Wrong values are answered here and not by a command that fails.
+        overrides.append(f"run.dir={json.dumps(format_path(run_dir))}")
         load_recipe(base.path, overrides)
-        recipe = format_path(base.path)
-        if values.get("action") == "plan":
-            self._queue.add(["plan", recipe, *overrides], "", needs_gpu=False)
-        else:
-            self._queue.add(["train", recipe, *overrides], compute_run_id(run_dir), needs_gpu=True)
+        self._queue.add(["train", recipe, *overrides], f"/runs/{compute_run_id(run_dir)}/", needs_gpu=True)
         return RedirectResponse(JOBS_PAGE, 303)
+
+    def _start_doctor(self) -> CommandJob:
+        """The check of this machine, which is started when a form is first shown."""
+        if self._doctor is None:
+            self._doctor = self._queue.add(["doctor", "--json"], "", needs_gpu=False)
+        return self._doctor
 
     def _read_base(self, source: str) -> BaseRecipe:
         """The shipped recipe, or the recipe of the run, that an address names."""
@@ -127,61 +142,3 @@ class NewRunPages:
                 f"{root / name} exists already; choose another name, or continue that run from its page"
             )
         return root / name
-
-
-def list_fields(recipe: Path) -> list[FormField]:
-    """The fields of the form, with the values of a recipe."""
-    values = load_recipe(recipe).model_dump(mode="json")
-    fields = []
-    for key in FORM_KEYS:
-        value: Any = values
-        for name in key.split("."):
-            # A section may be null, as `lora` is where every weight is trained.
-            value = value.get(name) if isinstance(value, dict) else None
-        entry = _find_schema_entry(key)
-        types = {entry.get("type"), *(option.get("type") for option in entry.get("anyOf", []))}
-        text = "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-        is_number = bool(types & {"integer", "number"})
-        fields.append(FormField(key, text, entry.get("description", ""), "array" in types, is_number))
-    return fields
-
-
-def list_overrides(fields: list[FormField], values: Mapping[str, Any]) -> list[str]:
-    """The overrides `key.path=value` of a form: only fields that differ from the recipe, then the other lines."""
-    overrides = []
-    for field in fields:
-        text = str(values.get(field.key, field.text)).replace("\r\n", "\n").strip()
-        if text == field.text.strip():
-            continue
-        lines = [line.strip() for line in text.split("\n") if line.strip()]
-        # JSON is YAML that needs no further quotes.
-        if field.is_list:
-            value = json.dumps(lines, ensure_ascii=False)
-        elif not text:
-            value = "null"
-        else:
-            # YAML takes 1e-4 for a text, and 1.0e-4 for a number.
-            is_number = field.is_number and re.fullmatch(r"[-+]?\d+e[-+]?\d+", text, re.IGNORECASE)
-            number = text.lower().replace("e", ".0e", 1)
-            value = number if is_number else text if field.is_number else json.dumps(text, ensure_ascii=False)
-        overrides.append(f"{field.key}={value}")
-    others = [line.strip() for line in str(values.get("overrides", "")).splitlines() if line.strip()]
-    # A line without a key could be read as an option of the command.
-    refused = next((line for line in others if re.match(r"[a-z_]+(\.\w+)+=", line) is None), None)
-    if refused is not None:
-        raise DitLoraError(f"an override must be key.path=value, such as train.steps=20; got {refused[:80]!r}")
-    return [*overrides, *others]
-
-
-@cache
-def _find_schema_entry(key: str) -> dict[str, Any]:
-    """The entry of a key in the recipe's JSON schema."""
-    schema = build_recipe_schema()
-    entry: dict[str, Any] = schema
-    for name in key.split("."):
-        entry = entry["properties"][name]
-        # A section is a reference, or a choice between a reference and null.
-        references = [option["$ref"] for option in (entry, *entry.get("anyOf", [])) if "$ref" in option]
-        if references:
-            entry = schema["$defs"][references[0].rpartition("/")[2]]
-    return entry

@@ -1,6 +1,8 @@
 """The frame of the studio's own pages: templates without inline scripts and styles."""
 
+from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -8,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from dit_lora.errors import DitLoraError
 from dit_lora.report.pages import render_page
 from dit_lora.studio.access import get_page_token
 
@@ -15,6 +18,7 @@ _MAX_DIGITS = 9  # maximum digits of a page number
 _ASSETS = {
     "studio.css": (("style.css", "studio.css"), "text/css"),
     "studio.js": (("studio.js",), "text/javascript"),
+    "captions.js": (("captions.js",), "text/javascript"),
 }
 """For each asset, the files of the report package that it consists of, and its type."""
 
@@ -37,6 +41,19 @@ def parse_page_number(request: Request) -> int:
     if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
         raise HTTPException(400, f"page must be a number of at most {_MAX_DIGITS} digits")
     return int(number)
+
+
+def format_path(path: Path) -> str:
+    """A path in a command. One that starts with a dash would be read as an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def parse_whole_number(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """A number of a form. Raises `DitLoraError` for another text, and for one that is out of range."""
+    text = str(values.get(name, ""))
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
+        raise DitLoraError(f"{name.replace('_', ' ')} must be a whole number from {low} to {high}; got {text[:40]!r}")
+    return int(text)
 
 
 def _send_asset(request: Request) -> Response:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from dit_lora.adapters.marked_save import mark_step, read_marked_step
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.errors import DitLoraError
@@ -27,7 +28,7 @@ from dit_lora.studio.access import write_route
 from dit_lora.studio.job_pages import JOBS_PAGE
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.pages import studio_page
+from dit_lora.studio.pages import format_path, parse_whole_number, studio_page
 
 _MAX_PROMPT_LENGTH = 10_000
 _MAX_NUMBERS = 16  # maximum number of strengths
@@ -55,6 +56,7 @@ class WorkPages:
             write_route(f"{path}/sample", self.sample),
             write_route(f"{path}/export", self.export),
             write_route(f"{path}/continue", self.continue_training),
+            write_route(f"{path}/mark", self.mark_best),
         ]
 
     def show(self, request: Request) -> Response:
@@ -73,6 +75,7 @@ class WorkPages:
             choices=[_build_choice(folder, save) for save in reversed(saves)],
             prompt=prompts[0] if prompts else "",
             can_sample=_can_sample(run),
+            marked=read_marked_step(folder),
             formats=_list_formats(run),
             can_continue=run.state not in ("running", "finished") and bool(find_checkpoint_steps(folder)),
             version=_get_run_version(run),
@@ -85,8 +88,8 @@ class WorkPages:
         if not prompt or len(prompt) > _MAX_PROMPT_LENGTH or "\0" in prompt:
             raise DitLoraError(f"the prompt must have 1 to {_MAX_PROMPT_LENGTH:,} characters")
         # The command checks all of this again; here a mistake is shown in the form's answer.
-        seed = _parse_whole_number(values, "seed", 0, 2**63 - 1)
-        num_steps = _parse_whole_number(values, "inference_steps", 1, 1000)
+        seed = parse_whole_number(values, "seed", 0, 2**63 - 1)
+        num_steps = parse_whole_number(values, "inference_steps", 1, 1000)
         results = folder / "studio" / time.strftime("%Y%m%d-%H%M%S")
         arguments = [
             # Absolute or relative, as the studio was given its folder.
@@ -101,7 +104,7 @@ class WorkPages:
         ]
         if (folder / "studio").is_symlink():
             raise DitLoraError(f"{folder / 'studio'} is a link; remove it")
-        self._queue.add(arguments, run_id, needs_gpu=True, results=results)
+        self._queue.add(arguments, f"/runs/{run_id}/", needs_gpu=True, results=results)
         return RedirectResponse(JOBS_PAGE, 303)
 
     def export(self, request: Request, values: Mapping[str, Any]) -> Response:
@@ -116,8 +119,21 @@ class WorkPages:
         if output.exists() or any(path.is_symlink() for path in (output, output.parent)):
             raise DitLoraError(f"{output} exists already, or is a link; remove it to export again")
         arguments = ["export", format_path(save), "--to", str(form), "--out", format_path(output)]
-        self._queue.add(arguments, run_id, needs_gpu=False)
+        self._queue.add(arguments, f"/runs/{run_id}/", needs_gpu=False)
         return RedirectResponse(JOBS_PAGE, 303)
+
+    def mark_best(self, request: Request, values: Mapping[str, Any]) -> Response:
+        run_id = request.path_params["run_id"]
+        folder = self._library.get_folder(run_id)
+        # Two pages could mark different saves: the later one must have seen the earlier mark.
+        marked = read_marked_step(folder)
+        if values.get("marked") != str(marked):
+            message = f"another save has been marked since the page was loaded: step {marked}"
+            raise HTTPException(409, f"{message}; load the page again")
+        is_removal = values.get("action") == "remove"
+        # "step_000020" of the save that the page showed.
+        mark_step(folder, None if is_removal else int(_check_save(folder, values).name.rpartition("_")[2]))
+        return RedirectResponse(f"/runs/{run_id}/work", 303)
 
     def continue_training(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
@@ -130,13 +146,8 @@ class WorkPages:
             raise HTTPException(409, f"{message}; load the page again")
         # The run's own recipe: any other key would change what is continued.
         arguments = ["train", format_path(folder / "config.yaml"), "train.resume=auto"]
-        self._queue.add(arguments, run_id, needs_gpu=True)
+        self._queue.add(arguments, f"/runs/{run_id}/", needs_gpu=True)
         return RedirectResponse(JOBS_PAGE, 303)
-
-
-def format_path(path: Path) -> str:
-    """A path in a command. One that starts with a dash would be read as an option."""
-    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _can_sample(run: RunFiles) -> bool:
@@ -154,6 +165,7 @@ def _list_formats(run: RunFiles) -> list[str]:
 
 def _build_choice(folder: Path, save: SavedAdapter) -> Choice:
     label = f"step {save.step:,}" + (f", eval loss {save.eval_loss:.4g}" if save.eval_loss is not None else "")
+    label += ", marked as best" if save.is_marked else ""
     return Choice(f"{save.step}@{_get_save_version(_get_save_folder(folder, save.step))}", label)
 
 
@@ -187,13 +199,6 @@ def _check_save(folder: Path, values: Mapping[str, Any]) -> Path:
 
 def _get_run_version(run: RunFiles) -> str:
     return f"{STATE_TEXTS[run.state][0]} at step {run.num_steps_taken}"
-
-
-def _parse_whole_number(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    text = str(values.get(name, ""))
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
-        raise DitLoraError(f"{name.replace('_', ' ')} must be a whole number from {low} to {high}; got {text[:40]!r}")
-    return int(text)
 
 
 def _parse_strengths(values: Mapping[str, Any]) -> str:

@@ -137,6 +137,7 @@ SMALL_RUNS = (
         "dit_lora/models/moving_shapes --per-group 1",
         r'before: \{"new": \{"shape": N, .*\}, "others": \{.*\}\}',
     ),
+    SmallRun("studio_load", "--files 70 --runs 2 --rounds 1", r"\| a caption that is saved \| N \| N \| N \|"),
 )
 NUMBER = r"-?\\d+(\\.\\d+)?"
 TESTED_ELSEWHERE = {

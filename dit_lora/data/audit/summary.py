@@ -80,6 +80,7 @@ def build_audit_json(
             "file": sample.file,
             "verdict": sample.verdict,
             "reasons": sample.reasons,
+            "verdicts": [finding.verdict for finding in sample.findings],
             "codes": list(dict.fromkeys(finding.code for finding in sample.findings)),
             "facts": sample.facts,
         }

@@ -12,6 +12,7 @@ from typing import Any
 
 from dit_lora.data.media.media import resolve_below
 from dit_lora.data.sources.caption_lines import set_value, to_json_text
+from dit_lora.data.sources.caption_undo import CaptionUndo, UndoStep
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
 from dit_lora.environment.operating_system import lock_file
@@ -39,13 +40,15 @@ class CaptionTable:
     listing: Listing
     media_names: set[str] = field(default_factory=set)
     """The files in `media`, for lookup."""
+    related_names: set[str] = field(default_factory=set)
+    """The media files in `related_files`."""
     _lines: list[str] = field(default_factory=list)
     """Lines of the table without newlines; the last one is empty if the table ends with a newline."""
     _row_indices: dict[str, int] = field(default_factory=dict)
     """Index of each file's row in `_lines`."""
     _columns: tuple[str, str] = (FILE_COLUMNS[0], CAPTION_COLUMNS[0])
-    _non_sample_files: set[str] = field(default_factory=set)
-    """Files that rows name in other columns, such as masks."""
+    related_files: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Column and name of the files that a file's row names in other columns, such as masks and references."""
     _bom: bytes = b""
     _stamp: tuple[object, ...] = ()
     _is_locked: bool = False
@@ -90,6 +93,10 @@ class CaptionTable:
         """Media files of the folder without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
 
+    def has_media(self, name: str) -> bool:
+        """True if a media file is a sample of the folder, or a mask or reference of one."""
+        return name in self.media_names or name in self.related_names
+
     def write_captions(self, captions: Mapping[str, str]) -> None:
         """Write captions to metadata.jsonl atomically; a new file also gets the captions of the .txt files.
 
@@ -122,12 +129,32 @@ class CaptionTable:
         if len(lines) > len(self._lines) or not self._lines[-1]:
             lines.append("")
         try:
+            self._undo.record(self._bom, self._lines, lines, len(captions))
             replace_contents(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
         except OSError as error:
             raise DitLoraError(f"cannot write {self.root / TABLE_NAME}: {error.strerror}") from error
         self._lines, self._row_indices = lines, rows
         self.captions |= new
         self._stamp = _compute_stamp(self.root, self.listing)
+
+    @property
+    def undo_step(self) -> UndoStep | None:
+        """The latest write, if it can be undone."""
+        return self._undo.find_step()
+
+    def undo(self, step_id: str | None = None) -> UndoStep:
+        """Restore the table's bytes from before its latest write. Only inside `lock_table`.
+
+        This object then has the old captions; read the table again. Raises `DitLoraError` if nothing can be undone,
+        or if `step_id` is given and names another step.
+        """
+        if not self._is_locked:
+            raise RuntimeError("captions are undone inside lock_table only")
+        return self._undo.undo(step_id)
+
+    @property
+    def _undo(self) -> CaptionUndo:
+        return CaptionUndo(self.root / TABLE_NAME, self.root / WORK_FOLDER)
 
     def _read_rows(self) -> None:
         path = self.root / TABLE_NAME
@@ -157,18 +184,21 @@ class CaptionTable:
             # Labels may be numbers; an empty caption counts as missing.
             if isinstance(caption, str | int | float) and str(caption):
                 self.captions[name] = str(caption)
-            for cell in (value for key, value in record.items() if key not in (file_column, caption_column)):
+            for key, cell in record.items():
                 for text in cell if isinstance(cell, list) else [cell]:
-                    if isinstance(text, str) and text:
-                        self._non_sample_files.add(resolve_below(self.root, text) or "")
+                    if key not in (file_column, caption_column) and isinstance(text, str) and text:
+                        related = resolve_below(self.root, text) or ""
+                        self.related_files.setdefault(name, []).append((key, related))
         self._update_media()
 
     def _update_media(self) -> None:
+        non_samples = {related for files in self.related_files.values() for _, related in files}
+        self.related_names = non_samples.intersection(self.listing.media)
         self.media = [
             name
             for name in self.listing.media
             # A mask or reference that also has a row of its own is a sample.
-            if name in self._row_indices or name not in self._non_sample_files
+            if name in self._row_indices or name not in non_samples
         ]
         self.media_names = set(self.media)
 

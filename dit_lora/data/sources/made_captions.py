@@ -6,14 +6,14 @@ started again. So a killed process loses none, and several processes may work on
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dit_lora.data.sources.caption_lines import to_json_text
 from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
-from dit_lora.files import append_line, read_json_lines
+from dit_lora.files import append_line, read_inside, read_json_lines
 
 
 class GeneratedCaptions:
@@ -69,3 +69,12 @@ class GeneratedCaptions:
         for file in files:
             file.unlink(missing_ok=True)
         return len(new)
+
+
+def count_generated(root: Path) -> int:
+    """Captions that commands have generated for a folder and not yet added to its table."""
+    num_captions = 0
+    for file in (root / WORK_FOLDER).glob("part_*.jsonl"):
+        with suppress(OSError):
+            num_captions += read_inside(root, file).count(b"\n")
+    return num_captions

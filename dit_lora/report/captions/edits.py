@@ -4,10 +4,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from dit_lora.data.audit.stored_audit import SampleFilter, StoredAudit
+from dit_lora.data.sources.caption_changes import CaptionChange, compute_change_version
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.data.sources.caption_text import find_caption_fault
+from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.errors import DitLoraError
-from dit_lora.report.captions.page import CaptionFindings, TextRules, compute_caption_version, render_served_page
+from dit_lora.report.captions.page import CaptionFindings, compute_caption_version
+from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_sheet, list_sheet_lines
+
+
+@dataclass(frozen=True)
+class ChangePreview:
+    """What a change of many captions would do."""
+
+    captions: dict[str, tuple[str, str]]
+    """The caption as it is and as it would be, by file."""
+    version: str
 
 
 @dataclass(frozen=True)
@@ -31,23 +45,67 @@ class CaptionEdits:
     """A folder's captions, read again when their files have changed, since other programs may write them."""
 
     def __init__(self, root: Path, rules: TextRules) -> None:
-        self.root = root
+        self.root, self.rules = root, rules
         self._table: CaptionTable | None = None
+        self._audit = StoredAudit()
         self._findings = CaptionFindings(rules)
         self._lock = Lock()
 
-    def render_page(self, token: str, page_number: int, only_flagged: bool) -> str:
+    def build_sheet(self, sample_filter: SampleFilter, page_number: int) -> ContactSheet:
+        """One page of the files that pass a filter."""
+        with self._lock:
+            return build_sheet(self._read_source(self._read_table()), sample_filter, page_number, self.rules)
+
+    def list_lines(self, sample_filter: SampleFilter) -> list[str]:
+        """A line for each file that passes a filter: name, tokens or words, codes of findings, caption."""
         with self._lock:
             table = self._read_table()
-            return render_served_page(table, self._findings.update(table), token, page_number, only_flagged)
+            source = self._read_source(table)
+            return list_sheet_lines(source, source.list_matches(sample_filter), self.rules)
 
     def find_media(self, name: str) -> Path | None:
-        """Path of a media file of the captioned folder; None if there is none of that name."""
+        """Path of a media file of the folder; None if there is none of that name."""
         with self._lock:
             # The file may have been added since the table was read.
-            if self._table is None or name not in self._table.media_names:
+            if self._table is None or not self._table.has_media(name):
                 self._read_table()
-            return self.root / name if self._table and name in self._table.media_names else None
+            return self.root / name if self._table and self._table.has_media(name) else None
+
+    def preview(self, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
+        """What a change does to the captions of the files that pass a filter; nothing is written.
+
+        Raises:
+            DitLoraError: If a changed caption could not be trained on.
+        """
+        with self._lock:
+            return self._preview(self._read_table(), change, sample_filter)
+
+    def apply(self, change: CaptionChange, sample_filter: SampleFilter, version: str | None = None) -> ChangePreview:
+        """Change the captions of the files that pass a filter, in one write; returns what was done.
+
+        Nothing is written if `version` is given and the change is not the one that was shown with it. The result's
+        version then differs.
+
+        Raises:
+            DitLoraError: If a changed caption could not be trained on, or the table cannot be written.
+        """
+        with self._lock, lock_table(self.root, self._table) as table:
+            self._table = table
+            preview = self._preview(table, change, sample_filter)
+            # Compared inside the lock, so that nobody writes between the check and our write.
+            if version in (None, preview.version):
+                table.write_captions({name: new for name, (_, new) in preview.captions.items()})
+            return preview
+
+    def undo(self, step_id: str | None = None) -> UndoStep:
+        """Take back the last write to the table, byte for byte.
+
+        Raises:
+            DitLoraError: If there is none, or it is not the one of `step_id`, or the table has changed since.
+        """
+        with self._lock, lock_table(self.root, self._table) as table:
+            # The next request reads the table again, because its stamp has changed.
+            return table.undo(step_id)
 
     def save_caption(self, name: str, caption: str, version: str) -> CaptionState:
         """Write one caption exactly as given, unless it differs from the current one only in line ends.
@@ -81,6 +139,16 @@ class CaptionEdits:
         # Parses only what has changed since the last time.
         self._table = CaptionTable.read(self.root, self._table)
         return self._table
+
+    def _read_source(self, table: CaptionTable) -> SheetSource:
+        self._audit = StoredAudit.read(self.root, self._audit)
+        return SheetSource(table, self._audit, self._findings.update(table))
+
+    def _preview(self, table: CaptionTable, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
+        names = self._read_source(table).list_matches(sample_filter)
+        changes = change.find_changes(table, names)
+        captions = {name: (table.captions.get(name, ""), new) for name, new in changes.items()}
+        return ChangePreview(captions, compute_change_version(table, changes))
 
     def _build_state(self, table: CaptionTable, name: str) -> CaptionState:
         caption = table.captions.get(name, "")

@@ -1,63 +1,36 @@
 """A page of a folder's clips and pictures with their captions, and the audit's findings about each caption."""
 
 import hashlib
-import io
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import torch
-from PIL import Image
-
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
-from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
+from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.thumbnails import make_thumbnail
 from dit_lora.report.pages import PagePictures, render_page, write_page
 
-CARDS_PER_PAGE = 60
-"""Number of files on one served page. A written page shows up to `_MAX_WRITTEN_CARDS`."""
 _MAX_WRITTEN_CARDS = 200
-_FRAMES, _HEIGHT = 3, 160  # number of frames of a thumbnail, and its height in pixels
-_SCRIPT = "captions.js"
-
-
-@dataclass(frozen=True)
-class TextRules:
-    """Additional rules for captions: a text encoder's token limit, and a trigger word that each must contain."""
-
-    tokenizer: Any = None
-    max_tokens: int | None = None
-    trigger: str | None = None
 
 
 @dataclass(frozen=True)
 class CaptionCard:
-    """One row of the captions page: a file with its caption."""
+    """One row of the written page: a file with its caption."""
 
     name: str
-    address: str
-    """The name as a URL path, which can also represent names that are not UTF-8."""
+    link: str
+    """Path from the page's folder; empty if the file is elsewhere."""
     caption: str
     findings: Sequence[Finding]
-    is_video: bool
-    source: str
-    """The file's URL on a served page; on a written page, a picture's data URI or an empty string."""
-    link: str
-    version: str
-
-    @property
-    def caption_json(self) -> str:
-        """The exact caption as JSON for a script: HTML would change line ends, NUL and lone surrogates."""
-        return json.dumps(self.caption)
+    picture: str
+    """Data URI of a thumbnail; empty if it cannot be read, or the page is full."""
 
 
 class CaptionFindings:
@@ -131,61 +104,15 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
     ordered = sorted(table.media, key=lambda name: name not in findings)
     pictures = PagePictures()
     cards = [
-        _build_card(table, name, findings, pictures.make_uri(_make_thumbnail(table.root / name)), path.parent)
+        _build_card(table, name, findings, pictures.make_uri(make_thumbnail(table.root / name)), path.parent)
         for name in ordered[:_MAX_WRITTEN_CARDS]
     ]
-    page = render_page("captions_page.html", **_build_facts(table, findings), cards=cards, live=None)
+    page = render_page("captions_page.html", **count_captions(table, findings), cards=cards)
     return write_page(path, page)
 
 
-def render_served_page(
-    table: CaptionTable, findings: dict[str, list[Finding]], token: str, page_number: int, only_flagged: bool
-) -> str:
-    """Render page `page_number` (from 1) for editing; with `only_flagged`, of the files with findings.
-
-    Nothing on it is redacted, since saving an unedited caption must not change it.
-    """
-    names = [name for name in table.media if name in findings] if only_flagged else table.media
-    # Ceiling division; an empty folder still has one page.
-    pages = max(1, -(-len(names) // CARDS_PER_PAGE))
-    page_number = min(max(1, page_number), pages)
-    page_names = names[(page_number - 1) * CARDS_PER_PAGE : page_number * CARDS_PER_PAGE]
-    cards = [_build_card(table, name, findings, f"media/{encode_address(name)}", None) for name in page_names]
-    # The page's script sends the token with each edit.
-    live = {"token": token, "number": page_number, "pages": pages, "only": only_flagged}
-    return render_page(
-        "captions_page.html",
-        scripts=[_SCRIPT],
-        sources="img-src 'self' data:; media-src 'self'; connect-src 'self'",
-        redact=False,
-        **_build_facts(table, findings),
-        cards=cards,
-        live=live,
-    )
-
-
-def _make_thumbnail(file: Path) -> bytes:
-    """JPEG of some frames of a clip in a row, or of a picture; empty if it cannot be read."""
-    media, seconds = MediaFile(file), [0.0]
-    try:
-        header = read_header(media)
-        # A picture has only the frame at 0 seconds.
-        if not header.is_image and header.seconds and header.fps:
-            seconds = list(sample_frame_times(header.seconds, header.fps, _FRAMES))
-        # Limit the aspect ratio of the thumbnail to between 1:4 and 4:1.
-        width = round(min(4.0, max(0.25, header.width / header.height)) * _HEIGHT)
-        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
-        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
-    except ClipError:
-        return b""
-    stream = io.BytesIO()
-    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
-    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
-    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=75)
-    return stream.getvalue()
-
-
-def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:
+def count_captions(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:
+    """Title of a page of captions, and its numbers of files: all, without a caption, and with other findings."""
     missing = len(table.uncaptioned)
     return {
         "title": table.root.resolve().name,
@@ -196,21 +123,12 @@ def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dic
 
 
 def _build_card(
-    table: CaptionTable, name: str, findings: dict[str, list[Finding]], source: str, page_dir: Path | None
+    table: CaptionTable, name: str, findings: dict[str, list[Finding]], picture: str, page_dir: Path
 ) -> CaptionCard:
-    caption = table.captions.get(name, "")
-    file = table.root / name
-    link = ""
-    if page_dir is not None:
-        # Both resolved: a link to a file outside of the page's folder would not work for readers elsewhere.
-        target, root = file.resolve(), page_dir.resolve()
-        if target.is_relative_to(root):
-            link = encode_address(target.relative_to(root).as_posix())
-    # Training treats an animated GIF as a video, and a browser treats it as a picture.
-    is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
-    address = encode_address(name)
-    version = compute_caption_version(caption)
-    return CaptionCard(name, address, caption, findings.get(name, []), is_video, source, link, version)
+    # Both resolved: a link to a file outside of the page's folder would not work for readers elsewhere.
+    target, root = (table.root / name).resolve(), page_dir.resolve()
+    link = encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""
+    return CaptionCard(name, link, table.captions.get(name, ""), findings.get(name, []), picture)
 
 
 def encode_address(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dit_lora.adapters.marked_save import read_marked_step
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import can_open_inside
 from dit_lora.report.run.files import RunFiles
@@ -29,6 +30,8 @@ class SavedAdapter:
     """Paths of the step's samples, relative to the run's folder."""
     can_resume: bool
     """True if the folder also has the state, from which training can continue."""
+    is_marked: bool
+    """True if a user has marked it as best."""
     load_line: str
     """Python, or a command, that loads the adapter, from the folder that the run's folder is in."""
 
@@ -36,6 +39,7 @@ class SavedAdapter:
 def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
     """The adapters in a run's checkpoints, in the order of steps. Checkpoints of earlier versions have none."""
     adapters = []
+    marked_step = read_marked_step(run.folder)
     for file in [file for name in ADAPTER_FILES for file in (run.folder / "checkpoints").glob(f"step_*/{name}")]:
         # At least six digits, padded with zeros; a temporary folder has another name.
         match = re.fullmatch(r"step_(\d{6,12})", file.parent.name)
@@ -57,6 +61,7 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
                 ][:MAX_SAMPLES],
                 # The manifest is written last, so it shows that the state is complete.
                 can_resume=(file.parent / "manifest.json").is_file(),
+                is_marked=step == marked_step,
                 load_line=_format_load_line(run, file),
             )
         )

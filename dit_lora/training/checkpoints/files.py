@@ -27,6 +27,7 @@ from torch import nn
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
+from dit_lora.adapters.marked_save import read_marked_step
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
 from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
@@ -313,19 +314,22 @@ def prune_checkpoints(
 ) -> None:
     """Remove old checkpoints up to `step`; their adapters stay.
 
-    The `keep` newest and those of `best_steps` stay complete, and so do later checkpoints. Of the others, the
-    `keep_adapters` newest adapters stay; all if it is None.
+    The `keep` newest, those of `best_steps` and the one that a user has marked stay complete, and so do later
+    checkpoints. Of the others, the `keep_adapters` newest adapters stay; all if it is None.
     """
+    marked_step = read_marked_step(run_dir)
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in list_checkpoints(run_dir) if number <= step]
     # In ascending order, so these are all but the `keep` newest.
     for number in earlier[:-keep]:
-        if number not in best_steps:
+        if number not in best_steps and number != marked_step:
             _delete_state(checkpoint_path(run_dir, number))
     if keep_adapters is None:
         return
     saved_steps = _list_saved_steps(run_dir).items()
-    adapters = [path for number, path in saved_steps if number <= step and _has_only_adapter(path)]
+    adapters = [
+        path for number, path in saved_steps if number <= step and number != marked_step and _has_only_adapter(path)
+    ]
     for path in adapters[: max(0, len(adapters) - keep_adapters)]:
         _remove_checkpoint(path)
 

@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 
 from dit_lora.cli.app import app
 from dit_lora.commands import caption as captions
-from dit_lora.commands.caption import add_trigger, shorten_caption
+from dit_lora.commands.caption import shorten_caption
+from dit_lora.data.sources.caption_changes import add_trigger
 from dit_lora.data.sources.caption_table import lock_table
 from dit_lora.families.base import TextLimit
 

@@ -18,7 +18,7 @@ Pages = tuple[ASGIApp, dict[str, str]]
 def server(both_pages: Pages) -> Iterator[StudioServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dit_lora.studio.server.REQUEST_SECONDS", 0.2)
-        with serving(both_pages[0], "/captions/") as server:
+        with serving(both_pages[0], "/data") as server:
             yield server
 
 
@@ -127,7 +127,7 @@ def test_forms_are_read_and_odd_ones_answered(both_pages: Pages) -> None:
 
 @pytest.mark.parametrize("query", [f"page={LONG}", "page=-1", "page=%C2%B2", "page=", "page=1.5", "page=%ff"])
 def test_odd_addresses_are_answered(both_pages: Pages, query: str) -> None:
-    answer = StudioClient(both_pages[0]).get(f"/captions/?{query}")
+    answer = StudioClient(both_pages[0]).get(f"{both_pages[1]['captions'].removesuffix('caption')}?{query}")
     assert answer.status_code == 400
     assert answer.text.startswith("page must be a number")
 
@@ -139,29 +139,29 @@ def test_only_who_opened_the_printed_link_gets_a_page(both_pages: Pages) -> None
     keys = client.keys
     for path, cookie in (
         ("/", ""),
-        ("/captions/", ""),
-        ("/captions/media/x.mp4", ""),
+        ("/data", ""),
+        ("/data/x/media/x.mp4", ""),
         (paths["run"].replace("export", "state"), ""),
-        ("/captions/?token=", ""),
-        ("/captions/?token=x", ""),
-        ("/captions/?token=%ff%00", ""),
-        (f"/captions/?token={keys.session}", ""),
-        ("/captions/", f"{keys.cookie_name}=x"),
-        ("/captions/", keys.cookie_name),
-        ("/captions/", f"{keys.cookie_name}={keys.link_token}"),
-        ("/captions/", f"other={keys.session}"),
+        ("/data?token=", ""),
+        ("/data?token=x", ""),
+        ("/data?token=%ff%00", ""),
+        (f"/data?token={keys.session}", ""),
+        ("/data", f"{keys.cookie_name}=x"),
+        ("/data", keys.cookie_name),
+        ("/data", f"{keys.cookie_name}={keys.link_token}"),
+        ("/data", f"other={keys.session}"),
     ):
         answer = client.get(path, headers={"Cookie": cookie})
         assert (answer.status_code, answer.headers.get("set-cookie")) == (403, None), (path, cookie)
         assert "address that the command printed" in answer.text
-    link = keys.get_link("/captions/").removeprefix(ORIGIN)
+    link = keys.get_link("/data").removeprefix(ORIGIN)
     opened = client.get(link)
     assert opened.status_code == 200
-    assert 'content="0;url=/captions/"' in opened.text
+    assert 'content="0;url=/data"' in opened.text
     name, _, attributes = opened.headers["set-cookie"].partition("; ")
     assert name == f"{keys.cookie_name}={keys.session}"
     assert {"httponly", "samesite=strict"} < {*attributes.lower().split("; ")}
-    assert client.get("/captions/").status_code == 200
+    assert client.get("/data").status_code == 200
     assert client.get(link).status_code == 200  # by the browser that has the cookie
     client.cookies.clear()
     assert client.get(link).status_code == 403
@@ -180,9 +180,9 @@ def test_the_link_leads_to_a_page_of_the_studio_only(server: StudioServer) -> No
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1", "", "127.0.0.1:1", "[::1]:8000"])
 def test_another_sites_name_for_this_machine_is_refused(both_pages: Pages, host: str) -> None:
     client = StudioClient(both_pages[0])
-    for path in ("/", "/captions/", both_pages[1]["run"].replace("export", "state")):
+    for path in ("/", "/data", both_pages[1]["run"].replace("export", "state")):
         assert client.get(path, headers={"Host": host}).status_code == 421
-    assert client.get("/captions/", headers={"Host": "localhost:8000"}).status_code == 200
+    assert client.get("/data", headers={"Host": "localhost:8000"}).status_code == 200
 
 
 def test_a_write_needs_the_origin_and_the_token_of_a_page(both_pages: Pages) -> None:
@@ -207,7 +207,7 @@ def test_a_write_needs_the_origin_and_the_token_of_a_page(both_pages: Pages) -> 
 
 def test_every_answer_is_private_and_cannot_be_embedded(both_pages: Pages) -> None:
     client = StudioClient(both_pages[0])
-    for path in ("/captions/", "/none", "/captions/media/none.mp4"):
+    for path in ("/data", "/none", "/data/x/media/none.mp4"):
         headers = client.get(path).headers
         assert headers["cache-control"] == "no-store"
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
@@ -216,16 +216,18 @@ def test_every_answer_is_private_and_cannot_be_embedded(both_pages: Pages) -> No
 
 def test_what_is_sent_with_a_refused_request_is_no_request(server: StudioServer) -> None:
     # A page under another name that points here could else read this one, and its token.
-    inner = f"GET /captions/ HTTP/1.1\r\nHost: {HOST}:{server.keys.port}\r\n\r\n"
-    outer = f"POST /captions/caption HTTP/1.1\r\nHost: evil.example\r\nContent-Length: {len(inner)}\r\n"
+    inner = f"GET /data HTTP/1.1\r\nHost: {HOST}:{server.keys.port}\r\n\r\n"
+    outer = f"POST /data/caption HTTP/1.1\r\nHost: evil.example\r\nContent-Length: {len(inner)}\r\n"
     answers = send_raw(server, f"{outer}Connection: close\r\n\r\n{inner}".encode())
     assert answers.count(b"HTTP/1.1 ") == 1
     assert answers.startswith(b"HTTP/1.1 421 ")
 
 
-def test_a_client_that_pauses_while_it_sends_too_much_reads_the_refusal(server: StudioServer) -> None:
+def test_a_client_that_pauses_while_it_sends_too_much_reads_the_refusal(
+    server: StudioServer, both_pages: Pages
+) -> None:
     """On a busy machine time may pass between two writes; a reset connection would lose the answer."""
-    head = write_head(server, "/captions/caption").replace("Connection: close\r\n", "")
+    head = write_head(server, both_pages[1]["captions"]).replace("Connection: close\r\n", "")
     with socket.create_connection((HOST, server.keys.port), timeout=100) as connection:
         connection.sendall(f"{head}Content-Length: {2**21}\r\n\r\n".encode() + bytes(2**20 + 1))
         time.sleep(0.1)
@@ -243,5 +245,5 @@ def test_a_request_that_is_none_is_refused_and_leaves_no_traceback(
             # Half of the clients hang up.
             if host != "evil.example":
                 assert connection.recv(64).startswith(b"HTTP/1.1 4")
-    assert ask(server, "/captions/")[0] == 200
+    assert ask(server, "/data")[0] == 200
     assert capfd.readouterr().err == ""

@@ -10,9 +10,9 @@ import yaml
 from report_runs import metrics_line, write_lines, write_run
 from studio_client import StudioClient
 
+from dit_lora.report.run.compare import list_differences, list_prompts
 from dit_lora.report.run.files import RunReader
-from dit_lora.studio.app import build_app, list_run_routes
-from dit_lora.studio.compare_pages import list_differences, list_prompts
+from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
 
@@ -58,7 +58,7 @@ def test_recipes_and_samples_are_compared_by_key_and_prompt(folders: list[Path])
 
 
 def test_the_page_shows_the_last_common_step_and_curves_of_all(folders: list[Path]) -> None:
-    client = StudioClient(build_app(list_run_routes(RunLibrary([folders[0].parent]))))
+    client = StudioClient(build_app(list_pages(RunLibrary([folders[0].parent]))))
     page = client.get(get_address(folders[:2])).text
     assert re.findall(r"<option( selected)?>(\d+)", page) == [("", "0"), (" selected", "10")]
     assert "No sample of this prompt at this step." in page
@@ -77,7 +77,7 @@ def test_the_page_shows_the_last_common_step_and_curves_of_all(folders: list[Pat
 
 
 def test_one_run_or_too_many_and_unknown_ones_are_refused(folders: list[Path]) -> None:
-    client = StudioClient(build_app(list_run_routes(RunLibrary([folders[0].parent]))))
+    client = StudioClient(build_app(list_pages(RunLibrary([folders[0].parent]))))
     for address in ("/compare", get_address(folders[:1] * 3), "/compare?" + "&".join(f"run={n}" for n in range(5))):
         answer = client.get(address)
         assert answer.status_code == 400

@@ -10,28 +10,40 @@ from studio_client import ORIGIN, StudioClient
 
 from dit_lora.config.catalog import find_packaged_files
 from dit_lora.config.load import dump_recipe, load_recipe
+from dit_lora.config.recipe_form import FORM_KEYS, list_fields, list_overrides
+from dit_lora.environment.command_job import CommandJob
 from dit_lora.errors import DitLoraError
 from dit_lora.studio.app import build_app
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
-from dit_lora.studio.new_run_pages import FORM_KEYS, NewRunPages, list_fields, list_overrides
+from dit_lora.studio.new_run_pages import NewRunPages
 
 RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
 
 
 class RecordingQueue(JobQueue):
-    """Keeps the commands and starts none."""
+    """Keeps the commands and starts none; the answer of each is that of a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.commands: list[tuple[list[str], str, bool]] = []
+        self.answers: dict[str, Any] = {"doctor": {"packages": {}, "known_bad": []}}
+        self._log_folder = folder
 
-    def add(self, arguments: Any, run_id: str, *, needs_gpu: bool, results: Path | None = None) -> None:
-        self.commands.append((list(arguments), run_id, needs_gpu))
+    def add(self, arguments: Any, page: str, *, needs_gpu: bool, results: Path | None = None) -> CommandJob:
+        job_id = str(len(self._jobs) + 1)
+        log = self._log_folder / f"{job_id}.log"
+        log.write_text(f"a library's note\n{json.dumps(self.answers.get(arguments[0], {}), indent=2)}\n")
+        job = CommandJob(job_id, list(arguments), log, page, state="done")
+        self._jobs[job_id] = job
+        if arguments[0] != "doctor":
+            self.commands.append((list(arguments), page, needs_gpu))
+        return job
 
 
 @pytest.fixture
-def queue() -> RecordingQueue:
-    return RecordingQueue()
+def queue(tmp_path: Path) -> RecordingQueue:
+    return RecordingQueue(tmp_path)
 
 
 @pytest.fixture
@@ -95,10 +107,15 @@ def test_a_recipe_or_a_run_is_planned_and_started(client: StudioClient, queue: R
     fields = {"root": str(root), "train.steps": "7"}
     assert post(client, "smoke/cogvideox", **fields, action="plan").status_code == 303
     assert post(client, run_id, **fields, action="start").status_code == 303
+    run_page = f"/runs/{compute_run_id(root / 'next')}/"
     overrides = ["train.steps=7", f"run.dir={json.dumps(str(root / 'next'))}"]
     assert queue.commands == [
-        (["plan", str(RECIPE), *overrides], "", False),
-        (["train", str(root / "earlier" / "config.yaml"), *overrides], compute_run_id(root / "next"), True),
+        (["plan", str(RECIPE), "train.steps=7", "--json"], "", False),
+        (
+            ["train", str(root / "earlier" / "config.yaml"), *overrides],
+            run_page,
+            True,
+        ),
     ]
 
 
@@ -130,3 +147,40 @@ def test_what_cannot_be_started_is_refused_with_its_reason(
     assert client.get(f"/new?from={run_id}").status_code == 500
     assert client.get("/new?from=../../etc/passwd").status_code == 404
     assert queue.commands == []
+
+
+PLAN = {
+    "phases": {"training": 30.0, "sampling": 20.0},
+    "fits": False,
+    "gpu": 24.0,
+    "cheapest_change": {"overrides": ["train.checkpointing=full"], "sharding": None, "needs": 20.0},
+    "training": {"weights": 20.0, "activations": 10.0, "average": 0.0},
+    "assumed": ["9 frames"],
+}
+
+
+def test_the_form_shows_the_memory_on_the_card_and_what_doctor_says(
+    client: StudioClient, queue: RecordingQueue
+) -> None:
+    queue.answers["doctor"] = {
+        "packages": {"torch": {"what": "torch 1.0 is too old", "severity": "refuse", "remedy": "pip install torch"}},
+        "known_bad": [],
+        "launch": {"problem": None},
+    }
+    queue.answers["plan"] = PLAN
+    answer: Any = post(client, "smoke/cogvideox", **{"train.steps": "7"}, gpu="24GiB", action="plan")
+    assert queue.commands[-1][0] == ["plan", str(RECIPE), "train.steps=7", "--gpu=24GiB", "--json"]
+    page = client.get(answer.headers["location"]).text
+    assert "does not fit: 30 of 24 GiB" in page
+    # Two parts, 20 and 10 of 30 GiB, and the end of the card.
+    assert [page.count(text) for text in ('width="400.0"', 'x="400.0" width="200.0"', 'x1="480.0"')] == [1, 1, 1]
+    assert "train.checkpointing=full</pre>" in page
+    assert "torch 1.0 is too old; <code>pip install torch</code>" in page
+    assert 'name="train.steps" value="7"' in page  # what was typed stays
+    assert 'value="24GiB"' in page
+    queue.answers["plan"] = {**PLAN, "gpu": None, "fits": True}
+    answer = post(client, "smoke/cogvideox", action="plan")
+    assert "needs 30 GiB; no GPU was found" in client.get(answer.headers["location"]).text
+    queue.answers["plan"] = "an error"
+    answer = post(client, "smoke/cogvideox", action="plan")
+    assert "could not be planned" in client.get(answer.headers["location"]).text

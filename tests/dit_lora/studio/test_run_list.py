@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from studio_client import StudioClient, serving
 
 from dit_lora.report.run.overview import RunOverview, format_time_left, read_overview
-from dit_lora.studio.app import build_app, list_run_routes
+from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(root: Path) -> ASGIApp:
-    return build_app(list_run_routes(RunLibrary([root])))
+    return build_app(list_pages(RunLibrary([root])))
 
 
 def read_row(folder: Path) -> RunOverview:
@@ -134,7 +134,7 @@ def test_two_hundred_runs_are_listed_in_half_a_second(tmp_path: Path) -> None:
         (folder / sample).parent.mkdir(parents=True)
         for name in ("config.yaml", "metrics.jsonl", "eval_loss.jsonl", "status.json", sample):
             os.link(template / name, folder / name)
-    client = StudioClient(build_app(list_run_routes(RunLibrary([tmp_path / "runs"]))))
+    client = StudioClient(build_app(list_pages(RunLibrary([tmp_path / "runs"]))))
     client.get("/static/studio.css")
     begin = time.process_time()
     page = client.get("/").text

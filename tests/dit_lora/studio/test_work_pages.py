@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 from studio_client import ORIGIN, StudioClient
 
+from dit_lora.adapters.marked_save import find_best_save, mark_step
+from dit_lora.environment.operating_system import list_gpus
+from dit_lora.errors import DitLoraError
 from dit_lora.studio import jobs
-from dit_lora.studio.app import build_app, list_run_routes
+from dit_lora.studio.app import build_app, list_pages
+from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
+from dit_lora.training.checkpoints.files import prune_checkpoints
 
 COMMAND = """
 import os, pathlib, signal, sys, time
@@ -60,7 +65,8 @@ def client(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stu
         return start([sys.executable, str(script), *command[3:]], **options)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", start_script)
-    return StudioClient(build_app(list_run_routes(RunLibrary([folder]))))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return StudioClient(build_app(list_pages(RunLibrary([folder]))))
 
 
 def wait_for(client: StudioClient, text: str) -> str:
@@ -173,3 +179,73 @@ def test_what_a_chat_model_or_a_whole_model_cannot_do_is_not_offered(
     assert "Export" not in page.split("</nav>")[1]
     shutil.rmtree(folder / "checkpoints")
     assert "no save with an adapter yet" in client.get(f"{run_path}work").text
+
+
+def test_a_save_is_marked_as_best_and_what_was_measured_stays(
+    client: StudioClient, folder: Path, run_path: str
+) -> None:
+    work, measured = f"{run_path}work", '[{"checkpoint": "step_000020", "step": 20, "eval_loss": 2.0}]'
+    (folder / "checkpoints" / "best.json").write_text(measured)
+    assert find_best_save(folder).name == "step_000020"
+    choice = f"10@{get_choice(client, work, 10)}"
+    assert post_form(client, f"{work}/mark", save=choice, marked="None").status_code == 303
+    page = client.get(work).text
+    assert ", marked as best</option>" in page
+    assert '<td class="inline">step 10 <b>best</b></td>' in page
+    assert find_best_save(folder).name == "step_000010"
+    assert (folder / "checkpoints" / "best.json").read_text() == measured
+    # By a page that does not know of the mark.
+    assert post_form(client, f"{work}/mark", save=choice, marked="None").status_code == 409
+    # The run deletes other saves only.
+    prune_checkpoints(folder, 20, keep=1, keep_adapters=0)
+    assert (folder / "checkpoints" / "step_000010" / "trainable.safetensors").is_file()
+    assert post_form(client, f"{work}/mark", save=choice, marked="10", action="remove").status_code == 303
+    with pytest.raises(DitLoraError, match="step 20, was deleted"):
+        find_best_save(folder)
+    with pytest.raises(DitLoraError, match="has no save with an adapter"):
+        mark_step(folder, 30)
+    (folder / "checkpoints" / "best.json").unlink()
+    with pytest.raises(DitLoraError, match="--mark-best STEP"):
+        find_best_save(folder)
+
+
+def test_each_gpu_has_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+    script = (
+        "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(float(sys.argv[1]))"
+    )
+
+    def start_script(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        return start([sys.executable, "-c", script, command[-1]], **options)
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", start_script)
+    queue = JobQueue(lambda: ["GPU-a", "GPU-b"])
+    added = [queue.add(["train", seconds], "", needs_gpu=True) for seconds in ("60", "60", "0", "0")]
+    deadline = time.monotonic() + 30
+    while [job.state for job in added[:2]] != ["running"] * 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert {added[0].gpu, added[1].gpu} == {"GPU-a", "GPU-b"}
+    assert [job.state for job in added[2:]] == ["waiting"] * 2
+    queue.stop(added[0].job_id)
+    while added[3].state != "done" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [job.state for job in added] == ["stopped", "running", "done", "done"]
+    assert added[2].gpu == added[3].gpu == added[3].output == added[0].gpu
+    queue.stop(added[1].job_id)
+
+
+def test_the_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-x")
+    assert list_gpus() == ["2", "GPU-x"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert list_gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho GPU-1; echo GPU-2\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list_gpus() == ["GPU-1", "GPU-2"]
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert list_gpus() == []
+    tool.unlink()
+    assert list_gpus() == []

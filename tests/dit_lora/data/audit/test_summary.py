@@ -59,6 +59,7 @@ def test_json_has_the_documented_shape(tmp_path: Path) -> None:
         "file": "cats/a.mp4",
         "verdict": "ok",
         "reasons": [],
+        "verdicts": [],
         "codes": [],
         "facts": {"fps": 24},
     }

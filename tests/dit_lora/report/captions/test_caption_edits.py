@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,19 @@ import pytest
 
 from dit_lora.commands import caption as captions
 from dit_lora.commands.caption import CaptionRequest, caption_folder
+from dit_lora.data.audit.stored_audit import SampleFilter
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
 from dit_lora.report.captions.page import (
     CaptionFindings,
-    TextRules,
     check_table_captions,
     compute_caption_version,
     decode_address,
     encode_address,
     write_captions_page,
 )
+from dit_lora.report.captions.rules import TextRules
 
 PLAUSIBLE = [
     "/imagine a cat",
@@ -46,20 +46,9 @@ PLAUSIBLE = [
 ]
 
 
-class Cards(HTMLParser):
-    """Cards of a served page, as its script reads them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.by_name: dict[str, dict[str, Any]] = {}
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag == "article":
-            name = decode_address(values["data-file"] or "")
-            caption = json.loads(values["data-caption"] or "")
-            self.by_name[name] = {"caption": caption, "version": values["data-version"]}
+def read_cards(edits: CaptionEdits) -> dict[str, Any]:
+    """The cards of the first page by name."""
+    return {card.name: card for card in edits.build_sheet(SampleFilter(), 1).cards}
 
 
 def write_folder(root: Path, captions: dict[str, str]) -> Path:
@@ -78,14 +67,12 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
     folder = write_folder(tmp_path / "my token=abcdefgh12345678", by_name)
     before = (folder / "metadata.jsonl").read_bytes()
     edits = CaptionEdits(folder, TextRules())
-    page = edits.render_page("", 1, False)
-    assert folder.name in page
-    cards = Cards(page).by_name
-    assert {name: card["caption"] for name, card in cards.items()} == by_name
+    cards = read_cards(edits)
+    assert {name: json.loads(card.caption_json) for name, card in cards.items()} == by_name
     for name, card in cards.items():
         # A browser's text area has line ends of its own.
-        for text in (card["caption"], card["caption"].replace("\r\n", "\n").replace("\r", "\n")):
-            edits.save_caption(name, text, card["version"])
+        for text in (card.caption, card.caption.replace("\r\n", "\n").replace("\r", "\n")):
+            edits.save_caption(name, text, card.version)
     assert (folder / "metadata.jsonl").read_bytes() == before
 
 
@@ -107,8 +94,8 @@ def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
 def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
     first_edits, second_edits = (CaptionEdits(folder, TextRules()) for _ in range(2))
-    version = Cards(first_edits.render_page("", 1, False)).by_name["a.png"]["version"]
-    assert version == Cards(second_edits.render_page("", 1, False)).by_name["a.png"]["version"]
+    version = read_cards(first_edits)["a.png"].version
+    assert version == read_cards(second_edits)["a.png"].version
     first_edits.save_caption("a.png", "first", version)
     for server in (first_edits, second_edits):  # another tab of this server, and another server
         with pytest.raises(StaleCaptionError) as error:
@@ -128,7 +115,8 @@ def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
 EDITOR = """
 import sys
 from pathlib import Path
-from dit_lora.report.captions.page import TextRules, compute_caption_version
+from dit_lora.report.captions.page import compute_caption_version
+from dit_lora.report.captions.rules import TextRules
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
 
 folder, editor = Path(sys.argv[1]), sys.argv[2]
@@ -180,7 +168,7 @@ def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> 
     folder = write_folder(tmp_path / "clips", {"a.png": "a"})
     (folder / undecodable_name).write_bytes(b"media")
     edits = CaptionEdits(folder, TextRules())
-    assert Cards(edits.render_page("", 1, False)).by_name[undecodable_name]["caption"] == ""
+    assert read_cards(edits)[undecodable_name].caption == ""
     assert edits.find_media(decode_address(encode_address(undecodable_name))) == folder / undecodable_name
     edits.save_caption(undecodable_name, "b", compute_caption_version(""))
     assert CaptionTable.read(folder).captions == {"a.png": "a", undecodable_name: "b"}
@@ -211,15 +199,15 @@ def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypa
     folder = write_folder(tmp_path, {"a.png": "a", "b.png": "b"})
     os.utime(folder, (1, 1))  # long ago
     edits = CaptionEdits(folder, TextRules())
-    edits.render_page("", 1, False)
+    read_cards(edits)
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", None)
         patch.setattr("dit_lora.report.captions.page.check_captions", None)
-        edits.render_page("", 1, False)
+        read_cards(edits)
         assert edits.find_media("a.png") == folder / "a.png"
     (folder / "c.png").write_bytes(b"media")
     assert edits.find_media("c.png") == folder / "c.png"
-    assert "c.png" in Cards(edits.render_page("", 1, False)).by_name
+    assert "c.png" in read_cards(edits)
     (folder / "b.png").unlink()
     with pytest.raises(DitLoraError, match="no longer in the folder"):
         edits.save_caption("b.png", "x", compute_caption_version("b"))

@@ -6,7 +6,8 @@ import pytest
 from bare_media import write_captioned_folder
 
 from dit_lora.data.sources.caption_table import CaptionTable
-from dit_lora.report.captions.page import TextRules, check_table_captions, write_captions_page
+from dit_lora.report.captions.page import check_table_captions, write_captions_page
+from dit_lora.report.captions.rules import TextRules
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from dit_lora.errors import DitLoraError
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.files import OBJECT_FILES
+from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.report.run.page import write_report
-from dit_lora.studio.run_pages import LiveReportPage
 
 PRIVATE = "a-private-word"
 FILES = (

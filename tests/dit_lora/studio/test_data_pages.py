@@ -1,4 +1,4 @@
-"""The page of captions in the studio: which edits it takes, which files it gives, and an edit in a browser."""
+"""The pages of data sets in the studio: which edits they take, which files they give, and an edit in a browser."""
 
 import os
 import shutil
@@ -10,10 +10,10 @@ from starlette.types import ASGIApp
 from studio_client import StudioClient, ask, serving
 
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
-from dit_lora.report.captions.edits import CaptionEdits
-from dit_lora.report.captions.page import TextRules, compute_caption_version
-from dit_lora.studio.app import build_app
-from dit_lora.studio.caption_pages import CAPTIONS_PAGE, CaptionPages
+from dit_lora.report.captions.page import compute_caption_version
+from dit_lora.report.captions.rules import TextRules
+from dit_lora.studio.app import build_app, list_pages
+from dit_lora.studio.library import RunLibrary, compute_run_id
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -25,12 +25,17 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(folder: Path) -> ASGIApp:
-    return build_app(CaptionPages(CaptionEdits(folder, TextRules(trigger="sks"))).list_routes())
+    return build_app(list_pages(RunLibrary([folder]), TextRules(trigger="sks")))
 
 
-def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path) -> None:
-    client, path = StudioClient(app), f"{CAPTIONS_PAGE}caption"
-    assert client.keys.page_token in client.get(CAPTIONS_PAGE).text
+@pytest.fixture
+def data_path(folder: Path) -> str:
+    return f"/data/{compute_run_id(folder)}/"
+
+
+def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path, data_path: str) -> None:
+    client, path = StudioClient(app), f"{data_path}caption"
+    assert client.keys.page_token in client.get(data_path).text
     name = CaptionTable.read(folder).media[0]
     good = {"file": name, "caption": "a\nnew   sks one", "version": compute_caption_version("the same")}
     before = (folder / "metadata.jsonl").read_bytes()
@@ -55,8 +60,8 @@ def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path) -
     assert CaptionTable.read(folder).captions[name] == good["caption"]
 
 
-def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: Path) -> None:
-    client, media = StudioClient(app), f"{CAPTIONS_PAGE}media/"
+def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: Path, data_path: str) -> None:
+    client, media = StudioClient(app), f"{data_path}media/"
     name = CaptionTable.read(folder).media[0]
     original_bytes = (folder / name).read_bytes()
     answer = client.get(media + name)
@@ -84,16 +89,16 @@ def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: P
             (200, "media/caf%e9%2050%2525%20%0a%27%22.mp4"),
             (200, "media/%252e%252e.png"),
         ):
-            found, body, _ = ask(server, CAPTIONS_PAGE + path)
+            found, body, _ = ask(server, data_path + path)
             assert found == status, path
             assert b"secret" not in body
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path) -> None:
+def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path, data_path: str) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = CaptionTable.read(folder).media
-    with serving(app, CAPTIONS_PAGE) as server, sync_api.sync_playwright() as playwright:
+    with serving(app, data_path) as server, sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         errors: list[str] = []
@@ -102,8 +107,11 @@ def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path) -> N
         page.goto(server.url)
         cards = page.locator(".sample")
         sync_api.expect(cards).to_have_count(5)
-        page.wait_for_function("document.querySelector('video').readyState >= 1")
-        assert page.evaluate("document.querySelector('img').naturalWidth") == 32
+        # Three frames of the clip in a row.
+        shape = (
+            "document.querySelector('.picture img').decode().then(() => document.querySelector('img').naturalWidth)"
+        )
+        assert page.evaluate(shape) == 3 * 240
         assert cards.nth(2).locator("textarea").input_value() == HOSTILE_CAPTION
         card = cards.nth(0)
         assert card.locator("button").is_disabled()

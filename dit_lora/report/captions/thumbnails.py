@@ -1,0 +1,95 @@
+"""Thumbnails of clips and pictures: a JPEG of some frames, made once for each version of a file."""
+
+import hashlib
+import io
+import os
+from contextlib import suppress
+from pathlib import Path
+from threading import BoundedSemaphore
+
+from PIL import Image
+
+from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.pictures import DECODE_ERRORS, open_image
+from dit_lora.data.sources.caption_table import WORK_FOLDER
+from dit_lora.files import read_inside, write_atomically
+
+_NUM_FRAMES, _HEIGHT = 3, 160  # number of frames of a thumbnail, and its height in pixels
+_MAX_RATIO = 4  # largest ratio of its sides
+_QUALITY = 75
+_MAX_JPEG_BYTES = 2**20
+_MAKING = BoundedSemaphore(2)
+"""Decoders use several threads each, and a page asks for many thumbnails at once."""
+_MAX_WAIT_S = 2.0  # for a decoder that is free
+
+
+def get_thumbnail(root: Path, file: Path) -> bytes | None:
+    """The thumbnail of a file, from the cache of its data set's folder if it is there.
+
+    Empty if the file cannot be read, and None if too many thumbnails are being made.
+    """
+    # It may have been removed since the page was rendered.
+    try:
+        stamp = MediaFile(file).get_stamp()
+    except OSError:
+        return b""
+    # A file that is replaced has another stamp, and so another thumbnail.
+    key = hashlib.sha256(repr((os.fsencode(file), stamp)).encode()).hexdigest()[:40]
+    # 256 folders: some file systems are slow with many files in one.
+    path = root / WORK_FOLDER / "thumbnails" / key[:2] / f"{key}.jpg"
+    with suppress(OSError):
+        return read_inside(root, path, _MAX_JPEG_BYTES)
+    if not _MAKING.acquire(timeout=_MAX_WAIT_S):
+        return None
+    try:
+        thumbnail = make_thumbnail(file)
+    finally:
+        _MAKING.release()
+    # A folder that cannot be written has its thumbnails made each time. Empty ones are kept too.
+    with suppress(OSError):
+        write_atomically(path, thumbnail)
+    return thumbnail
+
+
+def make_thumbnail(file: Path) -> bytes:
+    """JPEG of some frames of a clip in a row, or of a picture; empty if it cannot be read."""
+    media = MediaFile(file)
+    return _make_picture_thumbnail(media) if is_image(media) else _make_clip_thumbnail(media)
+
+
+def _make_picture_thumbnail(media: MediaFile) -> bytes:
+    try:
+        picture = open_image(media)
+    except DECODE_ERRORS:
+        return b""
+    # A panorama is as wide as four squares at most.
+    picture.thumbnail((_MAX_RATIO * _HEIGHT, _HEIGHT))
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=_QUALITY)
+    return stream.getvalue()
+
+
+def _make_clip_thumbnail(media: MediaFile) -> bytes:
+    # These load torch, which pages of pictures do not need.
+    import torch
+
+    from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
+    from dit_lora.data.media.video import ClipError, read_header
+
+    # A clip without a known length shows its first frame.
+    seconds = [0.0]
+    try:
+        header = read_header(media)
+        if header.seconds and header.fps:
+            seconds = list(sample_frame_times(header.seconds, header.fps, _NUM_FRAMES))
+        width = round(min(_MAX_RATIO, max(1 / _MAX_RATIO, header.width / header.height)) * _HEIGHT)
+        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
+        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
+    except ClipError:
+        return b""
+    stream = io.BytesIO()
+    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
+    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
+    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=_QUALITY)
+    return stream.getvalue()
