@@ -155,19 +155,19 @@ def select(loops: Sequence[LoopFile], fault: Callable[[str], bool], guard: Calla
     ]
 
 
-def select_share(selections: Sequence[Selection], share: int) -> list[Selection]:
-    """One faulty run out of `share`, always the same ones, and every healthy one.
+def select_third(selections: Sequence[Selection]) -> list[Selection]:
+    """A fixed third of the faulty runs, and every healthy one.
 
-    Each fault is run in every `share`-th loop that declares it. The faults start at different loops, so that about the
-    same share of each loop's faults is run.
+    Each fault is run in every third loop that declares it. The faults start at different loops, so that about a third
+    of each loop's faults is run.
     """
     num_seen: Counter[str] = Counter()
-    shares = []
+    thirds = []
     for selection in selections:
         faults = []
         for fault in selection.faults:
-            if (num_seen[fault] + FAULTS.index(fault)) % share == 0:
+            if (num_seen[fault] + FAULTS.index(fault)) % 3 == 0:
                 faults.append(fault)
             num_seen[fault] += 1
-        shares.append(Selection(selection.loop, faults, selection.guards))
-    return shares
+        thirds.append(Selection(selection.loop, faults, selection.guards))
+    return thirds

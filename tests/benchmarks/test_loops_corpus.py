@@ -1,4 +1,4 @@
-"""A fifth of the corpus of training loops, and planted violations that its checks must find."""
+"""A third of the corpus of training loops, and planted violations that its checks must find."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from launching import ROOT, launch_environment
 from benchmarks.loops.causes import GuardReport, compare_causes, guard_messages
 from benchmarks.loops.composer.compose import compose_scripts
 from benchmarks.loops.composer.plan import PARTS, draw_plan
-from benchmarks.loops.driver import Driver, Selection, select, select_share
+from benchmarks.loops.driver import Driver, Selection, select, select_third
 from benchmarks.loops.guard_command import FOLDER
 from benchmarks.loops.loop_file import FAULTS, find_loops
 from benchmarks.loops.processes import run_bare
@@ -35,12 +35,10 @@ def everything(_name: str) -> bool:
 # --- The corpus ----------------------------------------------------------------------------------
 
 
-# A third takes two minutes of two cores; `make test-all`.
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "num_runs"), [(5, 150), pytest.param(3, 250, marks=pytest.mark.thorough)])
-def test_a_share_of_the_corpus_has_no_failure(share: int, num_runs: int, tmp_path: Path) -> None:
+def test_a_third_of_the_corpus_has_no_failure(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loops", "run", f"--share={share}", "--json", "rows.json"],
+        [sys.executable, "-m", "benchmarks.loops", "run", "--third", "--json", "rows.json"],
         cwd=tmp_path,
         env={**launch_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -48,7 +46,7 @@ def test_a_share_of_the_corpus_has_no_failure(share: int, num_runs: int, tmp_pat
         check=False,
     )
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len({(row["loop"], row["fault"]) for row in rows if row["fault"]}) > num_runs
+    assert len({(row["loop"], row["fault"]) for row in rows if row["fault"]}) > 250
     assert process.returncode == 0, process.stdout[-20_000:]
 
 
@@ -60,17 +58,16 @@ def test_the_corpus_has_enough_loops_in_small_folders() -> None:
     assert sum(len(loop.faults) * len(loop.guards) for loop in loops) >= 400
 
 
-@pytest.mark.parametrize("share", [5, 3])
-def test_every_loop_fault_and_way_of_guarding_is_in_the_share(share: int) -> None:
+def test_every_loop_fault_and_way_of_guarding_is_in_the_third() -> None:
     full_corpus = select(find_loops(), everything, everything)
-    selections = select_share(full_corpus, share)
-    assert [item.loop for item in selections] == [item.loop for item in full_corpus]
-    assert {fault for item in selections for fault in item.faults} == set(FAULTS)
-    assert {guard for item in selections for guard in item.guards if item.faults} == {
+    third = select_third(full_corpus)
+    assert [item.loop for item in third] == [item.loop for item in full_corpus]
+    assert {fault for item in third for fault in item.faults} == set(FAULTS)
+    assert {guard for item in third for guard in item.guards if item.faults} == {
         *("command", "watch", "attach", "callback")
     }
-    num_faults = [sum(len(item.faults) for item in items) for items in (selections, full_corpus)]
-    assert num_faults[0] == pytest.approx(num_faults[1] / share, rel=0.05)
+    num_faults = [sum(len(item.faults) for item in items) for items in (third, full_corpus)]
+    assert num_faults[0] == pytest.approx(num_faults[1] / 3, rel=0.05)
 
 
 # --- Composed loops ------------------------------------------------------------------------------
