@@ -89,7 +89,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
             "data.width, data.buckets), or set train.checkpointing=full"
         )
     # All problems in one error, so that a user can fix them together.
-    fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
+    fatal = [f"{f.check}: {f.message}" for f in findings if not f.ok and f.fatal]
     if fatal:
         error = DitLoraError(format_list("the run cannot train; guard.preflight found", fatal))
     # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
@@ -100,7 +100,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
         events += _check_kernels(setup, recovery, parity_watch)
     for finding in findings:
         if not finding.ok:
-            setup.session.say(f"warning: {finding.check}: {finding.words}")
+            setup.session.say(f"warning: {finding.check}: {finding.message}")
     return events
 
 

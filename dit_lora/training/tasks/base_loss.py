@@ -30,7 +30,7 @@ def compute_base_eval_loss(
         # The file holds one loss for each set of facts.
         cached_finding = next(iter(read_cached_findings(path, facts)), None)
     # The text of the finding is the loss itself, in full precision.
-    losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
+    losses = gather_object([float(cached_finding.message) if cached_finding is not None else None])
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     cached_losses = [loss for loss in losses if loss is not None]
     if len(cached_losses) == len(losses):
