@@ -124,10 +124,6 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
         session.phases.write(session.dir)  # the report reads this file
     with session.phases.timing("report"):
         report.finish()
-    ending = session.phases.format_end()
-    if session.phases.reductions:
-        ending = f"{ending.partition(':')[0]}, with fewer checks in a short run: see the report"
-    session.say(f"after the last step {ending}")
     if written.path is not None:
         session.say(summary(session, written.path, written.verification))
     require_verified(session, written.verification)
