@@ -55,6 +55,10 @@ def said(arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            "caption captioned --prompt x",
+            "--base, --prompt and --frames need --model: without it, only the page is written",
+        ),
         ("plan smoke_cogvideo.yaml", f"no recipe smoke_cogvideo.yaml; did you mean {RECIPE}?"),
         (
             "plan recipes/cogvideox/5b_t2v.yaml",

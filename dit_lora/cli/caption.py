@@ -52,6 +52,8 @@ def caption(
     """
     if port is not None and not serve:
         raise DitLoraError(f"--port {port} needs --serve")
+    if model is None and (base, prompt, frames) != (None, None, None):
+        raise DitLoraError("--base, --prompt and --frames need --model: without it, only the page is written")
     from dit_lora.commands.caption import CaptionRequest
 
     # None on processes that report nothing.

@@ -29,10 +29,10 @@ class CommandJob:
 
     job_id: str
     arguments: Sequence[str]
-    """The words after `dit-lora`."""
+    """The arguments after `dit-lora`."""
     log: Path
     run_id: str
-    """The run that it is about."""
+    """Id of the run that the command works on."""
     results: Path | None = None
     """Folder in which the command writes samples."""
     state: JobState = "waiting"

@@ -29,7 +29,7 @@ class RunLibrary:
         # The run may have been started since the last look.
         folder = self._folders.get(run_id) or self.list_runs().get(run_id)
         if folder is None:
-            raise HTTPException(404, "there is no such run below the studio's folders; go back to the list of runs")
+            raise HTTPException(404, "found no such run below the studio's folders; go back to the list of runs")
         return folder
 
     def get_name(self, folder: Path) -> str:
