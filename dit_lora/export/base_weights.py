@@ -172,10 +172,8 @@ def _require_class(source: str, folder: Path, expected_class: Any) -> None:
     config = read_typed_json(folder / "config.json", dict[str, Any]) if (folder / "config.json").is_file() else {}
     class_name = config.get("_class_name")
     if class_name != expected_class.__name__:
-        raise DitLoraError(
-            f"{source} has a {class_name or 'folder without config.json'} in {folder.name}, and "
-            f"{expected_class.__name__} is asked for: a difference is of two checkpoints of one architecture"
-        )
+        found = f"the {folder.name} of {source} is {class_name}" if class_name else f"{folder} has no config.json"
+        raise DitLoraError(f"{found}, and not {expected_class.__name__}; give two checkpoints of one architecture")
     if "quantization_config" in config:
         raise _make_quantization_error(source, [f"{folder.name}/config.json: quantization_config"])
 
