@@ -70,6 +70,10 @@ def said(arguments: str, exit_code: int = 2) -> str:
             "plan train.yaml",
             "no recipe train.yaml; see dit-lora recipes",
         ),
+        (
+            f"train {RECIPE} {MADE} data.path=captioned data.cache={RECIPE}",
+            f"data.cache: {RECIPE} is a file; give a folder, which is created",
+        ),
         ("init cogvidex my-run", "did you mean cogvideox or"),
         ("init cogvideox .", ". is not empty; choose another folder"),
         ("tiny cogvideox-9b out", "unknown tiny checkpoint 'cogvideox-9b'; choose one of cogvideox-2b, "),
