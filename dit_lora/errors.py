@@ -19,7 +19,7 @@ _DISK_ERRNOS = {
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
     # A path of the user's that is of the wrong kind.
-    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 }
 
 # Time for rank 0 to report an error before other ranks do.

@@ -107,11 +107,12 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     # Before the log is cut to the step that is resumed: an earlier step of a longer run is not its end.
     finished_step = find_finished_step(recipe) if session.is_main else None
     run = prepare(session, task, checkpoint, data, model, groups, resume_from)
+    # Of a finished run too: `push` says to resume a run whose facts are missing or damaged.
+    write_facts(run)
+    write_data_record(session, data)
     if broadcast_object(finished_step == run.start_step):
         session.say(f"the run in {session.dir} is finished: step {run.start_step} was its last")
         return
-    write_facts(run)
-    write_data_record(session, data)
     report = Reporting(session.dir, session.say, writes=session.is_main)
     try:
         with status_noted(session, recipe_file):
@@ -124,10 +125,6 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
         session.phases.write(session.dir)  # the report reads this file
     with session.phases.timing("report"):
         report.finish()
-    ending = session.phases.format_end()
-    if session.phases.reductions:
-        ending = f"{ending.partition(':')[0]}, with fewer checks in a short run: see the report"
-    session.say(f"after the last step {ending}")
     if written.path is not None:
         session.say(summary(session, written.path, written.verification))
     require_verified(session, written.verification)

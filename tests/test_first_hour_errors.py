@@ -1,6 +1,7 @@
 """What goes wrong in a first hour: each mistake gets one line that says what was wrong and what to type next."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,17 +45,21 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def said(arguments: str) -> str:
+def said(arguments: str, exit_code: int = 2) -> str:
     """The one line of a refused command."""
     with pytest.raises(DitLoraError) as caught:
         CliRunner().invoke(app, arguments.split(), catch_exceptions=False)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == exit_code
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            "caption captioned --prompt x",
+            "--base, --prompt and --frames need --model: without it, only the page is written",
+        ),
         ("plan smoke_cogvideo.yaml", f"no recipe smoke_cogvideo.yaml; did you mean {RECIPE}?"),
         (
             "plan recipes/cogvideox/5b_t2v.yaml",
@@ -64,6 +69,10 @@ def said(arguments: str) -> str:
         (
             "plan train.yaml",
             "no recipe train.yaml; see dit-lora recipes",
+        ),
+        (
+            f"train {RECIPE} {MADE} data.path=captioned data.cache={RECIPE}",
+            f"data.cache: {RECIPE} is a file; give a folder, which is created",
         ),
         ("init cogvidex my-run", "did you mean cogvideox or"),
         ("init cogvideox .", ". is not empty; choose another folder"),
@@ -122,6 +131,64 @@ def test_a_mistake_at_the_command(arguments: str, message: str) -> None:
     error = said(arguments)
     assert message in error
     assert "Errno" not in error
+
+
+@pytest.fixture(scope="module")
+def torn_files(folder: Path) -> None:
+    """Files that end in the middle, all named `torn...`, as of a full disk or an interrupted download."""
+    (folder / "torn.yaml").write_text("model: {family: cogvideox\n  path: [x\n")
+    (folder / "torn.pth").write_bytes(b"PK\x03\x04")
+    (folder / "torn.mp4").write_bytes(bytes(range(64)))
+    model = folder / "torn_model"
+    shutil.copytree(folder / "tiny" / "made", model)
+    (model / "transformer" / "config.json").write_text('{"_class_name": "CogVid')
+    weights = (model / "vae" / "diffusion_pytorch_model.safetensors").read_bytes()
+    for name in ("torn_adapter", "torn_run"):
+        (folder / name).mkdir()
+        (folder / name / "pytorch_lora_weights.safetensors").write_bytes(weights[: len(weights) // 2])
+    (folder / "torn_run" / "config.yaml").write_text("model: [")
+    # As an unpacking that ended early leaves it: a folder in a file's place.
+    (folder / "torn_folder" / "config.yaml").mkdir(parents=True)
+    shutil.copytree(folder / "tiny" / "made", folder / "torn_index", ignore=lambda *_: ["model_index.json"])
+    (folder / "torn_index" / "model_index.json").mkdir()
+    (folder / "torn_bundle").mkdir()
+    (folder / "torn_bundle" / "bundle.json").write_text('{"step": ')
+    (folder / "torn_clips").mkdir()
+    (folder / "torn_clips" / "metadata.jsonl").write_bytes(b'{"file_name": "a.mp4", "text": "\xc3')
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"{verb} torn.yaml" for verb in ("plan", "train", "show", "cache build", "cache stats", "audit")),
+        *(f"{verb} {RECIPE} model.path=torn_model data.path=captioned" for verb in ("plan", "audit", "cache build")),
+        "doctor --config-file torn.yaml",
+        "caption torn_clips",
+        "caption captioned --recipe torn.yaml",
+        "audit torn_clips",
+        "report torn_run",
+        "report torn_folder",
+        f"plan {RECIPE} model.path=torn_index data.path=captioned",
+        "push torn_run me/it --dry-run",
+        "verify torn_adapter",
+        "sample torn_adapter --prompt x",
+        "export torn_adapter --to diffusers --out out",
+        "extract torn_adapter/pytorch_lora_weights.safetensors tiny/made --rank 2 --out out",
+        "extract torn_model tiny/made --rank 2 --out out",
+        "replay torn_bundle",
+        "studio torn.yaml",
+        "convert opendit out --weights torn.pth",
+        "convert videochat2 out --llm torn_model --qformer-tokenizer torn_model --stage torn.pth",
+        "quarantine torn_adapter",
+    ],
+)
+def test_a_torn_file_is_named_in_one_line(arguments: str, torn_files: None) -> None:
+    # To `verify`, a file that cannot be read is a failed check.
+    error = said(arguments, exit_code=1 if arguments.startswith("verify") else 2)
+    assert "torn" in error
+    assert "\n" not in error
+    assert "Errno" not in error
+    assert len(error) < 300
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two module docstrings list the files of a walk through the code. What they name exists, and the walks stay short."""
+"""Pages that list the files of a walk through the code. What they name exists, and the walks stay short."""
 
 import ast
 import re
@@ -9,13 +9,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "dit_lora"
 CLIP_TO_LOSS = PACKAGE / "training" / "tasks" / "diffusion" / "precompute.py"
 CHECKPOINT_CONTENT = PACKAGE / "training" / "checkpoint_state.py"
-MAX_CLIP_FILES, MAX_CHECKPOINT_FILES = 18, 5
+LOOP = PACKAGE / "training" / "loop.py"
+FAMILY_PAGE = PACKAGE.parent / "docs" / "adding_a_family.md"
+MAX_CLIP_FILES, MAX_CHECKPOINT_FILES, MAX_NAN_FILES, MAX_FAMILY_FILES = 18, 5, 12, 6
 
 
 def read_docstring(module: Path) -> str:
     text = ast.get_docstring(ast.parse(module.read_text()))
     assert text
-    return text
+    # Above it, the loop's docstring is about the step.
+    return text[max(0, text.find("From a NaN loss")) :]
 
 
 def list_files(text: str) -> list[str]:
@@ -24,7 +27,7 @@ def list_files(text: str) -> list[str]:
 
 def find_missing(text: str) -> list[str]:
     """Files and functions that a docstring names and that do not exist; functions are looked up in its files."""
-    missing, sources = [], [CLIP_TO_LOSS.read_text(), CHECKPOINT_CONTENT.read_text()]
+    missing, sources = [], [module.read_text() for module in (CLIP_TO_LOSS, CHECKPOINT_CONTENT, LOOP)]
     for name in list_files(text):
         paths = [path for path in PACKAGE.rglob("*.py") if path.as_posix().endswith(f"/{name}")]
         sources += [path.read_text() for path in paths]
@@ -40,13 +43,25 @@ def test_a_missing_file_or_function_is_noticed() -> None:
     assert find_missing(text) == ["training/no_such.py", "collect_nothing"]
 
 
-@pytest.mark.parametrize("module", [CLIP_TO_LOSS, CHECKPOINT_CONTENT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("module", [CLIP_TO_LOSS, CHECKPOINT_CONTENT, LOOP], ids=lambda path: path.stem)
 def test_all_that_a_walk_names_exists(module: Path) -> None:
     assert find_missing(read_docstring(module)) == []
 
 
 def test_a_clip_passes_few_files_to_its_loss() -> None:
     assert 12 < len(list_files(read_docstring(CLIP_TO_LOSS))) <= MAX_CLIP_FILES
+
+
+def test_a_nan_passes_few_files_to_the_quarantine() -> None:
+    # The walk begins in the loop itself.
+    assert 8 < len({"loop.py", *list_files(read_docstring(LOOP))}) <= MAX_NAN_FILES
+
+
+def test_few_files_are_read_before_a_family_is_written() -> None:
+    steps = re.findall(r"^\d\. .*$", FAMILY_PAGE.read_text().partition("\n## ")[0], flags=re.MULTILINE)
+    assert 4 < len(steps) <= MAX_FAMILY_FILES
+    for path in re.findall(r"`((?:families|tests)/[\w/]+\.py)`", "\n".join(steps)):
+        assert (PACKAGE / path).exists() or (PACKAGE.parent / path).exists(), path
 
 
 def test_each_part_of_a_checkpoint_is_changed_in_few_files() -> None:

@@ -70,8 +70,8 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
 def _list_components(folder: Path) -> list[str]:
     try:
         named = read_typed_json(folder / INDEX_FILE, dict[str, Any])
-    except (OSError, ValueError) as error:
-        raise DitLoraError(f"cannot read {folder / INDEX_FILE}: {error}") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot read {folder / INDEX_FILE}: {error.strerror or error}") from error
     return [
         name
         for name, value in named.items()

@@ -80,6 +80,8 @@ def caption(
     """
     if port is not None and not serve:
         raise DitLoraError(f"--port {port} needs --serve")
+    if model is None and (base, prompt, frames) != (None, None, None):
+        raise DitLoraError("--base, --prompt and --frames need --model: without it, only the page is written")
     if add_trigger and trigger is None:
         raise DitLoraError("--add-trigger needs --trigger")
     if undo or list_files or replace or add_trigger:

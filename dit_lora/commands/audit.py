@@ -66,7 +66,7 @@ class Audit:
         lines = []
         for sample in self.audited_samples:
             if sample.verdict == "reject":
-                reasons = [f"{f.code}: {f.words}" for f in sample.findings if f.verdict == "reject"]
+                reasons = [f"{f.code}: {f.message}" for f in sample.findings if f.verdict == "reject"]
                 lines.append(make_one_line(f"reject  {sample.file}: {'; '.join(reasons)}"))
         if len(lines) > _MAX_SHOWN_REJECTS:
             lines = [*lines[:_MAX_SHOWN_REJECTS], f"and {len(lines) - _MAX_SHOWN_REJECTS} more; --json lists all"]

@@ -140,7 +140,7 @@ def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[Audited
         if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
             continue
-        moved = [replace(finding, words=f"from {start} on: {finding.words}") for finding in findings]
+        moved = [replace(finding, message=f"from {start} on: {finding.message}") for finding in findings]
         by_clip.setdefault(clip, []).extend(moved)
     return by_clip
 

@@ -208,6 +208,9 @@ def _format_cache(name: str, values: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {count:,} of {kind}: {size / 2**20:,.1f} MiB"
     problems = values.get("problems", [])
     for entry in problems[:_MAX_SHOWN_PROBLEMS]:
-        yield f"  {entry['kind']}: {entry['sample'] or entry['key'] or ''} in {entry['path']}: {entry['words']}"
+        entry_name = entry["sample"] or entry["key"]
+        # A shard that cannot be read has no entry to name; the message names the file.
+        location = f"{entry_name} in {entry['path']}: " if entry_name else ""
+        yield f"  {entry['kind']}: {location}{entry['words']}"
     if len(problems) > _MAX_SHOWN_PROBLEMS:
         yield f"  and {len(problems) - _MAX_SHOWN_PROBLEMS} more; --json lists all"

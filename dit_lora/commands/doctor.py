@@ -20,6 +20,8 @@ from dit_lora.environment.versions import (
 from dit_lora.fuse import kernel_support
 from dit_lora.terminal import make_printable
 
+_LAUNCH_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+"""Values of an Accelerate config's `distributed_type` that a run does not refuse."""
 _PROBLEM_FIELDS = ("id", "severity", "what", "source", "remedy")
 
 
@@ -110,6 +112,9 @@ def find_launch_config_problem(config: Mapping[str, Any], env: Environment) -> s
     None if nothing.
     """
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
+    # The config of a cloud job has kinds of its own.
+    if kind not in _LAUNCH_KINDS and config.get("compute_environment", "LOCAL_MACHINE") == "LOCAL_MACHINE":
+        return f"distributed_type {kind} is not supported; give one of {', '.join(_LAUNCH_KINDS)}"
     requested = get_num_launch_processes(config)
     # accelerate/commands/launch.py starts these kinds with simple_launcher, all others with torchrun.
     is_single = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")

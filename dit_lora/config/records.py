@@ -386,6 +386,8 @@ def validate_value(value: Any, value_type: type[T], description: str) -> T:
         # The first problem is enough: the file is refused as a whole.
         problem = error.errors(include_url=False)[0]
         # Shortened and escaped, because names and values come from the file.
-        field = ".".join(make_one_line(part)[:80] for part in problem["loc"]) or "the whole"
+        field = ".".join(make_one_line(part)[:80] for part in problem["loc"])
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
-        raise ParseError(f"{description} is damaged: {field}: {make_one_line(problem['msg'])}; got {got}") from error
+        # No field if the value itself has the wrong type.
+        location = f"{field}: " if field else ""
+        raise ParseError(f"{description} is damaged: {location}{make_one_line(problem['msg'])}; got {got}") from error

@@ -23,7 +23,7 @@ class CommandJob:
 
     job_id: str
     arguments: Sequence[str]
-    """The words after `dit-lora`."""
+    """The arguments after `dit-lora`."""
     log: Path
     page: str
     """Address of the run or data set that it is about."""

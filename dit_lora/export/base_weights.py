@@ -169,12 +169,15 @@ class StoredWeights:
 
 def _require_class(source: str, folder: Path, expected_class: Any) -> None:
     """Raise `DitLoraError` for a folder with another model class, or a quantized model."""
-    config = read_typed_json(folder / "config.json", dict[str, Any]) if (folder / "config.json").is_file() else {}
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise DitLoraError(f"{source} is not a checkpoint of a {expected_class.__name__}: it has no {config_file}")
+    config = read_typed_json(config_file, dict[str, Any])
     class_name = config.get("_class_name")
     if class_name != expected_class.__name__:
         raise DitLoraError(
-            f"{source} has a {class_name or 'folder without config.json'} in {folder.name}, and "
-            f"{expected_class.__name__} is asked for: a difference is of two checkpoints of one architecture"
+            f"the {folder.name} of {source} is a {class_name} and not a {expected_class.__name__}; "
+            "give two checkpoints of one architecture"
         )
     if "quantization_config" in config:
         raise _make_quantization_error(source, [f"{folder.name}/config.json: quantization_config"])

@@ -186,8 +186,8 @@ def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
     file = path / name
     try:
         return read_typed_json(file, dict[str, Any])
-    # A missing file usually means a wrong folder; other errors mean a damaged file.
+    # A missing file usually means a wrong folder. A `ParseError` names the file itself.
     except FileNotFoundError as error:
         raise DitLoraError(f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}") from error
-    except (OSError, ValueError) as error:
-        raise DitLoraError(f"cannot read {file}: {error}") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot read {file}: {error.strerror or error}") from error

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class CheckFinding:
 
     check: str
     ok: bool
-    words: str
+    message: str
     fatal: bool
     """True if a run must not start. A finding that is neither ok nor fatal is a warning."""
 
@@ -231,7 +231,11 @@ def check_with_cache(
 def store_findings(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
     """Store check results in a file, under the facts that they depend on."""
     results_by_key = {**_read_cache(path), compute_fingerprint(facts): findings}
-    entries = {key: [asdict(finding) for finding in results] for key, results in results_by_key.items()}
+    # In files the message is called `words`.
+    entries = {
+        key: [{"check": f.check, "ok": f.ok, "words": f.message, "fatal": f.fatal} for f in results]
+        for key, results in results_by_key.items()
+    }
     write_atomically(path, json.dumps({"version": _CACHE_VERSION, "found": entries}, indent=1))
 
 
@@ -251,7 +255,10 @@ def _read_cache(path: Path) -> dict[str, list[CheckFinding]]:
         if stored["version"] != _CACHE_VERSION:
             return {}
         findings_by_key = stored["found"]
-        return {key: [CheckFinding(**f) for f in findings] for key, findings in findings_by_key.items()}
+        return {
+            key: [CheckFinding(f["check"], f["ok"], f["words"], f["fatal"]) for f in findings]
+            for key, findings in findings_by_key.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, or one torn or written by another version
 

@@ -33,7 +33,7 @@ class ComparePage:
     def show(self, request: Request) -> Response:
         run_ids = list(dict.fromkeys(request.query_params.getlist("run")))
         if not _MIN_RUNS <= len(run_ids) <= _MAX_RUNS:
-            message = f"choose {_MIN_RUNS} to {_MAX_RUNS} runs, and not {len(run_ids)}; go back to the list of runs"
+            message = f"choose {_MIN_RUNS} to {_MAX_RUNS} runs, not {len(run_ids)}; go back to the list of runs"
             raise HTTPException(400, message)
         folders = [self._library.get_folder(run_id) for run_id in run_ids]
         runs = [RunReader(folder).read() for folder in folders]

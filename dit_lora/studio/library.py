@@ -47,7 +47,7 @@ class RunLibrary:
         folder = self._folders[is_run].get(folder_id) or self._list_folders(is_run=is_run).get(folder_id)
         if folder is None:
             kind = "run" if is_run else "data set"
-            raise HTTPException(404, f"there is no such {kind} below the studio's folders; go back to the list")
+            raise HTTPException(404, f"found no such {kind} below the studio's folders; go back to the list")
         return folder
 
     def get_name(self, folder: Path) -> str:

@@ -15,6 +15,9 @@ from dit_lora.version import __version__
 REMEASURE = "anew"
 """The value of guard.preflight that ignores cached results."""
 
+REUSED = f"result of an earlier run; measured again with guard.preflight={REMEASURE}"
+"""What the report says of a check whose cached result is used."""
+
 
 def get_preflight_cache_path(setup: AnySetup) -> Path:
     """Path of the file with this rank's cached results of checks."""

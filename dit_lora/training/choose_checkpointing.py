@@ -111,7 +111,7 @@ def _measure_with_cache(setup: AnySetup, batch: Spec, integer_inputs: Tensors) -
         cached_finding = next(iter(read_cached_findings(path, facts)), None)
     # The text of the finding is the result as JSON.
     if cached_finding is not None:
-        cached_peaks: PeakBytes = parse_json(cached_finding.words)
+        cached_peaks: PeakBytes = parse_json(cached_finding.message)
         return cached_peaks
     streams = RandomStreams(setup.recipe.train.seed, range(setup.recipe.train.batch_size))
     peaks = measure_activations(

@@ -145,7 +145,9 @@ class RunCallbacks(LoopCallbacks):
         recipe = run.recipe
         if session.phases.end_first_step() and session.is_main:
             session.phases.write(session.dir)
-            session.say(f"first step after {session.phases.format_start()}")
+            slow_start = session.phases.describe_slow_start()
+            if slow_start is not None:
+                session.say(f"first step after {slow_start}")
         # The step is taken: what fails from here on must not lose it.
         with _save_on_error(run, result.step):
             # Only healthy steps come here: the average never sees a failed step.

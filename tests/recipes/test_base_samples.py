@@ -1,5 +1,6 @@
 """Samples of the base: equal runs share them by way of the cache, and nothing else does."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dit_lora.commands.cache import count_cache_entries
 from dit_lora.data.cache.cache import TensorCache, make_entry_key
 from dit_lora.families.cogvideox.text_to_video import CogVideoXSampler
 from dit_lora.training import choose_checkpointing
+from dit_lora.training.check_cache import REUSED
 from dit_lora.training.tasks.diffusion import base_samples
 from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, BaseSamples, find_samples_of_prompts
 
@@ -24,7 +26,6 @@ def test_a_second_run_writes_the_cached_samples_of_its_base(
     smoke: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also with another seed. A damaged sample is generated again."""
     seeds: list[int] = []
@@ -49,7 +50,6 @@ def test_a_second_run_writes_the_cached_samples_of_its_base(
     all_seeds, first = run("first")
     # Before training, and after it.
     assert all_seeds == [0, 1, 0, 1]
-    capsys.readouterr()
     # So are the bytes of activations.
     checks = tmp_path / "cache" / "preflight_0.json"
     counted = re.sub(r'(?<="words": )"{.*}"', r'"{\\"none\\": 7}"', checks.read_text())
@@ -64,7 +64,8 @@ def test_a_second_run_writes_the_cached_samples_of_its_base(
 
     monkeypatch.setattr(choose_checkpointing, "advise_checkpointing", noting_peaks)
     assert run("again", "train.seed=7") == ([0, 1], first)
-    assert "samples: using the cached ones for step 0" in capsys.readouterr().err
+    phases = json.loads((tmp_path / "again" / "phases.json").read_text())
+    assert phases["reductions"]["samples at step 0"] == REUSED
     assert peaks == [{"none": 7}]
     assert not same_adapter(tmp_path / "first", tmp_path / "again")
 

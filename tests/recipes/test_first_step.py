@@ -147,7 +147,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
     monkeypatch.setattr(CogVideoXDenoiser, "losses", counted)
     monkeypatch.setattr(checking, "_check_with_cache", judged)
     lora_main([*smoke, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
-    messages = {finding.check: finding.words for finding in findings}
+    messages = {finding.check: finding.message for finding in findings}
     assert messages["attention"].startswith("all 1 attention calls")
     assert messages["attention backend math"].startswith("correct for 1 of 1 calls")
 

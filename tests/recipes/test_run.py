@@ -18,6 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.check_cache import REUSED
 from dit_lora.verify.output_fingerprint import SEED
 
 Main = Callable[[list[str]], None]
@@ -246,7 +247,7 @@ def test_a_bad_clip_is_left_out_of_the_eval_loss_and_said(
 
 
 def test_the_eval_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
-    lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lora_main: Main, smoke: list[str], tmp_path: Path
 ) -> None:
     """And that of a trained adapter is measured, always."""
     args = [*smoke, "train.steps=2", "guard.parity_every=0", "guard.preflight=true"]
@@ -255,7 +256,8 @@ def test_the_eval_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
     def losses(name: str, *settings: str) -> tuple[list[float], bool]:
         lora_main([*args, f"run.dir={tmp_path / name}", *settings])
         eval_losses = [line["eval_loss"] for line in lines(tmp_path / name, "eval_loss.jsonl")]
-        return eval_losses, "using the cached value" in capsys.readouterr().err
+        phases = json.loads((tmp_path / name / "phases.json").read_text())
+        return eval_losses, phases["reductions"].get("eval loss at step 0") == REUSED
 
     first_losses, was_known = losses("first")
     assert not was_known

@@ -14,7 +14,7 @@ class Finding:
 
     code: str
     """A short name that tools may rely on, for instance `too_short`."""
-    words: str
+    message: str
     """Message for people, with the numbers."""
     verdict: Verdict
     remedy: str = ""
@@ -52,4 +52,4 @@ class AuditedSample:
     @property
     def reasons(self) -> list[str]:
         """Code and message of each of a sample's findings, one line each."""
-        return [f"{finding.code}: {finding.words}" for finding in self.findings]
+        return [f"{finding.code}: {finding.message}" for finding in self.findings]

@@ -48,7 +48,9 @@ class AuditMemo:
         if not line:
             return None
         record = parse_json(line)
-        faults = tuple(Finding(**fault) for fault in record["faults"])
+        faults = tuple(
+            Finding(fault["code"], fault["words"], fault["verdict"], fault["remedy"]) for fault in record["faults"]
+        )
         thumbnail = base64.b64decode(record["thumbnail"]) if record["thumbnail"] else None
         return ProbedFile(faults, record["facts"], thumbnail, record["broke"])
 
@@ -57,7 +59,12 @@ class AuditMemo:
         key = _make_key(media, digest)
         # JSON cannot hold bytes, so the thumbnail is stored as base64.
         thumbnail = base64.b64encode(probed_file.thumbnail).decode() if probed_file.thumbnail else None
-        self._lines[key] = json.dumps({"key": key, **asdict(probed_file), "thumbnail": thumbnail})
+        # In files the message is called `words`.
+        faults = [
+            {"code": fault.code, "words": fault.message, "verdict": fault.verdict, "remedy": fault.remedy}
+            for fault in probed_file.faults
+        ]
+        self._lines[key] = json.dumps({"key": key, **asdict(probed_file), "faults": faults, "thumbnail": thumbnail})
         self._has_changes = True
         if time.monotonic() - self._last_saved_s > _SAVE_INTERVAL_S:
             self.save()

@@ -39,7 +39,7 @@ def check_references_and_mask(
                 continue
             # The missing file is the reference and not the sample, so it gets a code of its own.
             code = "reference_missing" if finding.code == "missing" else finding.code
-            message = f"{reference_name} {reference.name}: {finding.words}"
+            message = f"{reference_name} {reference.name}: {finding.message}"
             verdict = "warn" if code in _WARNING_CODES else finding.verdict
             yield Finding(code, message, verdict, finding.remedy)
         if not (_has_pictures(target) and _has_pictures(probed_reference)):
@@ -172,7 +172,7 @@ def _check_reference_size(
 def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> Iterator[Finding]:
     for finding in probed_mask.faults:
         code = "mask_missing" if finding.code == "missing" else finding.code
-        yield replace(finding, code=code, words=f"its mask {mask.media.name}: {finding.words}")
+        yield replace(finding, code=code, message=f"its mask {mask.media.name}: {finding.message}")
     if not _has_pictures(probed_mask):
         return
     facts = probed_mask.facts

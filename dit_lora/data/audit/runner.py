@@ -191,7 +191,7 @@ def _audit_clip(
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
         for finding in collect_findings(clip.image, probes[clip.image], None):
-            findings.append(replace(finding, words=f"its first image: {finding.words}"))
+            findings.append(replace(finding, message=f"its first image: {finding.message}"))
     findings += check_references_and_mask(clip, probes, media_digests, requirements)
     facts = probes[clip.media].facts | compute_pair_facts(clip, probes)
     if clip.media in media_digests:

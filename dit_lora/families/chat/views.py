@@ -121,5 +121,5 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         return read_typed_json(file, dict[str, Any])
-    except (OSError, ValueError) as error:
-        raise DitLoraError(f"cannot read {file}: {error}") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot read {file}: {error.strerror or error}") from error

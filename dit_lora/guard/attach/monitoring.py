@@ -209,7 +209,7 @@ class HealthyStepChecks:
         ]
         for finding in findings:
             if not finding.ok:
-                self._report(make_observation_event(step, "preflight", f"{finding.check}: {finding.words}"))
+                self._report(make_observation_event(step, "preflight", f"{finding.check}: {finding.message}"))
         self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
         self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")

@@ -146,7 +146,9 @@ def read_released(path: Path) -> ReleasedFile:
             "trust it, save only its weights: torch.save(torch.load(old, weights_only=False)['model'], new)"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
+        # torch explains itself over several sentences; the first has the reason.
+        reason = str(error).partition(". ")[0]
+        raise DitLoraError(f"{path} cannot be read as a .pth file: {reason}") from error
     other_keys: tuple[str, ...] = ()
     # A checkpoint of a training run has its weights under `model`.
     if isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):

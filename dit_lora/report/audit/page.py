@@ -72,7 +72,7 @@ def write_audit_page(
     hidden = Counter(sample.verdict for sample in samples) - Counter(sample.verdict for sample in shown_samples)
     # Findings about latents or embeddings.
     outliers = [
-        (finding.verdict, sample.file, finding.words)
+        (finding.verdict, sample.file, finding.message)
         for sample in samples
         for finding in sample.findings
         if finding.code.startswith(("latent_", "embedding_"))
@@ -205,7 +205,7 @@ def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:
         for sample in samples
         for finding in sample.findings
         if finding.code in ("duplicate_clip", "near_duplicate_clip")
-        and (original := _find_trailing_name(finding.words, files))
+        and (original := _find_trailing_name(finding.message, files))
     }
     groups: dict[str, list[str]] = {}
     for file in parents:

@@ -153,7 +153,7 @@ class CaptionEdits:
     def _build_state(self, table: CaptionTable, name: str) -> CaptionState:
         caption = table.captions.get(name, "")
         findings = [
-            {"verdict": finding.verdict, "code": finding.code, "words": finding.words}
+            {"verdict": finding.verdict, "code": finding.code, "words": finding.message}
             for finding in self._findings.update(table).get(name, [])
         ]
         return CaptionState(caption, compute_caption_version(caption), findings)

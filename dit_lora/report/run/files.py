@@ -208,7 +208,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(f"{folder} is not a run: it has no config.yaml; give the folder in run.dir") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DitLoraError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise DitLoraError(

@@ -50,7 +50,7 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
 
 
 def list_reductions(run: RunFiles) -> dict[str, str]:
-    """The checks that the run reduced because it is short, each with its size, from phases.json."""
+    """The checks that the run did not make in full, each with what it did, from phases.json."""
     return {str(name): str(text) for name, text in ensure_dict(run.phases.get("reductions")).items()}
 
 

@@ -34,7 +34,7 @@ from dit_lora.guard.replay import MicroBatch, get_cuda_devices
 from dit_lora.guard.stored_precision import check_stored_precision, read_stored_dtype
 from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_all_ranks
 from dit_lora.numerics.saturation import has_fp16_saturation
-from dit_lora.training.check_cache import REMEASURE, get_preflight_cache_path
+from dit_lora.training.check_cache import REMEASURE, REUSED, get_preflight_cache_path
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.parity_batches import (
@@ -89,7 +89,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
             "data.width, data.buckets), or set train.checkpointing=full"
         )
     # All problems in one error, so that a user can fix them together.
-    fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
+    fatal = [f"{f.check}: {f.message}" for f in findings if not f.ok and f.fatal]
     if fatal:
         error = DitLoraError(format_list("the run cannot train; guard.preflight found", fatal))
     # Every rank gets here, whatever happened above: a rank that raised by itself would leave the others waiting.
@@ -100,7 +100,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
         events += _check_kernels(setup, recovery, parity_watch)
     for finding in findings:
         if not finding.ok:
-            setup.session.say(f"warning: {finding.check}: {finding.words}")
+            setup.session.say(f"warning: {finding.check}: {finding.message}")
     return events
 
 
@@ -266,7 +266,7 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     num_passes = parity_watch.choose_preflight_passes()
     memory = ParityCache(setup, recovery, parity_watch, batches, num_passes)
     if memory.has_passed_before:
-        setup.session.say("guard: kernels match the reference (cached result)")
+        setup.session.phases.reductions["kernels at the start"] = REUSED
         return []
     if num_passes < MIN_PASSES:
         setup.session.phases.reductions["kernels at the start"] = (

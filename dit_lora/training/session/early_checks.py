@@ -20,7 +20,7 @@ _RUN_FILES = ("config.yaml", "metrics.jsonl", "eval_loss.jsonl", "held_out.jsonl
 
 
 def require_paths(recipe: Recipe) -> None:
-    """Raise one `DitLoraError` for all local paths of a recipe that are missing, and for an unusable run.dir.
+    """Raise one `DitLoraError` for all local paths of a recipe that are missing, and for an unusable folder.
 
     Names on the Hub are not looked up. The run checks all paths again, with their contents.
     """
@@ -34,6 +34,8 @@ def require_paths(recipe: Recipe) -> None:
         problems.append(f"train.resume: {resume} does not exist; give auto, or a folder in {folder / 'checkpoints'}")
     if quarantine is not None and not Path(quarantine).exists():
         problems.append(f"guard.quarantine: {quarantine} does not exist; give the quarantine.jsonl of a run")
+    if recipe.cache_dir.exists() and not recipe.cache_dir.is_dir():
+        problems.append(f"data.cache: {recipe.cache_dir} is a file; give a folder, which is created")
     try:
         require_run_folder(folder)
         # Both experts have folders of their own, which are checked together when the run starts.

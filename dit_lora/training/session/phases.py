@@ -14,12 +14,10 @@ from dit_lora.files import write_atomically
 
 PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
-_MIN_SHOWN_S = 0.05
-"""Phases shorter than this (seconds) are not listed."""
 _NUM_SHOWN = 3
 """Number of phases in the line of the first step; phases.json and the report have all of them."""
-_MAX_END_COLUMNS = 50
-"""Maximum length of the phases after the last step in a line, without `other`: the line fits 80 columns."""
+_SLOW_START_S = 60.0
+"""A start that takes longer (seconds) is explained in the log; the report explains every start."""
 
 Stage = Literal["before", "training", "after"]
 
@@ -49,7 +47,8 @@ class Phases:
     seconds: dict[Stage, float] = field(default_factory=dict)
     """Wall time of the stages that have ended, including time in no named phase."""
     reductions: dict[str, str] = field(default_factory=dict)
-    """Checks that were reduced because the run is short, each with its size and the option that makes it full."""
+    """Checks that were not made in full, because the run is short or an earlier run made them: what was done, and the
+    option that makes them in full."""
     _open_names: list[str] = field(default_factory=list)
     _stage_start: float = field(default_factory=time.perf_counter)
     _first_step_start: tuple[float, float] = (0.0, 0.0)
@@ -122,29 +121,15 @@ class Phases:
         self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._stage_start
         self.stage, self._stage_start = next_stage, now
 
-    def format_start(self) -> str:
-        """The time until the first step, and the phases that took most of it."""
-        phases = [f"{phase.name} {phase.seconds:.1f}" for phase in self._list_longest("before")[:_NUM_SHOWN]]
-        total = f"{self._measure_stage_s('before'):.1f} s"
-        return f"{total}: {', '.join(phases)}" if phases else total
-
-    def format_end(self) -> str:
-        """The time since the last step by phase, the longest first. What does not fit the line is `other`."""
-        total = self._measure_stage_s("after")
-        text, remaining = f"{total:.1f} s: ", total
-        for phase in self._list_longest("after"):
-            part = f"{phase.name} {phase.seconds:.1f}, "
-            if len(text) + len(part) > _MAX_END_COLUMNS:
-                break
-            text += part
-            remaining -= phase.seconds
-        return f"{text}other {max(0.0, remaining):.1f}"
-
-    def _list_longest(self, stage: Stage) -> list[Phase]:
-        """The phases of a stage that are not nested in others and long enough to be shown, the longest first."""
-        phases = [phase for phase in self.entries if phase.stage == stage and "/" not in phase.name]
-        long_phases = [phase for phase in phases if phase.seconds >= _MIN_SHOWN_S]
-        return sorted(long_phases, key=lambda phase: phase.seconds, reverse=True)
+    def describe_slow_start(self) -> str | None:
+        """The time until the first step and the phases that took most of it; None if it took less than a minute."""
+        start_s = self._measure_stage_s("before")
+        if start_s < _SLOW_START_S:
+            return None
+        # Phases that are not nested in others.
+        phases = [phase for phase in self.entries if phase.stage == "before" and "/" not in phase.name]
+        phases.sort(key=lambda phase: phase.seconds, reverse=True)
+        return f"{start_s:.0f} s: {', '.join(f'{phase.name} {phase.seconds:.0f}' for phase in phases[:_NUM_SHOWN])}"
 
     def _measure_stage_s(self, stage: Stage) -> float:
         # The current stage has no recorded end yet.

@@ -7,7 +7,7 @@ from typing import Any
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
 from dit_lora.numerics.ranks import gather_object, is_true_on_all_ranks
-from dit_lora.training.check_cache import REMEASURE, describe_device, get_preflight_cache_path
+from dit_lora.training.check_cache import REMEASURE, REUSED, describe_device, get_preflight_cache_path
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.eval_loss import EvalSample
 from dit_lora.version import __version__
@@ -30,11 +30,11 @@ def compute_base_eval_loss(
         # The file holds one loss for each set of facts.
         cached_finding = next(iter(read_cached_findings(path, facts)), None)
     # The text of the finding is the loss itself, in full precision.
-    losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
+    losses = gather_object([float(cached_finding.message) if cached_finding is not None else None])
     # One rank without a cached loss makes all ranks measure it, because that is collective.
     cached_losses = [loss for loss in losses if loss is not None]
     if len(cached_losses) == len(losses):
-        setup.session.say_once("eval loss: using the cached value for step 0; guard.preflight=anew measures it")
+        setup.session.phases.reductions["eval loss at step 0"] = REUSED
         return cached_losses[0]
     loss, sound = measure()
     # A loss without a damaged sample would differ from later ones, so it is measured again next time.

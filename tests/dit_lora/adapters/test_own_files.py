@@ -104,5 +104,5 @@ def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(checkpoint
 def test_an_index_that_cannot_be_read_is_one_line(checkpoint: Path) -> None:
     for text in ("[1]", "torn", "3"):
         (checkpoint / "model_index.json").write_text(text)
-        with pytest.raises(DitLoraError, match=r"cannot read .*model_index\.json"):
+        with pytest.raises(DitLoraError, match=r"model_index\.json is (not valid JSON|damaged)"):
             list_checkpoint_files(checkpoint)

@@ -160,7 +160,7 @@ def test_the_guard_names_a_frozen_weight_that_is_damaged(transformer: Any, kind:
     assert f"the frozen weight {layer}.{name} has 1 NaN" in verdict.message
     (finding,) = check_base_weights(model)
     assert finding.fatal
-    assert f"{layer}.{name} has 1 NaN" in finding.words
+    assert f"{layer}.{name} has 1 NaN" in finding.message
 
 
 def test_damaged_weights_are_refused_before_a_code_hides_them(transformer: Any) -> None:

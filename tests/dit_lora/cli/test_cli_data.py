@@ -23,6 +23,14 @@ def invoke(*arguments: object, code: int = 0) -> str:
     return result.stdout
 
 
+def test_a_torn_shard_of_a_cache_is_named_once(tmp_path: Path) -> None:
+    shard = tmp_path / "texts" / f"{0:032}.safetensors"
+    shard.parent.mkdir()
+    shard.write_bytes(b"torn")
+    output = invoke("cache", "verify", tmp_path, code=1)
+    assert f"  unreadable: the header of {shard} is incomplete; its entries are lost" in output.splitlines()
+
+
 @pytest.fixture
 def recipe(recipe_values: dict[str, Any], tmp_path: Path) -> Path:
     """A recipe's file, whose data has a cut clip and one listed that is not there."""

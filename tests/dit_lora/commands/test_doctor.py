@@ -132,6 +132,8 @@ def test_a_launch_file_that_is_not_there_is_bad_input(tmp_path: Path):
         (config("MULTI_CPU", 2), ON_CPU, "the run has 1"),
         (config("MULTI_CPU", 2, mpirun_config={"mpirun_ccl": "1"}), ON_CPU, None),
         (config("NO", 2), ON_GPU, "the run has 1"),
+        (config("NOPE", 1), ON_GPU, "distributed_type NOPE is not supported; give one of NO, "),
+        (config("XLA", 1, compute_environment="AMAZON_SAGEMAKER"), ON_GPU, None),
         (config("FSDP", 2), ON_CPU, None),
         (config("FSDP", 1), ON_CPU, "FSDP needs several processes, and this run has one"),
         (config("FSDP", 1), ON_GPU, "FSDP needs several processes, and this run has one"),

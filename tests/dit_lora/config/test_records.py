@@ -23,7 +23,7 @@ CODE = "x; import os; os.system('touch ran')"
 @pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [
-        ("[1]", Manifest, "the whole: Input should be a valid dictionary"),
+        ("[1]", Manifest, "is damaged: Input should be a valid dictionary"),
         ('{"sha256": {"a": 1}}', Manifest, "sha256.a: Input should be a valid string; got 1"),
         (r'{"sha256": {"a\nerror: b": 1}}', Manifest, r"sha256.a\nerror: b: Input should"),
         (r'{"data": {"kind": "a\nerror: b"}}', Facts, r"Input tag 'a\nerror: b'"),

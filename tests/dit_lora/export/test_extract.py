@@ -300,7 +300,7 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     rank_options = ("--rank", 4, *out_option)
     assert "do not differ: there is nothing to extract" in refused(base, base, *rank_options)
     sana = tiny_checkpoints["sana-600m"]
-    assert "a SanaTransformer2DModel in transformer, and CogVideoXTransformer3DModel" in refused(
+    assert "is a SanaTransformer2DModel and not a CogVideoXTransformer3DModel; give" in refused(
         sana, base, *rank_options
     )
     wide_folder = changed(base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)}))

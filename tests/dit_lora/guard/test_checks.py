@@ -66,7 +66,7 @@ def the_one(findings: list[CheckFinding]) -> CheckFinding:
 def test_a_lora_as_attached_passes_every_check_of_weights(transformer: nn.Module) -> None:
     findings = checks.check_trainables(transformer) + checks.check_base_weights(transformer)
     assert [(finding.ok, finding.fatal) for finding in findings] == [(True, False)] * 3
-    assert "all 16 trainable tensors are fp32" in findings[0].words
+    assert "all 16 trainable tensors are fp32" in findings[0].message
 
 
 def test_every_trainable_in_half_precision_is_named_with_its_dtype(transformer: nn.Module) -> None:
@@ -74,9 +74,9 @@ def test_every_trainable_in_half_precision_is_named_with_its_dtype(transformer: 
     transformer.get_parameter(B).data = transformer.get_parameter(B).data.bfloat16()
     finding = the_one(checks.check_trainables(transformer))
     assert finding.fatal
-    assert f"{A} is torch.float16" in finding.words
-    assert f"{B} is torch.bfloat16" in finding.words
-    assert finding.words.count("\n") == 2
+    assert f"{A} is torch.float16" in finding.message
+    assert f"{B} is torch.bfloat16" in finding.message
+    assert finding.message.count("\n") == 2
 
 
 def test_a_model_with_nothing_to_train_is_refused(transformer: nn.Module) -> None:
@@ -89,11 +89,11 @@ def test_a_weight_that_is_not_finite_is_named(transformer: nn.Module) -> None:
         transformer.get_parameter(BASE)[3, 1] = -torch.inf
     finding = the_one(checks.check_trainables(transformer))
     assert finding.fatal
-    assert f"{A} has 1 NaN among 256 values" in finding.words
+    assert f"{A} has 1 NaN among 256 values" in finding.message
     finding = the_one(checks.check_base_weights(transformer))
     assert finding.fatal
-    assert f"{BASE} has 1 Inf" in finding.words
-    assert finding.words.count("\n") == 1
+    assert f"{BASE} has 1 Inf" in finding.message
+    assert finding.message.count("\n") == 1
 
 
 def test_quantised_weights_are_not_looked_at() -> None:
@@ -136,11 +136,11 @@ def test_a_nested_autocast_of_another_dtype_is_named_where_it_begins() -> None:
     run = partial(model, torch.ones(2, 3))
     finding = the_one(checks.check_autocast(model, under_bf16(run), torch.bfloat16))
     assert finding.fatal
-    assert "1.inner runs under torch.float16" in finding.words
-    assert "1.free" not in finding.words
-    assert "1.inner.0" not in finding.words
+    assert "1.inner runs under torch.float16" in finding.message
+    assert "1.free" not in finding.message
+    assert "1.inner.0" not in finding.message
     finding = the_one(checks.check_autocast(model, run, None))
-    assert "the policy is no autocast" in finding.words
+    assert "the policy is no autocast" in finding.message
     assert finding.fatal
 
 
@@ -150,9 +150,9 @@ def test_an_autocast_inside_an_island_is_named_too() -> None:
     model = nn.Sequential(nn.Linear(3, 3), island)
     run = under_bf16(partial(model, torch.ones(2, 3)))
     other_findings, autocast_finding = wrong(checks.check_autocast(model, run, torch.bfloat16))
-    assert "1.inner.1.inner runs under torch.float16" in other_findings.words
+    assert "1.inner.1.inner runs under torch.float16" in other_findings.message
     assert other_findings.fatal
-    assert "1.inner runs without autocast" in autocast_finding.words
+    assert "1.inner runs without autocast" in autocast_finding.message
     assert not autocast_finding.fatal
 
 
@@ -164,8 +164,8 @@ def test_accelerates_autocast_is_no_offence(transformer: nn.Module, forward: Run
 
 def test_an_autocast_that_nobody_opens_is_named(transformer: nn.Module, forward: Run) -> None:
     finding = the_one(checks.check_autocast(transformer, forward, torch.bfloat16))
-    assert "transformer_blocks.0 runs without autocast" in finding.words
-    assert "proj_out runs without autocast" in finding.words
+    assert "transformer_blocks.0 runs without autocast" in finding.message
+    assert "proj_out runs without autocast" in finding.message
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -188,15 +188,15 @@ def test_what_a_cut_graph_does_not_reach_is_named(transformer: nn.Module, backwa
     transformer.get_submodule("transformer_blocks.0").register_forward_hook(cut)
     finding = the_one(check_gradient_flow(transformer, backward))
     assert finding.fatal
-    assert finding.words.count("transformer_blocks.0") == 8
-    assert "transformer_blocks.0.attn1.to_q.lora_B.default.weight: no gradient" in finding.words
-    assert "transformer_blocks.1" not in finding.words
+    assert finding.message.count("transformer_blocks.0") == 8
+    assert "transformer_blocks.0.attn1.to_q.lora_B.default.weight: no gradient" in finding.message
+    assert "transformer_blocks.1" not in finding.message
 
 
 def test_of_gradients_of_zeros_only_bs_is_named(transformer: nn.Module, backward: Run) -> None:
     transformer.get_parameter(B).register_hook(torch.zeros_like)
     finding = the_one(check_gradient_flow(transformer, backward))
-    assert finding.words.endswith(f"  - {B}: a gradient that is all zero")
+    assert finding.message.endswith(f"  - {B}: a gradient that is all zero")
 
 
 def test_bad_and_frozen_gradients_are_named(transformer: nn.Module, backward: Run) -> None:
@@ -207,9 +207,9 @@ def test_bad_and_frozen_gradients_are_named(transformer: nn.Module, backward: Ru
         backward()
 
     finite, frozen = wrong(check_gradient_flow(transformer, leaking))
-    assert f"gradient of {B} has 256 NaN" in finite.words
+    assert f"gradient of {B} has 256 NaN" in finite.message
     assert finite.fatal
-    assert frozen.words.endswith(f"  - {BASE}")
+    assert frozen.message.endswith(f"  - {BASE}")
     assert frozen.fatal
     assert all(parameter.grad is None for parameter in transformer.parameters())
 
@@ -247,7 +247,7 @@ def test_weights_stored_in_fp16_are_judged_by_what_was_probed(
     compute: torch.dtype, peak: float | None, ok: bool, fatal: bool
 ) -> None:
     (finding,) = check_stored_precision(F16, compute, peak)
-    assert (finding.ok, finding.fatal) == (ok, fatal), finding.words
+    assert (finding.ok, finding.fatal) == (ok, fatal), finding.message
 
 
 def test_weights_stored_otherwise_are_refused_in_fp16_alone() -> None:
@@ -259,13 +259,13 @@ def test_weights_stored_otherwise_are_refused_in_fp16_alone() -> None:
 
 def test_a_warning_says_what_was_probed_and_how_near_it_came() -> None:
     (finding,) = check_stored_precision(F16, BF16, 655.04)
-    assert "in torch.float16 and computed in torch.bfloat16; " in finding.words
-    assert "probed on one batch and reach 655, 100 times below" in finding.words
+    assert "in torch.float16 and computed in torch.bfloat16; " in finding.message
+    assert "probed on one batch and reach 655, 100 times below" in finding.message
     (finding,) = check_stored_precision(F16, BF16, 1e6)
-    assert "reach 1e+06, beyond fp16's 65504" in finding.words
-    assert "clamp" in finding.words
+    assert "reach 1e+06, beyond fp16's 65504" in finding.message
+    assert "clamp" in finding.message
     (finding,) = check_stored_precision(F16, BF16, None)
-    assert "was not probed" in finding.words
+    assert "was not probed" in finding.message
 
 
 def test_the_stored_dtype_is_that_of_most_values_over_all_files(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
     findings, disabled = checks.check_attention_backends(cuda_calls, torch.device("cpu"))
     assert not wrong(findings)
     assert disabled == []
-    messages = {finding.check: finding.words for finding in findings}
+    messages = {finding.check: finding.message for finding in findings}
     assert messages["attention backend math"].startswith("correct for 2 of 2 calls")
     assert messages["attention backend cudnn"].startswith("not used: No viable backend")
     assert messages["attention"] == "all 2 attention calls have a correct backend"
@@ -335,10 +335,10 @@ def test_a_wrong_backend_is_named_with_its_call_and_error_and_disabled(
     assert finding.check == "attention backend flash"
     assert not finding.fatal  # the run goes on without it
     assert disabled == ["flash"] == checks.find_wrong_backends(findings)
-    assert "wrong for 1 of 2 calls" in finding.words
-    assert "q 2x4x6x16" in finding.words
-    assert "causal" in finding.words
-    assert f"dq {error:.1e}" in finding.words
+    assert "wrong for 1 of 2 calls" in finding.message
+    assert "q 2x4x6x16" in finding.message
+    assert "causal" in finding.message
+    assert f"dq {error:.1e}" in finding.message
 
 
 def test_a_call_that_only_disabled_backends_get_right_is_fatal(
@@ -348,7 +348,7 @@ def test_a_call_that_only_disabled_backends_get_right_is_fatal(
     findings, disabled = checks.check_attention_backends(calls, torch.device("cpu"))
     assert disabled == ["flash", "math"]
     assert findings[-1].fatal
-    assert findings[-1].words.count("\n") == 2  # both calls
+    assert findings[-1].message.count("\n") == 2  # both calls
 
 
 FACTS = {"torch": "2.13", "dtype": torch.bfloat16, "shape": (1, 2)}

@@ -17,7 +17,7 @@ def test_an_a_whose_b_is_not_zero_needs_a_gradient_too() -> None:
 
     def wrong() -> list[str]:
         findings = check_gradient_flow(model, lambda: model(x).square().sum().backward())
-        return [finding.words for finding in findings if not finding.ok]
+        return [finding.message for finding in findings if not finding.ok]
 
     assert not wrong()  # a new adapter: every B is zero, and so is A's gradient
     with torch.no_grad():

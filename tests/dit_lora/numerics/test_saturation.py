@@ -36,6 +36,6 @@ def test_activations_beyond_fp16_are_right_where_the_model_repeats_its_limit(
 ) -> None:
     (finding,) = check_stored_precision(F16, compute, 1e6, saturates=True)
     assert finding.ok
-    assert "limit of 65504 repeated" in finding.words
+    assert "limit of 65504 repeated" in finding.message
     (finding,) = check_stored_precision(BF16, F16, 1e6, saturates=True)
     assert finding.fatal  # another mistake, that it does not cover

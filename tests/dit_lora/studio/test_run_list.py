@@ -122,7 +122,7 @@ def test_every_run_below_the_folders_is_listed_and_no_link_followed(app: ASGIApp
     shutil.rmtree(root / "kitten")
     assert client.get("/").text.count("data-key=") == 1
     shutil.rmtree(root)
-    assert "No run is below" in client.get("/").text
+    assert "Found no runs below" in client.get("/").text
 
 
 def test_two_hundred_runs_are_listed_in_half_a_second(tmp_path: Path) -> None:

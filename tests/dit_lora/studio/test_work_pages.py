@@ -90,7 +90,7 @@ def test_a_save_is_sampled_again(client: StudioClient, folder: Path, run_path: s
     work = f"{run_path}work"
     page = client.get(work).text
     assert "step 20, eval loss 2" in page
-    assert "Train on from the last save" in page
+    assert "Continue training from the last save" in page
     save = f"10@{get_choice(client, work, 10)}"
     good = {"save": save, "prompt": "-a cat's <hat>", "strengths": "0, 0.5,1", "seed": "7", "inference_steps": "20"}
     for changes in (
@@ -178,7 +178,7 @@ def test_what_a_chat_model_or_a_whole_model_cannot_do_is_not_offered(
     assert "Sample again" not in page
     assert "Export" not in page.split("</nav>")[1]
     shutil.rmtree(folder / "checkpoints")
-    assert "no save with an adapter yet" in client.get(f"{run_path}work").text
+    assert "has saved no adapter yet" in client.get(f"{run_path}work").text
 
 
 def test_a_save_is_marked_as_best_and_what_was_measured_stays(

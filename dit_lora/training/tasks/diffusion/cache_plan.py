@@ -188,7 +188,7 @@ class Encoding:
         # Check decoded frames before encoding: a black clip would be cached as good.
         for finding in collect_frame_findings(video):
             if finding.verdict == "reject":
-                raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
+                raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.message}")
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
@@ -414,7 +414,7 @@ def find_rejected_files(
     rejected = {}
     for result in audit_from_memo(clips, data, memo=memo, digests=digests, shapes=shapes):
         # Warnings do not reject a file.
-        reasons = [f"{f.code}: {f.words}" for f in result.findings if f.verdict == "reject"]
+        reasons = [f"{f.code}: {f.message}" for f in result.findings if f.verdict == "reject"]
         if reasons:
             rejected[result.file] = f"{result.file}: {'; '.join(reasons)}"
     return rejected

@@ -33,7 +33,10 @@ def quantize_if_requested(recipe: Recipe, model: nn.Module, patterns: GroupPatte
 
 
 def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
-    """Patch in the recipe's kernels; returns lines that name them. Preflight compares them later."""
+    """Patch in the recipe's kernels; returns lines about them for the log. Preflight compares them later.
+
+    Without a GPU there is none, unless the recipe sets a kernel to `on` or names an attention backend.
+    """
     ops = recipe.kernels.get_op_modes()
     # Without preflight nobody compares the Triton kernels: `auto` leaves them out, a kernel set to `on` is used.
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in OPS_WITHOUT_TRITON]
@@ -47,9 +50,9 @@ def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
         # Only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly.
         attention = "native"
     report = fuse(transformer, ops, attention=attention, check=False)
-    # Without a GPU no Triton kernel can run, which is no news.
     if not torch.cuda.is_available():
-        return str(replace(report, unavailable={}))
+        has_request = "on" in ops.values() or recipe.kernels.attention != "auto"
+        return str(replace(report, unavailable={})) if has_request else ""
     if not recipe.guard.preflight:
         return f"{report}\nkernels: {', '.join(unchecked)} are off: guard.preflight, which compares them, is off"
     return str(report)

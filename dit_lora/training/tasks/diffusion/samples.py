@@ -214,7 +214,7 @@ def describe_read_error(media: Media, error: ClipError) -> str:
     rejects = [finding for finding in collect_findings(media, probe_file(media), None) if finding.verdict == "reject"]
     if not rejects:
         return str(error)
-    return f"{media.name}: " + "; ".join(f"{finding.code}: {finding.words}" for finding in rejects)
+    return f"{media.name}: " + "; ".join(f"{finding.code}: {finding.message}" for finding in rejects)
 
 
 def read_headers(media: Sequence[Media], recipe: Recipe, *, quiet: bool) -> list[VideoHeader | ClipError]:

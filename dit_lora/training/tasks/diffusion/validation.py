@@ -19,6 +19,7 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.latents import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
+from dit_lora.training.check_cache import REUSED
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, run_with_shared_errors
@@ -84,7 +85,7 @@ def _prepare_samples(setup: Setup[DiffusionTrainingData, Checkpoint], step: int,
         if not base_samples.restore(index, _get_sample_path(session, step, index))
     }
     if not missing:
-        session.say("samples: using the cached ones for step 0; guard.preflight=anew makes new ones")
+        session.phases.reductions["samples at step 0"] = REUSED
     return _PendingSamples(missing, base_samples)
 
 

@@ -127,7 +127,7 @@ def test_each_kind_gets_its_verdict(audited: dict[str, Findings], kind: Kind) ->
     assert verdict_of(findings_by_file[kind.file]) == kind.verdict, findings_by_file[kind.file]
     codes = {finding.code for finding in findings_by_file[kind.file]}
     assert kind.code in codes if kind.code else not codes
-    assert all(finding.words for finding in findings_by_file[kind.file])
+    assert all(finding.message for finding in findings_by_file[kind.file])
 
 
 @every_kind

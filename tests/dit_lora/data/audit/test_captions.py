@@ -68,17 +68,17 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
     limit = count - 8
     (finding,) = check_captions(clips, tokenizer, limit)["a.mp4"]
     assert (finding.code, finding.verdict) == ("caption_long", "warn")
-    assert f"{count} tokens" in finding.words
-    assert f"reads {limit} tokens" in finding.words
+    assert f"{count} tokens" in finding.message
+    assert f"reads {limit} tokens" in finding.message
     token_ids = tokenizer(caption, truncation=True, max_length=limit)["input_ids"]
     kept_text = tokenizer.decode(token_ids, skip_special_tokens=True).strip()
-    cut_text = finding.words.rpartition("cut off: ")[2].strip("'")
+    cut_text = finding.message.rpartition("cut off: ")[2].strip("'")
     assert (kept_text + cut_text).replace(" ", "") == caption.replace(" ", "")
 
 
 def test_lengths_that_the_caller_has_are_not_counted_again() -> None:
     (finding,) = check_captions([clip("a cat")], build_t5_tokenizer(), 226, lengths={"a cat": 227})["a.mp4"]
-    assert "227 tokens" in finding.words
+    assert "227 tokens" in finding.message
 
 
 def test_without_a_tokenizer_only_what_is_surely_too_long_is_named() -> None:
@@ -86,7 +86,7 @@ def test_without_a_tokenizer_only_what_is_surely_too_long_is_named() -> None:
     assert judge("word " * 512) == []
     (finding,) = judge("word " * 512 + "end")
     assert codes([finding]) == [("caption_long", "warn")]
-    assert finding.words.endswith("cut off: 'end'")
+    assert finding.message.endswith("cut off: 'end'")
     assert codes(judge("word " * 80, None, 77)) == [("caption_long", "warn")]
 
 
@@ -97,14 +97,14 @@ def test_without_a_tokenizer_only_what_is_surely_too_long_is_named() -> None:
 def test_well_known_special_tokens_are_found_without_a_tokenizer(token: str) -> None:
     (finding,) = judge(f"a cat {token} sits")
     assert codes([finding]) == [("caption_reserved_token", "warn")]
-    assert token in finding.words
+    assert token in finding.message
 
 
 def test_every_special_token_of_the_tokenizer_is_found(tokenizer: Any) -> None:
     for token in tokenizer.all_special_tokens:
         (finding,) = judge(f"a cat{token}sits", tokenizer, 226)
         assert codes([finding]) == [("caption_reserved_token", "warn")]
-        assert token in finding.words
+        assert token in finding.message
 
 
 def test_added_tokens_are_reserved_too_unless_they_are_punctuation() -> None:
@@ -122,7 +122,7 @@ def test_the_same_caption_on_several_clips_is_one_warning_for_each() -> None:
     assert set(findings) == {"1.mp4", "2.mp4", "3.mp4"}
     for (finding,) in findings.values():
         assert codes([finding]) == [("caption_duplicate", "warn")]
-        assert "2 other clips" in finding.words
+        assert "2 other clips" in finding.message
 
 
 def test_windows_of_one_clip_share_its_caption() -> None:
@@ -152,7 +152,7 @@ def test_class_names_and_captions_of_a_whole_source_may_repeat() -> None:
 def test_what_is_no_text_is_a_warning(caption: str, words: str) -> None:
     (finding,) = judge(caption)
     assert codes([finding]) == [("caption_not_text", "warn")]
-    assert words in finding.words
+    assert words in finding.message
 
 
 def test_half_a_utf_16_pair_is_rejected_where_the_tokenizer_would_fail(tokenizer: Any) -> None:
@@ -162,5 +162,5 @@ def test_half_a_utf_16_pair_is_rejected_where_the_tokenizer_would_fail(tokenizer
         tokenizer([caption])
     findings = judge(caption, tokenizer, 226)
     assert codes(findings) == [("caption_not_text", "reject")]
-    findings[0].words.encode()  # a terminal can show it
+    findings[0].message.encode()  # a terminal can show it
     assert count_caption_tokens([clip(caption)], tokenizer)[caption] > 3

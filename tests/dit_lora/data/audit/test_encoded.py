@@ -135,8 +135,8 @@ def test_what_cannot_be_trained_on_is_rejected_and_left_out_of_the_statistics(
     assert set(findings) == {"5.mp4"}
     (finding,) = findings["5.mp4"]
     assert (finding.code, finding.verdict) == (code, "reject")
-    assert name in finding.words
-    assert words in finding.words
+    assert name in finding.message
+    assert words in finding.message
     assert stats[name]["samples"] == 11
     other_stats = check_encoded(samples[:5] + samples[6:])[1]
     assert stats[name] == other_stats[name]
@@ -169,16 +169,16 @@ def test_a_sample_unlike_the_others_is_named_alone(count: int, name: str, change
     (finding,) = findings["2.mp4"]
     part = "embedding" if name == "prompt_embeds" else "latent"
     assert (finding.code, finding.verdict) == (f"{part}_outlier", "warn")
-    assert finding.words.startswith(f"{name}: ")
-    assert words in finding.words
+    assert finding.message.startswith(f"{name}: ")
+    assert words in finding.message
 
 
 def test_the_words_give_the_value_and_the_usual_one() -> None:
     samples = [(f"{n}.mp4", {"latent": torch.tensor([[[-1.0, 3.0]]])}) for n in range(9)]
     samples.append(("odd.mp4", {"latent": torch.tensor([[[8.0, 12.0]]])}))
     (finding,) = found_in(samples)["odd.mp4"]
-    assert "the mean is 10, and 1 in the median sample" in finding.words
-    assert "and 1 more of its statistics" in finding.words  # the largest magnitude
+    assert "the mean is 10, and 1 in the median sample" in finding.message
+    assert "and 1 more of its statistics" in finding.message  # the largest magnitude
 
 
 def test_wide_tensors_are_judged_whole_and_keep_few_numbers() -> None:
@@ -188,7 +188,7 @@ def test_wide_tensors_are_judged_whole_and_keep_few_numbers() -> None:
     samples[4][1]["embeds"] *= 50
     findings, stats = check_encoded(samples)
     assert set(findings) == {"4"}
-    assert "channel" not in findings["4"][0].words
+    assert "channel" not in findings["4"][0].message
     assert len(stats["embeds"]["mean"]) == 4096
 
 

@@ -24,9 +24,9 @@ def test_every_sample_of_an_unknown_class_is_rejected_with_the_nearest_name() ->
     assert set(findings) == {"GOLDEN_RETRIEVER/0.png", "GOLDEN_RETRIEVER/1.png", "qqqqq/0.png"}
     (finding,) = findings["GOLDEN_RETRIEVER/1.png"]
     assert (finding.code, finding.verdict) == ("label_unknown", "reject")
-    assert "not among the 3" in finding.words
-    assert "nearest is 'golden retriever'" in finding.words
-    assert "nearest" not in findings["qqqqq/0.png"][0].words
+    assert "not among the 3" in finding.message
+    assert "nearest is 'golden retriever'" in finding.message
+    assert "nearest" not in findings["qqqqq/0.png"][0].message
 
 
 def test_a_synonym_of_the_table_is_known_and_counts_for_its_class() -> None:
@@ -38,7 +38,7 @@ def test_a_synonym_of_the_table_is_known_and_counts_for_its_class() -> None:
 @pytest.mark.parametrize("table", [None, ["cat"]])
 def test_no_class_at_all_is_rejected_with_and_without_a_table(table: list[str] | None) -> None:
     findings, _ = check_labels(clips({" ": 1, "cat": 1}), table)
-    assert [finding.words for finding in findings[" /0.png"]] == ["it has no class"]
+    assert [finding.message for finding in findings[" /0.png"]] == ["it has no class"]
     assert "cat/0.png" not in findings
 
 
@@ -49,8 +49,8 @@ def test_classes_far_from_the_median_are_named_once_with_their_counts() -> None:
     assert set(findings) == {"small/0.png", "large/0.png"}
     (small,), (large,) = findings["small/0.png"], findings["large/0.png"]
     assert (small.code, small.verdict) == ("label_imbalance", "warn")
-    assert "'small' has 1 sample, less than a tenth of the median class's 20" in small.words
-    assert "'large' has 201 samples, more than ten times" in large.words
+    assert "'small' has 1 sample, less than a tenth of the median class's 20" in small.message
+    assert "'large' has 201 samples, more than ten times" in large.message
     assert notes == [
         "2 of 7 classes have less than a tenth or more than ten times the median class's 20 samples: "
         "'small' (1), 'large' (201)."

@@ -174,7 +174,7 @@ def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Pat
     good = MediaFile(tmp_path / "a.mp4")
     media = [good, Trap("abort", os.abort), good, Trap("sleep", time.sleep, 3600), good, good]
     probes = dict(workers.probe_all(iter(enumerate(media)), 1, stall_timeout_s=1.5))
-    messages = {number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults}
+    messages = {number: probed.faults[0].message for number, probed in sorted(probes.items()) if probed.faults}
     assert messages == {
         1: "the decoder crashed (SIGABRT)",
         3: "the decoder made no progress for 1.5 s",

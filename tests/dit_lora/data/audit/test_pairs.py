@@ -138,7 +138,7 @@ def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> Non
     }
     finding = samples[3].findings[0]
     assert finding.verdict == "warn"
-    assert finding.words.startswith("its reference has nothing in common with it (likeness ")
+    assert finding.message.startswith("its reference has nothing in common with it (likeness ")
     assert summarise_pairs(samples) == []
     assert samples[0].facts["likeness"][0] > 0.8
     assert "outlines" not in samples[0].facts
@@ -215,17 +215,17 @@ def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) ->
             verdict,
             True,
         ), name
-        message = next(finding.words for finding in sample_by_file[name].findings if finding.code == code)
+        message = next(finding.message for finding in sample_by_file[name].findings if finding.code == code)
         assert message.startswith("its reference ")
         assert media.name in message or code == "reference_small"
-    assert sample_by_file["small"].findings[0].words == ("its reference has 34 x 22 pixels, and the sample 144 x 96")
+    assert sample_by_file["small"].findings[0].message == ("its reference has 34 x 22 pixels, and the sample 144 x 96")
     bad_clip = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
     (sample,) = audit_media([bad_clip], None)
     assert (
-        sample.findings[0].words
+        sample.findings[0].message
         == "its reference 1 is the same picture, from which the model learns to change nothing"
     )
-    assert sample.findings[1].words.startswith(f"its reference 2 {tmp_path}/gone.png: ")
+    assert sample.findings[1].message.startswith(f"its reference 2 {tmp_path}/gone.png: ")
 
 
 def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
 
         (audited,) = audit_media([clip], data, reference_shape=encoded_in)
         assert calls == [(96, 144, VideoShape(1, 96, 144))]
-        return [finding.words for finding in audited.findings if finding.code == "reference_upscaled"]
+        return [finding.message for finding in audited.findings if finding.code == "reference_upscaled"]
 
     assert judged(100, 150) == judged(48, 64) == []
     assert judged(192, 288) == [
@@ -291,8 +291,8 @@ def test_masks_are_judged_beside_their_pictures(tmp_path: Path) -> None:
         == sample_by_file["part"].facts["learned"]
         == pytest.approx(0.5, abs=0.01)
     )
-    assert sample_by_file["clear"].findings[1].words == "it is completely transparent: nothing of it is learned"
-    assert sample_by_file["square"].findings[0].words.startswith("its mask is 256 x 256 and the picture 144 x 96")
+    assert sample_by_file["clear"].findings[1].message == "it is completely transparent: nothing of it is learned"
+    assert sample_by_file["square"].findings[0].message.startswith("its mask is 256 x 256 and the picture 144 x 96")
     assert sample_by_file["fits"].mask is not None
 
 

@@ -83,7 +83,7 @@ def check(path: Path) -> None:
         header = read_header(path)
         assert (header.height, header.width) == tuple(map(round, display_size(probed.facts)))
         assert not any("cannot be" in message for message in messages)
-    messages += [fault.words for fault in probed.faults]
+    messages += [fault.message for fault in probed.faults]
     assert all(message and "\n" not in message for message in messages)
     Digests(path.parent / "memo.json").hash_pixels(MediaFile(path))
     assert time.monotonic() - begins < MAX_S

@@ -161,7 +161,7 @@ def test_the_audit_and_training_have_one_limit_of_pixels(
 def test_the_audit_and_training_have_one_limit_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     media = clip(tmp_path)
     monkeypatch.setattr(opened, "MAX_FRAMES", 7)
-    assert [fault.words[:19] for fault in probe_file(media).faults] == ["more than 7 frames "]
+    assert [fault.message[:19] for fault in probe_file(media).faults] == ["more than 7 frames "]
     with pytest.raises(ClipError, match="more than 7 frames"):
         read_frames(media, frames=9, height=16, width=16, fps=8)
 

@@ -164,6 +164,6 @@ def test_heic_is_refused_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
     assert is_image(tmp_path / "a.heic")
     (fault,) = probe_file(MediaFile(tmp_path / "a.heic")).faults
-    assert "HEIC" in fault.words
+    assert "HEIC" in fault.message
     with pytest.raises(Exception, match="HEIC"):
         read_header(tmp_path / "a.heic")

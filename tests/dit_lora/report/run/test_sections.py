@@ -201,11 +201,11 @@ def test_the_time_of_a_run_is_shown_phase_by_phase(run_dir: Path) -> None:
     assert "other 1.00 s" in " ".join(text.split())
     assert "CPU 0.25 s, 4 times" in text
     assert "After the last step: 1.0 s" in text
-    assert "Reduced, because" not in text
+    assert "not made in full" not in text
     record["reductions"] = {"eval loss": "4 clips"}
     (folder / "phases.json").write_text(json.dumps(record))
     text = report(folder).text
-    assert "Reduced, because the run is short:" in text
+    assert "Checks that were not made in full:" in text
     assert "eval loss: 4 clips" in text
     (folder / "phases.json").write_text('{"phases": [7, {"name": null}], "stages": [1]}')
     assert "Not recorded" in report(folder).text
