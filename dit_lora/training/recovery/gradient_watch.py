@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 from dit_lora.guard.diagnosis import Event
-from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compute_loss_terms, find_gradient_cause
+from dit_lora.guard.gradient_check.cause import (
+    CauseFinding,
+    ReplayableStep,
+    compare_ranks,
+    find_gradient_cause,
+    gather_loss_terms,
+)
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.ranks import RankError, raise_together
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
 from dit_lora.training.choose_checkpointing import choose_checkpointing
@@ -26,11 +33,12 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 
 _EVENT_KIND = "gradient_check"
-_ENGINE_NAMES = {Engine: "DDP", ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
+_ENGINE_NAMES = {ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
 _ADVICE = {
     "recomputation": "; set train.checkpointing=none",
     "offload": "; set train.offload=none",
     "accumulation": "; set train.accumulate=1",
+    "ranks": "; train on one rank to rule out the connection between ranks",
 }
 """What to do about causes that the guard does not switch off itself."""
 
@@ -67,9 +75,9 @@ class GradientWatch:
             return None
         reason = None
         engine = type(self.setup.engine)
-        # The loss of all ranks, and weights or gradients that are sharded, need collective evaluations.
-        if self.setup.accelerator.num_processes > 1 or engine is not Engine:
-            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs a run in one process"
+        # Directions and displacements are those of whole tensors, and ranks of one sample have no loss each.
+        if engine is not Engine:
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, or DDP"
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
@@ -128,7 +136,12 @@ class GradientWatch:
         replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
-        outcome = optional_work.attempt("gradient checks", step, lambda: self._examine(replayable, losses))
+        outcome = optional_work.attempt(
+            "gradient checks",
+            step,
+            lambda: self._examine(replayable, losses),
+            is_collective=self.setup.accelerator.num_processes > 1,
+        )
         self._next_step = step + count_paying_steps(self._num_evaluations)
         # A loss or gradient that is not finite is for the step's gate.
         if outcome is None or not outcome[0].is_finite:
@@ -155,14 +168,18 @@ class GradientWatch:
             raise RolledBackError(step - 1)
 
     def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
-        """Check a step's gradient, and find the cause if it differs from the loss's slope."""
-        report = check_gradient(
-            step.compute_terms,
-            step.parameters,
-            dtype=self.setup.dtype,
-            groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
-            step_loss=compute_loss_terms(losses).double().sum().item(),
-        )
+        """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective."""
+        with raise_together():
+            unequal = compare_ranks(step)
+            if unequal is not None:
+                return unequal
+            report = check_gradient(
+                step.compute_terms,
+                step.parameters,
+                dtype=self.setup.dtype,
+                groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
+                step_loss=gather_loss_terms(lambda: losses).double().sum().item(),
+            )
         if report.result != "differs":
             return report, CauseFinding("unknown", "")
         model = self.setup.transformer
@@ -170,10 +187,13 @@ class GradientWatch:
         fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
         extra_fallbacks = [fallback for fallback in fallbacks if fallback is not None]
         try:
-            return report, find_gradient_cause(step, report, self.recovery.diagnosis_context, extra_fallbacks)
+            with raise_together():
+                return report, find_gradient_cause(step, report, self.recovery.diagnosis_context, extra_fallbacks)
         # That the gradient is wrong is known already, and must not be lost.
         except torch.OutOfMemoryError:
             return report, CauseFinding("unknown", "; a replay to find the cause does not fit into memory")
+        except RankError as error:
+            return report, CauseFinding("unknown", f"; a replay to find the cause failed: {error}")
 
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
         """Note that a step's gradient agrees with the loss, and say so the first time."""
