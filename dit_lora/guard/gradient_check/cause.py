@@ -83,14 +83,18 @@ class ReplayableStep:
     def compare_again(self, comparison: SlopeComparison) -> CheckResult:
         """Compute the step's gradient again, and repeat a comparison that differed. Collective."""
         with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
-            gather_or_raise("backward", self._run_backward)
+            gather_or_raise("backward", self.run_backward)
             average_gradients(self.parameters.values())
             return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=self.dtype)
 
-    def _run_backward(self) -> None:
-        # Each sum of micro-batches starts from no gradient.
+    def run_backward(self) -> list[torch.Tensor]:
+        """Add the gradient of this rank's loss to the parameters'. Returns the losses of each micro-batch, (B,)."""
+        step_losses = []
         for micro_batch in self.micro_batches:
-            (micro_batch.forward().losses.mean() / len(self.micro_batches)).backward()
+            losses = micro_batch.forward().losses
+            (losses.mean() / len(self.micro_batches)).backward()
+            step_losses.append(losses.detach().cpu())
+        return step_losses
 
     def gather_sampled_gradients(
         self, micro_batches: Sequence[MicroBatch], names: Iterable[str]

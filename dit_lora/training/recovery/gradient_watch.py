@@ -3,12 +3,14 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from dit_lora.guard.diagnosis import Event
+from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.gradient_check.cause import (
     CauseFinding,
     ReplayableStep,
@@ -19,6 +21,7 @@ from dit_lora.guard.gradient_check.cause import (
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
 from dit_lora.guard.gradient_check.ranks import RankError, raise_together
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.context_parallel import ContextParallel
@@ -150,22 +153,39 @@ class GradientWatch:
         if report.result == "agrees":
             self._record_sound_step(step, report)
             return
-        # Before the event is written: it names the action.
-        is_switched_off = self._switch_off(finding)
-        message = f"{report.message}{finding.message}{self._describe_action(step, finding)}"
+        should_switch_off = self._should_switch_off(finding)
+        action_text = self._describe_action(step, finding, is_switched_off=should_switch_off)
+        message = f"{report.message}{finding.message}{action_text}"
         event = Event(
             step,
             _EVENT_KIND,
             _build_verdict(report, finding, message),
-            action="fallback" if is_switched_off else "report",
+            action="fallback" if should_switch_off else "report",
             seconds=time.perf_counter() - began,
         )
+        if report.result == "differs":
+            # Before the component is off: a replay switches off what was off in the step.
+            bundle = self.recovery.files.write_gradient_bundle(micro_batches, self._select_gradients(finding), event)
+            event = replace(event, facts={"bundle": bundle} if bundle else {})
         self.recovery.files.write_event(event)
         self.recovery.files.say(f"guard: step {step}: {message}")
-        if is_switched_off:
+        if should_switch_off and finding.fallback is not None:
+            disable_for_run(self.recovery, finding.fallback)
             # Without the component, more may be kept for backward.
             choose_checkpointing(self.setup)
             raise RolledBackError(step - 1)
+
+    def _select_gradients(self, finding: CauseFinding) -> dict[str, torch.Tensor]:
+        """The step's gradient by parameter; if the ranks have different ones, that of the first wrong rank.
+
+        Collective.
+        """
+        parameters = self.setup.transformer.named_parameters()
+        gradients = {name: p.grad for name, p in parameters if p.requires_grad and p.grad is not None}
+        wrong_ranks = finding.evidence.get("ranks")
+        if not wrong_ranks:
+            return gradients
+        return broadcast_object({name: gradient.cpu() for name, gradient in gradients.items()}, wrong_ranks[0])
 
     def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
         """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective."""
@@ -183,12 +203,10 @@ class GradientWatch:
         if report.result != "differs":
             return report, CauseFinding("unknown", "")
         model = self.setup.transformer
-        # These change only how a gradient is computed, so NaN is never diagnosed with them.
-        fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
-        extra_fallbacks = [fallback for fallback in fallbacks if fallback is not None]
         try:
             with raise_together():
-                return report, find_gradient_cause(step, report, self.recovery.diagnosis_context, extra_fallbacks)
+                context = self.recovery.diagnosis_context
+                return report, find_gradient_cause(step, report, context, list_gradient_fallbacks(model))
         # That the gradient is wrong is known already, and must not be lost.
         except torch.OutOfMemoryError:
             return report, CauseFinding("unknown", "; a replay to find the cause does not fit into memory")
@@ -204,20 +222,17 @@ class GradientWatch:
         self._num_evaluations = report.num_evaluations
         self._next_step = step + count_paying_steps(report.num_evaluations)
 
-    def _switch_off(self, finding: CauseFinding) -> bool:
-        """Switch off a component at fault for this run, if the guard may; True if it did."""
+    def _should_switch_off(self, finding: CauseFinding) -> bool:
+        """True if a component at fault is to be switched off for this run."""
         # Without checkpointing or offload, larger samples of a later step might not fit into memory.
         if finding.fallback is None or finding.cause in _ADVICE:
             return False
-        if "fallback" not in self.setup.recipe.guard.on_nonfinite:
-            return False
-        disable_for_run(self.recovery, finding.fallback)
-        return True
+        return "fallback" in self.setup.recipe.guard.on_nonfinite
 
-    def _describe_action(self, step: int, finding: CauseFinding) -> str:
+    def _describe_action(self, step: int, finding: CauseFinding, *, is_switched_off: bool) -> str:
         """The action taken for a cause, or advice for the user, as the end of a sentence."""
         fallback = finding.fallback
-        if fallback is None or fallback.name not in self.recovery.state.switched_off:
+        if fallback is None or not is_switched_off:
             return _ADVICE.get(finding.cause, "")
         text = f"; {fallback.name} stays off for this run, and the step is repeated"
         # Steps that an earlier process trained have not been checked by this one.
@@ -225,6 +240,12 @@ class GradientWatch:
         if first_step >= step:
             return text
         return f"{text}; steps {first_step} to {step - 1} may have been trained with it"
+
+
+def list_gradient_fallbacks(model: nn.Module) -> list[Fallback]:
+    """Fallbacks of components that change only how a gradient is computed: NaN is never diagnosed with them."""
+    fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
+    return [fallback for fallback in fallbacks if fallback is not None]
 
 
 def _build_verdict(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
