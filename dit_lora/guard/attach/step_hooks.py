@@ -336,6 +336,11 @@ class StepHooks:
             self._healthy_checks.check_step(
                 self._checked_step, watched.optimizer, self._state.parameters, self._passes.losses
             )
+        gradient_check = self._healthy_checks.gradient_check
+        # Several optimizers of a step share its model calls.
+        if gradient_check is not None and len(self._stepped_ids) == 1:
+            with self._mark_diagnosing():
+                gradient_check.check_step(self._checked_step, self._watched.log.get_current())
         return None
 
     @warn_on_error("looking at weights", reraised=(NonFiniteError,))

@@ -10,6 +10,7 @@
 On several ranks (DDP), the loss and the gradient are those of all ranks, and all take part in every replay.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -331,3 +332,21 @@ def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list
     solution = torch.linalg.lstsq(columns, target).solution
     residual = (columns @ solution - target).norm() / target.norm()
     return (solution / lengths).tolist() if residual.item() <= _MAX_RESIDUAL else None
+
+
+def build_diagnosis_record(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
+    """The diagnosis in the event of a gradient check, with its figures as evidence."""
+    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
+    evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
+    if finding.fallback is not None:
+        verdict["switch"] = finding.fallback.name
+    if report.location is not None:
+        if report.location.layer is not None:
+            verdict["module"] = report.location.layer
+        evidence["groups"] = list(report.location.groups)
+    if report.worst is not None:
+        # Infinite without a gradient, which JSON cannot hold.
+        figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
+        evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        evidence["along"] = report.worst.direction
+    return {**verdict, "evidence": evidence}

@@ -41,7 +41,7 @@ _LOSS_NOT_FINITE = "the loss is not finite"
 GRADIENT_NOT_FINITE = "the gradient is not finite"
 _MAX_RANDOM_SIZES = 3
 """Step sizes along random signs, which need not give a result."""
-_MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 0.01}
+MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 0.01}
 """The loss may differ from the step's by this share: without gradients other kernels may run, which round otherwise.
 
 On a CPU the two differed by 1e-7 at most. Against a wider dtype, all rounding was 1e-7 of the loss in fp32 and 1e-3 in
@@ -267,7 +267,7 @@ def _describe_bad_start(
     if step_loss is None:
         return ""
     loss = evaluator.base_loss
-    limit = _MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
+    limit = MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
     if abs(loss - step_loss) > limit:
         return f"the loss is {loss:.6g} when it is evaluated again, and was {step_loss:.6g} in the step"
     return ""

@@ -1,10 +1,8 @@
 """Compares gradients of a run with the slope of its loss, as often as `guard.gradient_every` says."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.gradient_check.cause import (
     CauseFinding,
     ReplayableStep,
+    build_diagnosis_record,
     compare_ranks,
     find_gradient_cause,
     gather_loss_terms,
@@ -159,7 +158,7 @@ class GradientWatch:
         event = Event(
             step,
             _EVENT_KIND,
-            _build_verdict(report, finding, message),
+            build_diagnosis_record(report, finding, message),
             action="fallback" if should_switch_off else "report",
             seconds=time.perf_counter() - began,
         )
@@ -246,21 +245,3 @@ def list_gradient_fallbacks(model: nn.Module) -> list[Fallback]:
     """Fallbacks of components that change only how a gradient is computed: NaN is never diagnosed with them."""
     fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
     return [fallback for fallback in fallbacks if fallback is not None]
-
-
-def _build_verdict(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
-    """The diagnosis in the event of a gradient check, with its figures as evidence."""
-    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
-    evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
-    if finding.fallback is not None:
-        verdict["switch"] = finding.fallback.name
-    if report.location is not None:
-        if report.location.layer is not None:
-            verdict["module"] = report.location.layer
-        evidence["groups"] = list(report.location.groups)
-    if report.worst is not None:
-        # Infinite without a gradient, which JSON cannot hold.
-        figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
-        evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        evidence["along"] = report.worst.direction
-    return {**verdict, "evidence": evidence}
