@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("time is over: the same command goes on from here")
                 break
             stored.add((name, fault), run_apart(name, fault))
-        row = stored.rows[f"{name}/{fault}"]
+        row = stored.get(name, fault)
         counts[row["outcome"]] += 1
         layers = ", ".join(event.get("module", event["cause"]) for event in row["events"][:1])
         print(f"| {name} | {FAULTS.get(fault, 'healthy')} | {row['outcome']} | {layers} |", flush=True)

@@ -32,6 +32,9 @@ class StoredRows:
     def has(self, *key: object) -> bool:
         return _join_key(key) in self.rows
 
+    def get(self, *key: object) -> dict[str, Any]:
+        return self.rows[_join_key(key)]
+
     def add(self, key: Sequence[object], row: dict[str, Any]) -> None:
         row = {"key": _join_key(key), **row}
         self.rows[row["key"]] = row

@@ -45,7 +45,7 @@ class Bundle:
         replays = self.facts.get("micro_batches")
         if replays is None:
             return [(self.facts["replay"], self.samples)]
-        pairs = []
+        pairs: list[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]] = []
         for number, replay in enumerate(replays):
             prefix = f"{number}/"
             tensors = {name.removeprefix(prefix): t for name, t in self.samples.items() if name.startswith(prefix)}

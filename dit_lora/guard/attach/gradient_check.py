@@ -26,6 +26,7 @@ from dit_lora.guard.gradient_check.cause import (
     sample_gradient,
 )
 from dit_lora.guard.gradient_check.check import MAX_REPLAY_DIFFERENCE, GradientReport, check_gradient
+from dit_lora.guard.gradient_check.directions import select_exact_parameters
 from dit_lora.guard.gradient_check.slopes import TOLERANCES
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices, preserve_gradients
 from dit_lora.numerics.objectives import LossOutput
@@ -121,7 +122,7 @@ class LoopGradientCheck:
 
     def _trained_parameters(self) -> dict[str, torch.Tensor]:
         model = self._watched.joint_context.model
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return select_exact_parameters({name: p for name, p in model.named_parameters() if p.requires_grad})
 
     def _find_obstacle(self, calls: Sequence[CapturedCall]) -> str | None:
         """Why a step's calls cannot be replayed, or would prove nothing; None if they can."""
@@ -166,7 +167,7 @@ class LoopGradientCheck:
                     finding = find_gradient_cause(replayable, report, self._watched.joint_context)
             if report.result == "agrees" and previous is not None and _is_stale(replayable, previous):
                 message = "the gradient contains that of the step before, which was not cleared"
-                report = GradientReport("differs", report.comparisons, report.num_evaluations, reason=message)
+                report = GradientReport("differs", (), report.num_evaluations, reason=message)
                 finding = CauseFinding("stale", "")
         if report.result == "cannot tell":
             return report.message.partition(": ")[2]

@@ -28,7 +28,7 @@ from dit_lora.guard.gradient_check.check import (
     get_module_name,
     repeat_comparison,
 )
-from dit_lora.guard.gradient_check.directions import Parameters, UntrainedDirection
+from dit_lora.guard.gradient_check.directions import Parameters, UntrainedDirection, select_exact_parameters
 from dit_lora.guard.gradient_check.ranks import average_gradients, find_unequal_tensors, gather_or_raise
 from dit_lora.guard.gradient_check.slopes import CheckResult, SlopeComparison
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices, preserve_gradients
@@ -75,7 +75,8 @@ class ReplayableStep:
 
     @property
     def parameters(self) -> Parameters:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """The trained parameters that can be checked."""
+        return select_exact_parameters({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
     def compute_terms(self) -> torch.Tensor:
         """Each sample's share of the step's loss, which is the mean over its micro-batches, (samples,). Collective."""

@@ -83,8 +83,6 @@ class GradientWatch:
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
-        elif recipe.lora.kind == "dora":
-            reason = "lora.kind=dora: by design, its gradient leaves out the norm of the weights"
         return f"guard.gradient_every: gradients are not checked with {reason}" if reason else None
 
     @property
@@ -215,7 +213,10 @@ class GradientWatch:
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
         """Note that a step's gradient agrees with the loss, and say so the first time."""
         if self._last_sound_step is None:
-            self.recovery.files.say(f"guard: step {step}: {report.message}")
+            is_dora = self.setup.recipe.lora.kind == "dora"
+            # By design, its gradient leaves out how A and B change the norm of the weights.
+            scope = " (of the magnitudes; that of A and B is no derivative in DoRA)" if is_dora else ""
+            self.recovery.files.say(f"guard: step {step}: {report.message}{scope}")
         self._last_sound_step = step
         # The next check will cost about as much.
         self._num_evaluations = report.num_evaluations
