@@ -105,7 +105,7 @@ class LoopGradientCheck:
         """Check a step's gradient if it is due, and report a wrong one. Errors are for the caller to contain."""
         previous = self._previous[1] if self._previous is not None and self._previous[0] == step - 1 else None
         self._previous = None
-        if self._is_due(step + 1):
+        if self._is_due(step + 1) and not self._has_sparse_gradients():
             self._previous = (step, sample_gradient(self._trained_parameters().values()))
         if not self._is_due(step):
             return
@@ -124,6 +124,10 @@ class LoopGradientCheck:
         model = self._watched.joint_context.model
         return select_exact_parameters({name: p for name, p in model.named_parameters() if p.requires_grad})
 
+    def _has_sparse_gradients(self) -> bool:
+        gradients = [p.grad for p in self._trained_parameters().values() if p.grad is not None]
+        return any(gradient.layout is not torch.strided for gradient in gradients)
+
     def _find_obstacle(self, calls: Sequence[CapturedCall]) -> str | None:
         """Why a step's calls cannot be replayed, or would prove nothing; None if they can."""
         if self._host.num_ranks > 1 or self._watched.collective_forward:
@@ -131,6 +135,8 @@ class LoopGradientCheck:
         # The other parameters have no gradient yet.
         if torch._C._current_graph_task_id() != -1:
             return "the optimizer takes its steps inside the backward pass"
+        if self._has_sparse_gradients():
+            return "gradients are sparse"
         hooked = [name for name, p in self._trained_parameters().items() if p._backward_hooks]
         if hooked:
             return f"a hook of the loop may change gradients: {hooked[0]}"
@@ -156,7 +162,12 @@ class LoopGradientCheck:
         dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         batches = [_make_micro_batch(call, step, len(calls)) for call in calls]
         replayable = ReplayableStep(batches, model, dtype)
-        with preserve_state(self._watched.all_models()), torch.random.fork_rng(get_cuda_devices(model)):
+        with (
+            preserve_state(self._watched.all_models()),
+            torch.random.fork_rng(get_cuda_devices(model)),
+            # A loop may take its steps inside `no_grad`.
+            torch.enable_grad(),
+        ):
             if not all(batch.repeats_output(MAX_REPLAY_DIFFERENCE[dtype]) for batch in batches):
                 return "a model call has another output when it is run again"
             with preserve_gradients(model):
