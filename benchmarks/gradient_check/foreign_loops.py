@@ -30,7 +30,7 @@ from benchmarks.gradient_check.stored_rows import StoredRows
 from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.gradient_check import EVENT_KIND
+from dit_lora.guard.attach.calls.gradient_check import EVENT_KIND
 from dit_lora.guard.attach.run_script import run_script
 
 LOOPS_FOLDER = Path(__file__).parents[1] / "loops"
@@ -70,7 +70,7 @@ class PlantedFault:
         return tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
 
     def after_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        """Return the same value, with another gradient."""
+        """Give the same value another gradient."""
         if not self._is_target(module) or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return None
         if self.kind == "scaled":

@@ -74,6 +74,7 @@ def replay_bundle(
         notes.append("the base model's files differ from those of the run, so results may differ")
     notes += describe_version_differences(bundle, probe_environment().versions)
     masked_attention = get_family(recipe.model.family).has_attention_mask
+    # Only the bundle of a wrong gradient has all micro-batches of its step.
     if "micro_batches" in bundle.facts:
         return replay_gradient(
             bundle,
@@ -81,7 +82,7 @@ def replay_bundle(
             transformer,
             dtype=DTYPES[bundle.facts["dtype"]],
             fp32=fp32,
-            without=without,
+            disabled_names=without,
             masked_attention=masked_attention,
             notes=notes,
         )

@@ -92,7 +92,9 @@ def run_and_diagnose(
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
-        switches = apply_replay_options(stack, bundle, model, without=without, masked_attention=masked_attention)
+        switches = apply_replay_options(
+            stack, bundle, model, disabled_names=without, masked_attention=masked_attention
+        )
         start = bundle.facts["start_peak"]
         context = DiagnosisContext(
             model,
@@ -114,9 +116,9 @@ def run_and_diagnose(
 
 
 def apply_replay_options(
-    stack: ExitStack, bundle: Bundle, model: nn.Module, *, without: Sequence[str], masked_attention: bool | None
+    stack: ExitStack, bundle: Bundle, model: nn.Module, *, disabled_names: Sequence[str], masked_attention: bool | None
 ) -> list[Fallback]:
-    """Switch off what the run had off, and `without`, until `stack` is closed. Returns the model's fallbacks.
+    """Switch off what the run had off, and `disabled_names`, until `stack` is closed. Returns the model's fallbacks.
 
     `masked_attention` is that of `run_and_diagnose`.
     """
@@ -127,7 +129,7 @@ def apply_replay_options(
     switches = list_fallbacks(model)
     names = {switch.name for switch in switches}
     # A recorded name may not exist here: another machine has other kernels and backends.
-    for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
+    for name in [*(n for n in bundle.facts["switched_off"] if n in names), *disabled_names]:
         # Components stay off until the end of the diagnosis.
         stack.enter_context(find_fallback(switches, name).disable_temporarily())
     return switches

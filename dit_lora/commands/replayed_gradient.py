@@ -1,7 +1,7 @@
 """Compares the gradient in a bundle, and the one that is computed here, with the slope of the step's loss."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ class GradientReplayResult(ReplayResult):
             "computed_gradient": _describe_report(self.computed),
         }
         verdict = None
+        # Causes of wrong gradients are not among those of a `Diagnosis`.
         if self.diagnosis is not None:
             verdict = {**self.diagnosis.to_record(), "cause": self.finding.cause}
         return {**super().record(), "verdict": verdict, **gradients}
@@ -49,6 +50,7 @@ class GradientReplayResult(ReplayResult):
             f"replayed with the recorded gradient: {self.recorded.message}",
             f"replayed with the gradient computed here: {self.computed.message}{self.finding.message}",
         ]
+        # Without timesteps, unlike a failed micro-batch: they do not explain a gradient.
         rows = zip(self.sample_ids, self.outcome.losses, strict=True)
         return "\n".join([*lines, *(f"  {sample}: loss {loss:g}" for sample, loss in rows), *self.notes])
 
@@ -72,7 +74,7 @@ def replay_gradient(
     *,
     dtype: torch.dtype,
     fp32: bool,
-    without: Sequence[str],
+    disabled_names: Sequence[str],
     masked_attention: bool,
     notes: Sequence[str],
 ) -> GradientReplayResult:
@@ -84,33 +86,49 @@ def replay_gradient(
         model: The model that they run on.
         dtype: The lowest precision of the model's forward pass in the run.
         fp32: Compute in fp32.
-        without: Names of the guard's fallbacks to apply.
+        disabled_names: Names of the guard's fallbacks to apply.
         masked_attention: True if the model's attention has masks, which rules out cuDNN.
         notes: Messages to report with the result.
     """
     with ExitStack() as stack:
-        fallbacks = apply_replay_options(stack, bundle, model, without=without, masked_attention=masked_attention)
+        fallbacks = apply_replay_options(
+            stack, bundle, model, disabled_names=disabled_names, masked_attention=masked_attention
+        )
         if fp32:
             stack.enter_context(convert_to_fp32(model))
         step = ReplayableStep(micro_batches, model, torch.float32 if fp32 else dtype)
+        # First the recorded gradient: it shows the run's fault, whatever made it.
         with preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
-            _put_gradients(step.parameters, bundle.gradients)
+            parameters = step.parameters
+            shapes = {name: p.shape for name, p in parameters.items()}
+            # DoRA's A and B are in the bundle, and are not checked.
+            if any(shapes.get(name, gradient.shape) != gradient.shape for name, gradient in bundle.gradients.items()):
+                raise DitLoraError("the gradients of the bundle do not fit its trained weights")
+            for name, parameter in parameters.items():
+                # A missing gradient was None in the step.
+                if name in bundle.gradients:
+                    parameter.grad = bundle.gradients[name].to(parameter.device, parameter.dtype)
             recorded = check_gradient(step.compute_terms, step.parameters, dtype=step.dtype)
         with preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
+            # The fault may be one of the run's machine or process, so the step's gradient is computed here too.
             losses = step.run_backward()
             computed = check_gradient(step.compute_terms, step.parameters, dtype=step.dtype)
             finding = CauseFinding("unknown", "")
+            # A gradient that is right here has no cause to be found on this machine.
             if computed.result == "differs":
-                context = DiagnosisContext(model, fallbacks, disabled_names=[*without, *bundle.facts["switched_off"]])
+                context = DiagnosisContext(
+                    model, fallbacks, disabled_names=[*disabled_names, *bundle.facts["switched_off"]]
+                )
                 finding = find_gradient_cause(step, computed, context, list_gradient_fallbacks(model))
     # With other settings, the gradient of the run need not be right: only the one computed here counts.
-    reports = [computed] if fp32 or without else [recorded, computed]
-    wrong = next((report for report in reports if report.result != "agrees"), None)
+    reports = [computed] if fp32 or disabled_names else [recorded, computed]
+    failed_report = next((report for report in reports if report.result != "agrees"), None)
     diagnosis = None
-    if wrong is not None:
-        first = micro_batches[0]
-        module = wrong.location.layer if wrong.location else None
-        diagnosis = Diagnosis("unknown", f"{wrong.message}{finding.message}", first.step, first.rank, module=module)
+    if failed_report is not None:
+        module = failed_report.location.layer if failed_report.location else None
+        message = f"{failed_report.message}{finding.message}"
+        # Its own cause, which is one of a gradient, is in the finding.
+        diagnosis = Diagnosis("unknown", message, micro_batches[0].step, micro_batches[0].rank, module=module)
     return GradientReplayResult(
         Outcome(tuple(loss for values in losses for loss in values.tolist()), (), (), has_zero_gradient=False),
         diagnosis,
@@ -121,13 +139,3 @@ def replay_gradient(
         computed=computed,
         finding=finding,
     )
-
-
-def _put_gradients(parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Use recorded gradients as those of the parameters. Raises `DitLoraError` if names or shapes differ."""
-    shapes = {name: p.shape for name, p in parameters.items()}
-    if any(shapes.get(name) != gradient.shape for name, gradient in gradients.items()):
-        raise DitLoraError("the gradients of the bundle do not fit its trained weights")
-    for name, gradient in gradients.items():
-        parameter = parameters[name]
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)

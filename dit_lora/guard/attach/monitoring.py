@@ -20,8 +20,8 @@ from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.calls.gradient_check import LoopGradientCheck
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
-from dit_lora.guard.attach.gradient_check import LoopGradientCheck
 from dit_lora.guard.attach.guard_json import STATISTICS_FILE
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls

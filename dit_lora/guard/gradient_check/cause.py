@@ -252,7 +252,7 @@ def _name_cause_of_weights(weights: Sequence[float]) -> GradientCause:
 
 
 def compare_ranks(step: ReplayableStep) -> tuple[GradientReport, CauseFinding] | None:
-    """What is wrong with a gradient that is not equal on all ranks; None if weights and gradients are. Collective.
+    """Check that trained weights and gradients are equal on all ranks; None if they are. Collective.
 
     Without equal gradients, DDP's ranks train different weights, so at most one of the gradients is right.
     """
@@ -274,14 +274,14 @@ def compare_ranks(step: ReplayableStep) -> tuple[GradientReport, CauseFinding] |
         for rank, weights in enumerate(fitted)
         if weights is not None
     }
-    wrong = {
+    faulty_ranks = {
         rank: weights
         for rank, weights in relative.items()
         if any(abs(weight - 1) > _SURE_WEIGHT for weight in weights)
     }
-    texts = [f"on rank {rank} it counts {_join_weights(weights)} times" for rank, weights in wrong.items()]
+    texts = [f"on rank {rank} it counts {_join_weights(weights)} times" for rank, weights in faulty_ranks.items()]
     message = f"; of all ranks' micro-batches, {' and '.join(texts)}" if texts else ""
-    evidence = {"micro_batch_weights_by_rank": relative, "ranks": list(wrong)}
+    evidence = {"micro_batch_weights_by_rank": relative, "ranks": list(faulty_ranks)}
     return report, CauseFinding("ranks", message, evidence=evidence)
 
 
@@ -296,9 +296,9 @@ def _is_finite(gradient: torch.Tensor | None) -> bool:
 
 def _report_unequal(tensors: str, names: Sequence[str]) -> GradientReport:
     layers = tuple(dict.fromkeys(map(get_module_name, names)))
-    place = layers[0] if len(layers) == 1 else f"{len(layers)} layers"
+    location_text = layers[0] if len(layers) == 1 else f"{len(layers)} layers"
     location = FaultLocation(layers[0] if len(layers) == 1 else None, layers)
-    reason = f"the {tensors} are not equal on all ranks, in {place}"
+    reason = f"the {tensors} are not equal on all ranks, in {location_text}"
     return GradientReport("differs", (), 0, location, reason)
 
 

@@ -24,7 +24,7 @@ def gather_or_raise(kind: str, compute: Callable[[], T]) -> list[T]:
     """Compute a value on each rank, and return those of all ranks in order. Collective.
 
     Args:
-        kind: What is exchanged. It must be equal on all ranks, which would otherwise use each other's values wrongly.
+        kind: Names the exchange. Ranks that take different decisions would otherwise use each other's values.
         compute: Computes this rank's value, which is pickled.
 
     Raises:

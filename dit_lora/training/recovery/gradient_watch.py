@@ -179,14 +179,17 @@ class GradientWatch:
         """
         parameters = self.setup.transformer.named_parameters()
         gradients = {name: p.grad for name, p in parameters if p.requires_grad and p.grad is not None}
-        wrong_ranks = finding.evidence.get("ranks")
-        if not wrong_ranks:
+        faulty_ranks = finding.evidence.get("ranks")
+        # Equal gradients, or it is not known which are wrong.
+        if not faulty_ranks:
             return gradients
-        return broadcast_object({name: gradient.cpu() for name, gradient in gradients.items()}, wrong_ranks[0])
+        # The main process writes the bundle, and its own gradient may be right.
+        return broadcast_object({name: gradient.cpu() for name, gradient in gradients.items()}, faulty_ranks[0])
 
     def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
         """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective."""
         with raise_together():
+            # First: ranks with different gradients would take different decisions below.
             unequal = compare_ranks(step)
             if unequal is not None:
                 return unequal

@@ -474,10 +474,12 @@ class RecoveryFiles:
             for batch in micro_batches
         ]
         received = gather_object(sent)
+        # All ranks have the same weights, and the main process has all micro-batches.
         if not self.setup.session.is_main:
             return None
         metadata = self._build_bundle_metadata(micro_batches[-1], event)
         metadata["micro_batches"] = [replay for replay, _ in received]
+        # Names begin with the number of the micro-batch, in the order of `micro_batches`.
         samples = {
             f"{number}/{name}": tensor
             for number, (_, tensors) in enumerate(received)
