@@ -139,7 +139,8 @@ def run_loop(name: str, fault: str) -> dict[str, Any]:
     return {
         "loop": name,
         "fault": fault,
-        "outcome": name_outcome(fault, events, lines, is_planted=planted.is_on),
+        # No loop fails without the guard.
+        "outcome": "ended with an error" if error else name_outcome(fault, events, lines, is_planted=planted.is_on),
         "events": [event["verdict"] for event in events],
         "lines": lines,
         "error": error,
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers = ", ".join(event.get("module", event["cause"]) for event in row["events"][:1])
         print(f"| {name} | {FAULTS.get(fault, 'healthy')} | {row['outcome']} | {layers} |", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return 1 if counts["false alarm"] else 0
+    return 1 if counts["false alarm"] or counts["ended with an error"] else 0
 
 
 if __name__ == "__main__":

@@ -188,10 +188,13 @@ class Displacement:
 def displace_weights(direction: Direction, size: float, dtype: torch.dtype) -> Iterator[Displacement]:
     """Context in which weights can be moved; on exit they have their original bits. Copies the weights it moves."""
     displacement = Displacement(direction, size, dtype)
-    try:
-        yield displacement
-    finally:
-        displacement.restore()
+    # A loop may hold a graph from before the check, as a GAN does. Its weights get their bits back, but autograd would
+    # refuse them for their version.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(direction.parameters.values())):
+        try:
+            yield displacement
+        finally:
+            displacement.restore()
 
 
 def round_to_spacing(

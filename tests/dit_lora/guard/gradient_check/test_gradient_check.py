@@ -268,3 +268,13 @@ def test_only_the_magnitudes_of_dora_layers_are_checked() -> None:
     others = ["b.lora_A.default.weight", "b.lora_B.default.weight", "head.weight"]
     parameters = {name: torch.ones(1) for name in [*names, *others]}
     assert list(select_exact_parameters(parameters)) == [names[-1], *others]
+
+
+def test_a_graph_from_before_a_check_can_be_differentiated_after_it() -> None:
+    step = small_step()
+    # With the dropout masks of the gradient.
+    with torch.random.fork_rng([]):
+        loss = step.compute_terms().sum()
+    assert step.check().result == "agrees"
+    # Autograd would refuse weights that were written to.
+    loss.backward()
