@@ -101,18 +101,26 @@ class LoopGradientCheck:
         self._previous: tuple[int, torch.Tensor] | None = None
         """Number and sampled gradient of the step before one that is due."""
 
-    def check_step(self, step: int, calls: Sequence[CapturedCall]) -> None:
-        """Check a step's gradient if it is due, and report a wrong one. Errors are for the caller to contain."""
+    def check_step(self, step: int, calls: Sequence[CapturedCall], cleared_names: Sequence[str]) -> None:
+        """Check a step's gradient if it is due, and report a wrong one. Errors are for the caller to contain.
+
+        Args:
+            step: The step's number.
+            calls: The model calls that its gradients come from.
+            cleared_names: Names of the parameters whose gradients the loop must have cleared since the step before.
+        """
+        parameters = self._trained_parameters()
+        names = [name for name in cleared_names if name in parameters]
         previous = self._previous[1] if self._previous is not None and self._previous[0] == step - 1 else None
         self._previous = None
-        if self._is_due(step + 1) and not self._has_sparse_gradients():
-            self._previous = (step, sample_gradient(self._trained_parameters().values()))
+        if names and self._is_due(step + 1) and not self._has_sparse_gradients():
+            self._previous = (step, sample_gradient(parameters[name] for name in names))
         if not self._is_due(step):
             return
         reason = self._find_obstacle(calls)
         if reason is None:
             self._is_first = False
-            reason = self._examine(step, calls, previous)
+            reason = self._examine(step, calls, names, previous)
         if reason is not None and reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
             self._host.log(f"guard: step {step}: the gradient cannot be checked: {reason} (shown once)")
@@ -152,7 +160,9 @@ class LoopGradientCheck:
             return "outputs or weights are complex"
         return None
 
-    def _examine(self, step: int, calls: Sequence[CapturedCall], previous: torch.Tensor | None) -> str | None:
+    def _examine(
+        self, step: int, calls: Sequence[CapturedCall], names: Sequence[str], previous: torch.Tensor | None
+    ) -> str | None:
         """Check a step, log and write the result. Returns a reason if nothing can be said."""
         model = self._watched.joint_context.model
         dtypes = {tensor.dtype for tensor in _list_tensors(calls) if tensor.is_floating_point()}
@@ -176,7 +186,7 @@ class LoopGradientCheck:
                 finding = CauseFinding("unknown", "")
                 if report.result == "differs":
                     finding = find_gradient_cause(replayable, report, self._watched.joint_context)
-            if report.result == "agrees" and previous is not None and _is_stale(replayable, previous):
+            if report.result == "agrees" and previous is not None and _is_stale(replayable, names, previous):
                 message = "the gradient contains that of the step before, which was not cleared"
                 report = GradientReport("differs", (), report.num_evaluations, reason=message)
                 finding = CauseFinding("stale", "")
@@ -222,13 +232,13 @@ def _list_tensors(calls: Sequence[CapturedCall]) -> list[torch.Tensor]:
     return [*weights, *(output for call in calls for output in call.outputs)]
 
 
-def _is_stale(step: ReplayableStep, previous: torch.Tensor) -> bool:
+def _is_stale(step: ReplayableStep, names: Sequence[str], previous: torch.Tensor) -> bool:
     """True if the gradient in place is that of the step before, or its sum with this step's, up to a factor."""
-    target = sample_gradient(step.parameters.values())
+    target = sample_gradient(step.parameters[name] for name in names)
     if len(target) != len(previous) or not bool(previous.any()):
         return False
     # Of the whole step: the number of calls is the factor of a mean.
-    gradients = step.gather_sampled_gradients(step.micro_batches, step.parameters)
+    gradients = step.gather_sampled_gradients(step.micro_batches, names)
     current = torch.stack(gradients).mean(0)
     return not _is_multiple(target, current, current) and (
         _is_multiple(target, previous, current) or _is_multiple(target, previous + current, current)
