@@ -98,8 +98,8 @@ class LoopGradientCheck:
         """True until a step with recorded calls was checked."""
         self._has_agreed = False
         self._logged_reasons: set[str] = set()
-        self._previous: tuple[int, torch.Tensor] | None = None
-        """Number and sampled gradient of the step before one that is due."""
+        self._previous: tuple[int, int, torch.Tensor] | None = None
+        """Number, generation of gradients and sampled gradient of the step before one that is due."""
 
     def check_step(self, step: int, calls: Sequence[CapturedCall], cleared_names: Sequence[str]) -> None:
         """Check a step's gradient if it is due, and report a wrong one. Errors are for the caller to contain.
@@ -111,10 +111,14 @@ class LoopGradientCheck:
         """
         parameters = self._trained_parameters()
         names = [name for name in cleared_names if name in parameters]
-        previous = self._previous[1] if self._previous is not None and self._previous[0] == step - 1 else None
+        generation = self._watched.log.generation
+        previous = None
+        # Only if the guard has not seen that the loop cleared its gradients: clipping by value makes steps alike too.
+        if self._previous is not None and self._previous[:2] == (step - 1, generation):
+            previous = self._previous[2]
         self._previous = None
         if names and self._is_due(step + 1) and not self._has_sparse_gradients():
-            self._previous = (step, sample_gradient(parameters[name] for name in names))
+            self._previous = (step, generation, sample_gradient(parameters[name] for name in names))
         if not self._is_due(step):
             return
         reason = self._find_obstacle(calls)
@@ -233,16 +237,14 @@ def _list_tensors(calls: Sequence[CapturedCall]) -> list[torch.Tensor]:
 
 
 def _is_stale(step: ReplayableStep, names: Sequence[str], previous: torch.Tensor) -> bool:
-    """True if the gradient in place is that of the step before, or its sum with this step's, up to a factor."""
+    """True if the gradient in place is the sum of this step's and that of the step before, up to a factor."""
     target = sample_gradient(step.parameters[name] for name in names)
     if len(target) != len(previous) or not bool(previous.any()):
         return False
     # Of the whole step: the number of calls is the factor of a mean.
     gradients = step.gather_sampled_gradients(step.micro_batches, names)
     current = torch.stack(gradients).mean(0)
-    return not _is_multiple(target, current, current) and (
-        _is_multiple(target, previous, current) or _is_multiple(target, previous + current, current)
-    )
+    return not _is_multiple(target, current, current) and _is_multiple(target, previous + current, current)
 
 
 def _is_multiple(target: torch.Tensor, vector: torch.Tensor, current: torch.Tensor) -> bool:
