@@ -2,6 +2,11 @@
 
     python -m benchmarks.gradient_check [--families wan sana] [--dtypes fp32] [--steps 0 3] [--only detached]
         [--healthy 20] [--adapters lora dora] [--quantize int8] [--rounding] [--work FOLDER]
+        [--results FILE.jsonl] [--minutes 3]
+
+A long run can be made in parts: rows in FILE are not computed again, and `--minutes` ends a part. The whole is
+
+    python -m benchmarks.gradient_check --healthy 170 --adapters lora dora lokr loha oft --work FOLDER --results FILE
 
 All values of a step with a planted fault are finite, and its loss is right. For each fault it prints: how far the
 gradient is off (relative to the right one), the result, the direction that found it, slope / gradient with its bound,
@@ -14,22 +19,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.gradient_check.faults import FAULTS, GradientFault
 from benchmarks.gradient_check.rounding import measure_largest_rounding
+from benchmarks.gradient_check.stored_rows import StoredRows
 from benchmarks.gradient_check.tiny_training import TinyTraining
 from dit_lora.config.lora import AdapterKind
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient, get_module_name
+from dit_lora.guard.gradient_check.directions import select_exact_parameters
 from dit_lora.numerics.precision import DTYPES
 from dit_lora.numerics.quantized_linear import Quantization
 
 FAMILIES = ("cogvideox", "wan", "flux", "sana", "sd3", "qwen_image")
 _MIN_ERROR = 0.01
 """A layer's gradient is wrong from this relative error on, above the rounding of bf16 in a second backward pass."""
+_STEPS_OF_TRAINING = 25
+"""Healthy steps that are checked before a new training begins."""
 _OUTCOMES = ("found", "within the bound", "missed", "cannot tell")
 _HEADER = (
     "| fault | family | dtype | step | error | result | direction | slope / gradient | bound | layer | evaluations |\n"
@@ -48,13 +58,11 @@ class HealthyChecks:
     bounds: list[float] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)
 
-    def add(self, report: GradientReport) -> None:
-        self.results.append(report.result)
-        self.evaluations.append(report.num_evaluations)
-        for comparison in report.comparisons:
-            if comparison.direction.startswith("gradient") and comparison.result != "cannot tell":
-                self.ratios.append(comparison.ratio)
-                self.bounds.append(comparison.bound)
+    def add(self, row: dict[str, Any]) -> None:
+        self.results.append(row["result"])
+        self.evaluations.append(row["evaluations"])
+        self.ratios += row["ratios"]
+        self.bounds += row["bounds"]
 
     def __str__(self) -> str:
         count = self.results.count
@@ -69,7 +77,7 @@ class HealthyChecks:
 
 
 def check_step(training: TinyTraining) -> GradientReport:
-    return check_gradient(training.compute_terms, training.parameters, dtype=training.dtype)
+    return check_gradient(training.compute_terms, select_exact_parameters(training.parameters), dtype=training.dtype)
 
 
 def measure_errors(gradients: Gradients, right: Gradients) -> dict[str, float]:
@@ -120,32 +128,68 @@ def _get_dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, value in DTYPES.items() if value == dtype)
 
 
-def run_faults(arguments: argparse.Namespace, work: Path, family: str, dtype: torch.dtype) -> Iterator[str]:
+def run_faults(arguments: argparse.Namespace, stored: StoredRows, family: str, dtype: torch.dtype) -> Iterator[str]:
     """Plant each fault at each of the steps."""
     faults = [fault for fault in FAULTS if arguments.only in fault.name]
     for dropout in sorted({fault.dropout for fault in faults}):
-        training = TinyTraining.from_family(family, work, dtype, dropout=dropout)
-        for step in sorted(arguments.steps):
-            training.train(step - training.step)
-            for fault in faults:
-                row = judge_fault(fault, training, family) if fault.dropout == dropout else None
-                if row is not None:
-                    yield row
+        training = None
+        for step, fault in product(sorted(arguments.steps), faults):
+            if fault.dropout != dropout:
+                continue
+            key = (family, _get_dtype_name(dtype), step, fault.name)
+            if not stored.has(*key):
+                if stored.is_time_over:
+                    return
+                training = training or TinyTraining.from_family(family, arguments.work, dtype, dropout=dropout)
+                training.train(step - training.step)
+                stored.add(key, {"row": judge_fault(fault, training, family)})
+            row = stored.get(*key)["row"]
+            if row is not None:
+                yield row
 
 
-def run_healthy(
-    count: int, work: Path, family: str, dtype: torch.dtype, adapter: AdapterKind, quantize: Quantization | None
-) -> HealthyChecks:
-    """Check each step of a short training; each training starts with another adapter."""
-    checks = HealthyChecks()
-    training = None
-    for number in range(count):
-        if training is None or number % 25 == 0:
-            training = TinyTraining.from_family(family, work, dtype, seed=number, adapter=adapter, quantize=quantize)
-        training.run_backward()
-        checks.add(check_step(training))
-        training.train(1)
-    return checks
+@dataclass(frozen=True)
+class HealthyRun:
+    """A training whose steps are all right."""
+
+    family: str
+    dtype: torch.dtype
+    adapter: AdapterKind
+    quantize: Quantization | None
+
+    @property
+    def name(self) -> str:
+        base = f" {self.quantize}" if self.quantize else ""
+        return f"{self.family} {_get_dtype_name(self.dtype)} {self.adapter}{base}"
+
+    def check(self, count: int, work: Path, stored: StoredRows) -> HealthyChecks:
+        """Check each step of a short training; each training starts with another adapter."""
+        checks = HealthyChecks()
+        training = None
+        for number in range(count):
+            key = ("healthy", self.name, number)
+            if not stored.has(*key):
+                if stored.is_time_over:
+                    break
+                start = number - number % _STEPS_OF_TRAINING
+                if training is None or training[0] != start:
+                    options = {"seed": start, "adapter": self.adapter, "quantize": self.quantize}
+                    training = (start, TinyTraining.from_family(self.family, work, self.dtype, **options))
+                training[1].train(number - start - training[1].step)
+                training[1].run_backward()
+                stored.add(key, _make_row(check_step(training[1])))
+            checks.add(stored.get(*key))
+        return checks
+
+
+def _make_row(report: GradientReport) -> dict[str, Any]:
+    sure = [c for c in report.comparisons if c.direction.startswith("gradient") and c.result != "cannot tell"]
+    return {
+        "result": report.result,
+        "evaluations": report.num_evaluations,
+        "ratios": [c.ratio for c in sure],
+        "bounds": [c.bound for c in sure],
+    }
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -159,6 +203,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapters", nargs="+", choices=get_args(AdapterKind), default=("lora",))
     parser.add_argument("--quantize", choices=("int8", "fp8"), help="the base of healthy checks")
     parser.add_argument("--rounding", action="store_true", help="measure rounding errors of right gradients only")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keeps rows for the next call")
+    parser.add_argument("--minutes", type=float, metavar="N", help="stop after so many minutes")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps tiny checkpoints for the next call")
     return parser.parse_args(argv)
 
@@ -166,27 +212,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     rows: list[str] = []
+    stored = StoredRows(arguments.results, arguments.minutes)
     with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
-        work.mkdir(exist_ok=True)
+        arguments.work = arguments.work or Path(temporary)
+        arguments.work.mkdir(exist_ok=True)
         runs = [(family, DTYPES[name]) for family in arguments.families for name in arguments.dtypes]
         if arguments.rounding:
             for family, dtype in runs:
-                rounding = measure_largest_rounding(family, work, dtype)
+                rounding = measure_largest_rounding(family, arguments.work, dtype)
                 print(f"{family} {_get_dtype_name(dtype)}: {rounding}", flush=True)
             return 0
         if not arguments.no_faults:
             print(_HEADER)
             for family, dtype in runs:
-                for row in run_faults(arguments, work, family, dtype):
+                for row in run_faults(arguments, stored, family, dtype):
                     print(row, flush=True)
                     rows.append(row)
         num_alarms = 0
         healthy_runs = [(*run, adapter) for run in runs for adapter in arguments.adapters] if arguments.healthy else []
         for family, dtype, adapter in healthy_runs:
-            checks = run_healthy(arguments.healthy, work, family, dtype, adapter, arguments.quantize)
+            run = HealthyRun(family, dtype, adapter, arguments.quantize)
+            checks = run.check(arguments.healthy, arguments.work, stored)
             num_alarms += checks.results.count("differs")
-            print(f"{family} {_get_dtype_name(dtype)} {adapter}: {checks}", flush=True)
+            print(f"{run.name}: {checks}", flush=True)
+    if stored.is_time_over:
+        print("time is over: the same command goes on from here")
     counts = [f"{sum(f'| {outcome} |' in row for row in rows)} {outcome}" for outcome in _OUTCOMES]
     num_wrong = sum("(wrong)" in row for row in rows)
     print(f"{len(rows)} faults: {', '.join(counts)}; {num_wrong} with a wrong layer; {num_alarms} false alarms")

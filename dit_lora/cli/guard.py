@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.config.recovery_settings import LoopConfig
+from dit_lora.config.recovery_settings import GRADIENT_CHECK_INTERVAL, LoopConfig
 
 EXAMPLES = {"guard": ("guard train.py --lr 1e-4", "guard --folder runs/mine -m my_package.train --config train.yaml")}
 
@@ -42,6 +42,14 @@ def guard(
             help="Report gradient norms that are this many median absolute deviations above the median, such as 8."
         ),
     ] = LoopConfig.spike_threshold,
+    gradient_check: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-check",
+            help="Compare backward passes with the slopes of the models' outputs in the first step, then every "
+            f"{GRADIENT_CHECK_INTERVAL} steps.",
+        ),
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
 ) -> None:
     """Run a training script under the guard. Everything after SCRIPT is passed to it.
@@ -61,6 +69,7 @@ def guard(
         preflight=preflight,
         monitor_every=monitor_every,
         spike_threshold=spike_threshold,
+        gradient_every=GRADIENT_CHECK_INTERVAL if gradient_check else 0,
     )
     # `context.args` is everything after the script's name.
     run_script(script, context.args, config=config, folder=folder, module=module)

@@ -9,6 +9,7 @@ from torch import nn
 
 from dit_lora.commands.replay_script import replay_in_script
 from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
+from dit_lora.commands.replayed_gradient import replay_gradient
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import MAX_ABS
@@ -38,7 +39,7 @@ def replay_bundle(
     script: str | None = None,
     arguments: Sequence[str] = (),
 ) -> ReplayResult:
-    """Run a bundle's micro-batch again and diagnose it.
+    """Run a bundle's micro-batch again and diagnose it; of a wrong gradient, all micro-batches of the step.
 
     Args:
         folder: The bundle.
@@ -67,19 +68,32 @@ def replay_bundle(
             "dit-lora; remove it"
         )
     recipe = _load_recipe_of_replay_bundle(bundle, folder, model)
-    micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
+    micro_batches, transformer, digest = _rebuild_micro_batches(bundle, recipe, _resolve_device(device))
     notes = []
     if digest != bundle.facts["transformer_digest"]:
         notes.append("the base model's files differ from those of the run, so results may differ")
     notes += describe_version_differences(bundle, probe_environment().versions)
+    masked_attention = get_family(recipe.model.family).has_attention_mask
+    # Only the bundle of a wrong gradient has all micro-batches of its step.
+    if "micro_batches" in bundle.facts:
+        return replay_gradient(
+            bundle,
+            micro_batches,
+            transformer,
+            dtype=DTYPES[bundle.facts["dtype"]],
+            fp32=fp32,
+            disabled_names=without,
+            masked_attention=masked_attention,
+            notes=notes,
+        )
     return run_and_diagnose(
         bundle,
-        micro_batch,
+        micro_batches[0],
         transformer,
         fp32=fp32,
         without=without,
         limit=MAX_ABS,
-        masked_attention=get_family(recipe.model.family).has_attention_mask,
+        masked_attention=masked_attention,
         notes=notes,
     )
 
@@ -117,10 +131,12 @@ def _load_recipe_of_replay_bundle(bundle: Bundle, folder: Path, model: str | Non
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
 
 
-def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -> tuple[MicroBatch, nn.Module, str]:
-    """Rebuild a bundle's micro-batch and its model, as the run had them.
+def _rebuild_micro_batches(
+    bundle: Bundle, recipe: Recipe, device: torch.device
+) -> tuple[list[MicroBatch], nn.Module, str]:
+    """Rebuild a bundle's micro-batches and their model, as the run had them.
 
-    Returns both and the digest of the base's files.
+    Also returns the digest of the base's files.
     """
     family = get_family(recipe.model.family)
     try:
@@ -149,12 +165,14 @@ def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -
     prepared = accelerator.prepare(transformer, device_placement=get_device_placement(transformer))
     # Training mode: dropout is part of the recorded step.
     unwrapped_model = accelerator.unwrap_model(prepared).train()
-    # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
-    facts = bundle.facts["replay"]
-    batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(accelerator.device)
-    position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
-    micro_batch = ReplayableBatch.from_batch(WeightedLoss(checkpoint), unwrapped_model, batch, position)
-    return micro_batch, unwrapped_model, digest
+    micro_batches: list[MicroBatch] = []
+    for facts, tensors in bundle.micro_batches:
+        # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
+        batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), tensors, facts["faults"]).to(accelerator.device)
+        position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
+        replayable = ReplayableBatch.from_batch(WeightedLoss(checkpoint), unwrapped_model, batch, position)
+        micro_batches.append(replayable)
+    return micro_batches, unwrapped_model, digest
 
 
 def _load_weights(transformer: nn.Module, bundle: Bundle) -> None:

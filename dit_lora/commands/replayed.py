@@ -92,16 +92,9 @@ def run_and_diagnose(
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
-        # Restores PyTorch's attention backends at the end.
-        stack.enter_context(preserve_attention_backends())
-        if masked_attention is not None:
-            choose_cudnn(masked=masked_attention)
-        switches: list[Fallback] = list_fallbacks(model)
-        names = {switch.name for switch in switches}
-        # A recorded name may not exist here: another machine has other kernels and backends.
-        for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
-            # Components stay off until the end of the diagnosis.
-            stack.enter_context(find_fallback(switches, name).disable_temporarily())
+        switches = apply_replay_options(
+            stack, bundle, model, disabled_names=without, masked_attention=masked_attention
+        )
         start = bundle.facts["start_peak"]
         context = DiagnosisContext(
             model,
@@ -120,6 +113,26 @@ def run_and_diagnose(
         if diagnosis is None and is_unusable_magnitude(compute_weight_peak(bundle.weights.values()), start):
             diagnosis = diagnose_diverged_weights(micro_batch, context)
     return ReplayResult(outcome, diagnosis, micro_batch.ids, bundle.facts["event"], tuple(notes))
+
+
+def apply_replay_options(
+    stack: ExitStack, bundle: Bundle, model: nn.Module, *, disabled_names: Sequence[str], masked_attention: bool | None
+) -> list[Fallback]:
+    """Switch off what the run had off, and `disabled_names`, until `stack` is closed. Returns the model's fallbacks.
+
+    `masked_attention` is that of `run_and_diagnose`.
+    """
+    # Restores PyTorch's attention backends at the end.
+    stack.enter_context(preserve_attention_backends())
+    if masked_attention is not None:
+        choose_cudnn(masked=masked_attention)
+    switches = list_fallbacks(model)
+    names = {switch.name for switch in switches}
+    # A recorded name may not exist here: another machine has other kernels and backends.
+    for name in [*(n for n in bundle.facts["switched_off"] if n in names), *disabled_names]:
+        # Components stay off until the end of the diagnosis.
+        stack.enter_context(find_fallback(switches, name).disable_temporarily())
+    return switches
 
 
 def describe_version_differences(bundle: Bundle, current_versions: Mapping[str, str]) -> list[str]:

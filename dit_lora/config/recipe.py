@@ -133,7 +133,7 @@ class GuardConfig(Section):
     gradient_every: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Steps between checks that the gradient is the slope of the loss, of which the first is in the first step; 0 for
     none. A check costs about 22 forward passes of a step in fp32, 66 in bf16; `auto` checks as often as 1 % of the
-    steps pay for. A difference is reported, with its cause. One process only."""
+    steps pay for. A difference is reported, with its cause. One process, or DDP."""
     quarantine: str | None = None
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
     allow_extreme_update: bool = False

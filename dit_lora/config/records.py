@@ -171,7 +171,10 @@ class CalledModel(_Class, _Record):
 
 
 class BundleFacts(_Record):
-    """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`."""
+    """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`.
+
+    The bundle of a wrong gradient has `micro_batches`.
+    """
 
     format: Int64
     left_out: list[str]
@@ -185,6 +188,7 @@ class BundleFacts(_Record):
     transformer_digest: NotRequired[str]
     call: NotRequired[dict[str, Any]]
     model: NotRequired[CalledModel]
+    micro_batches: NotRequired[list[Replay]]
 
 
 class PipelineFacts(_Class, _Record):

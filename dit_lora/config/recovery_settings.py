@@ -10,6 +10,8 @@ from dit_lora.errors import DitLoraError
 RecoveryAction = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 # The default order. `stop` comes last, because no action after it is reached.
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = get_args(RecoveryAction)
+GRADIENT_CHECK_INTERVAL = 500
+"""Steps between the gradient checks that `dit-lora guard --gradient-check` makes."""
 MIN_SPIKE_WINDOW = 20
 """Steps that a median needs before values are compared with it."""
 
@@ -80,6 +82,9 @@ class LoopConfig(RecoveryConfig):
     """Report losses and gradient norms this many MADs above their median; None for none."""
     spike_window: int = 200
     """Steps in that median."""
+    gradient_every: int = 0
+    """Steps between comparisons of the models' backward passes with the slopes of their outputs, which start in the
+    first step; 0 for none."""
 
     @classmethod
     def from_script_options(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
@@ -100,7 +105,7 @@ class LoopConfig(RecoveryConfig):
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     def _find_problems(self) -> list[str]:
-        messages = super()._find_problems() + _find_invalid_counts(self, ("monitor_every",))
+        messages = super()._find_problems() + _find_invalid_counts(self, ("monitor_every", "gradient_every"))
         threshold, window = self.spike_threshold, self.spike_window
         if threshold is not None and not 0 < threshold < inf:
             messages.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")

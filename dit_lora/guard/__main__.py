@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dit_lora.config.recovery_settings import LoopConfig
+from dit_lora.config.recovery_settings import GRADIENT_CHECK_INTERVAL, LoopConfig
 from dit_lora.errors import reported_errors
 
 
@@ -18,6 +18,9 @@ def main() -> None:
     parser.add_argument("--preflight", action="store_true")
     parser.add_argument("--monitor-every", type=int, default=default.monitor_every)
     parser.add_argument("--spike-threshold", type=float, default=default.spike_threshold)
+    parser.add_argument(
+        "--gradient-check", dest="gradient_every", action="store_const", const=GRADIENT_CHECK_INTERVAL, default=0
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

@@ -1,5 +1,7 @@
 """Store one event in a folder that another machine can replay: the micro-batch, the trained weights and metadata.
 
+The bundle of a wrong gradient has all micro-batches of the step, and the gradient itself.
+
 Apart from sample names, it holds nothing that identifies a machine or a person: no absolute path, token or
 environment. The samples themselves are included, encoded or as the model received them, because nothing can be
 replayed without them. safetensors is imported lazily, since the guard works without it.
@@ -7,7 +9,7 @@ replayed without them. safetensors is imported lazily, since the guard works wit
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from dit_lora.files import read_inside, write_atomically
 from dit_lora.redact import redact_value
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
+_GRADIENTS = "gradients.safetensors"
 FORMAT = 1
 # 16 GiB: a bundle may come from somebody else, so do not read files of any size.
 _MAX_TENSORS_BYTES = 2**34
@@ -29,9 +32,25 @@ class Bundle:
 
     facts: Mapping[str, Any]
     """`event`, `replay` (step, micro-step, rank, ids), `packages` and `left_out`. A run adds `recipe`, and draws to
-    `replay`; another loop adds `call` and `model`."""
+    `replay`; another loop adds `call` and `model`. A wrong gradient adds `micro_batches`: `replay` of each."""
     samples: Mapping[str, torch.Tensor]
+    """Tensors of the micro-batch by name. With `micro_batches` in the facts, their names begin with `NUMBER/`."""
     weights: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The step's gradient by parameter, in the bundle of a wrong one; else empty."""
+
+    @property
+    def micro_batches(self) -> list[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]]:
+        """The `replay` and the tensors of each micro-batch."""
+        replays = self.facts.get("micro_batches")
+        if replays is None:
+            return [(self.facts["replay"], self.samples)]
+        pairs: list[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]] = []
+        for number, replay in enumerate(replays):
+            prefix = f"{number}/"
+            tensors = {name.removeprefix(prefix): t for name, t in self.samples.items() if name.startswith(prefix)}
+            pairs.append((replay, tensors))
+        return pairs
 
 
 def write_bundle(
@@ -40,6 +59,7 @@ def write_bundle(
     samples: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor],
     *,
+    gradients: Mapping[str, torch.Tensor] | None = None,
     limit_mib: float,
     missing_parts: Sequence[str] = (),
 ) -> list[str]:
@@ -53,7 +73,10 @@ def write_bundle(
     # `limit` is the remaining size in bytes.
     limit, missing = limit_mib * 2**20, [*missing_parts]
     contents: dict[str, Mapping[str, torch.Tensor]] = {}
-    for name, tensors in ((_SAMPLES, samples), (WEIGHTS, weights)):
+    parts = [(_SAMPLES, samples), (WEIGHTS, weights)]
+    if gradients is not None:
+        parts.append((_GRADIENTS, gradients))
+    for name, tensors in parts:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > limit:
             missing.append(format_oversize_message(name, size))
@@ -99,10 +122,16 @@ def read_bundle(folder: Path) -> Bundle:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
         weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
+        gradients = {}
+        if "micro_batches" in facts:
+            gradients = load(read_inside(folder, folder / _GRADIENTS, _MAX_TENSORS_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(
             f"{folder} is not a complete bundle: it has no {error.filename}; give a folder below a run's bundles/"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DitLoraError(f"{folder} is not a complete bundle: {error}") from error
-    return Bundle(facts, samples, weights)
+    bundle = Bundle(facts, samples, weights, gradients)
+    if not all(tensors for _, tensors in bundle.micro_batches):
+        raise DitLoraError(f"{folder} is not a complete bundle: {_SAMPLES} lacks a micro-batch of {FACTS}")
+    return bundle

@@ -85,6 +85,11 @@ SMALL_RUNS = (
         r"1 faults: 1 found, 0 within the bound, 0 missed, 0 cannot tell; 0 with a wrong layer; 0 false alarms",
     ),
     SmallRun(
+        "gradient_check.foreign_loops",
+        "--loops plain/adamw --only none",
+        r"\| plain/adamw \| healthy \| agrees \|",
+    ),
+    SmallRun(
         "guard_in_turns",
         "--model tiny-sana --rounds 2 --steps 1 --device cpu",
         r"tiny-sana: N s a step without the guard, with it N times that \(median of 2 rounds; N to N\)",

@@ -10,6 +10,8 @@ import torch
 from runs import lines, same_adapter
 from safetensors.torch import load_file
 
+from dit_lora.commands.replay import replay_bundle
+from dit_lora.commands.replayed_gradient import GradientReplayResult
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.training.recovery import build, gradient_watch
 from dit_lora.training.recovery.gradient_watch import GradientWatch
@@ -112,3 +114,17 @@ def test_without_leave_to_fall_back_it_is_reported(
     evidence = event["verdict"]["evidence"]
     assert (evidence["result"], evidence["along"]) == ("differs", "gradient")
     assert evidence["ratio"] > 1 + evidence["bound"]
+    # The bundle's gradient is as wrong here, and the one computed here agrees: the fault is not planted in a replay.
+    replayed = replay_bundle(tmp_path / "run" / event["bundle"])
+    assert isinstance(replayed, GradientReplayResult)
+    recorded = replayed.recorded
+    assert recorded.worst is not None
+    assert (recorded.worst.ratio, recorded.worst.bound) == (evidence["ratio"], evidence["bound"])
+    assert recorded.location is not None
+    assert recorded.location.layer == event["verdict"]["module"] == LAYER
+    assert (replayed.computed.result, len(replayed.sample_ids)) == ("agrees", 2)
+    assert replayed.record()["recorded_gradient"]["module"] == LAYER
+    assert "recorded gradient: the gradient is wrong: along the gradient, the slope" in replayed.format_text()
+    # With a component off, only the gradient computed here counts.
+    assert replayed.diagnosis is not None
+    assert replay_bundle(tmp_path / "run" / event["bundle"], fp32=True).diagnosis is None

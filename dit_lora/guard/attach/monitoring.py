@@ -1,4 +1,4 @@
-"""Checks of healthy steps in any training loop: preflight at the first step, module statistics, loss spikes.
+"""Checks of healthy steps in any training loop: preflight at the first step, module statistics, spikes, gradients.
 
 None of these changes a step, except that an attention backend that the preflight finds wrong is switched off.
 """
@@ -20,6 +20,7 @@ from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.calls.gradient_check import LoopGradientCheck
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard_json import STATISTICS_FILE
 from dit_lora.guard.attach.watched_models import WatchedModels
@@ -36,7 +37,7 @@ from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.numerics.dtensors import combine_shard_norms, get_local_tensor
 
-OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold")
+OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold", "gradient_every")
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -82,6 +83,9 @@ class HealthyStepChecks:
         self._spikes: SpikeDetector | None = None
         if config.spike_threshold is not None:
             self._spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
+        self.gradient_check: LoopGradientCheck | None = None
+        if config.gradient_every:
+            self.gradient_check = LoopGradientCheck(host, watched, config.gradient_every, write)
         self._gradient_norm: torch.Tensor | None = None
         self._should_run_preflight = config.preflight
         self._attention_calls: Counter[AttentionCall] = Counter()

@@ -61,6 +61,7 @@ def run_script(
     options += [f"--monitor-every={config.monitor_every}"]
     if config.spike_threshold is not None:
         options += [f"--spike-threshold={config.spike_threshold}"]
+    options += ["--gradient-check"] if config.gradient_every else []
     command = SubprocessGuard(script, module, ["-m", "dit_lora.guard", *options, *name])
     with script_guard.watch_script(), command.guard_subprocesses():
         run_as_main(script, arguments, module=module)

@@ -336,6 +336,13 @@ class StepHooks:
             self._healthy_checks.check_step(
                 self._checked_step, watched.optimizer, self._state.parameters, self._passes.losses
             )
+        gradient_check = self._healthy_checks.gradient_check
+        # Several optimizers of a step share its model calls.
+        if gradient_check is not None and len(self._stepped_ids) == 1:
+            with self._mark_diagnosing():
+                # With several optimizers, as in a GAN, gradients of one may stay during the other's steps.
+                cleared_names = [name for name, _ in watched.checks.parameters] if len(self.optimizers) == 1 else []
+                gradient_check.check_step(self._checked_step, self._watched.log.get_current(), cleared_names)
         return None
 
     @warn_on_error("looking at weights", reraised=(NonFiniteError,))

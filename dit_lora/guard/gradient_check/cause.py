@@ -4,9 +4,13 @@
 2. Then each component is switched off in turn, with the rules of `diagnose`: it is the cause only if the gradient
    agrees with the loss each time without it, and differs each time with it (A-B-A).
 3. If the replays agree with the loss, the fault is in how the loop made the gradient from its micro-batches. The
-   weights with which they are in it show whether one counts too often, or whether the step before is in it too.
+   weights with which they are in it show whether one counts too often, whether the step before is in it too, or
+   whether it is not the mean over all ranks.
+
+On several ranks (DDP), the loss and the gradient are those of all ranks, and all take part in every replay.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,10 +21,18 @@ from torch import nn
 from dit_lora.guard.diagnose import NUM_REPLAYS, InconsistentReplayError, find_faulty_component
 from dit_lora.guard.diagnosis import DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.fallbacks import CHECKPOINTING, COMPILE, OFFLOAD, Fallback
-from dit_lora.guard.gradient_check.check import GradientReport, repeat_comparison
-from dit_lora.guard.gradient_check.directions import Parameters, UntrainedDirection
+from dit_lora.guard.gradient_check.check import (
+    GRADIENT_NOT_FINITE,
+    FaultLocation,
+    GradientReport,
+    get_module_name,
+    repeat_comparison,
+)
+from dit_lora.guard.gradient_check.directions import Parameters, UntrainedDirection, select_exact_parameters
+from dit_lora.guard.gradient_check.ranks import average_gradients, find_unequal_tensors, gather_or_raise
 from dit_lora.guard.gradient_check.slopes import CheckResult, SlopeComparison
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices, preserve_gradients
+from dit_lora.numerics.ranks import get_num_processes
 
 GradientCause = Literal[
     "kernel",
@@ -30,6 +42,7 @@ GradientCause = Literal[
     "offload",
     "accumulation",  # right in replays, but the micro-batches have wrong weights in the step's gradient
     "stale",  # right in replays, but the step's gradient contains that of the step before
+    "ranks",  # not equal on all ranks, or not the mean over their micro-batches
     "detached",  # missing or zero in replays too, although the loss depends on the parameters
     "transient",  # wrong in some replays only
     "unknown",
@@ -62,29 +75,59 @@ class ReplayableStep:
 
     @property
     def parameters(self) -> Parameters:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """The trained parameters that can be checked."""
+        return select_exact_parameters({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
     def compute_terms(self) -> torch.Tensor:
-        """Each sample's share of the step's loss, which is the mean over its micro-batches, (samples,)."""
-        return compute_loss_terms([micro_batch.forward().losses for micro_batch in self.micro_batches])
+        """Each sample's share of the step's loss, which is the mean over its micro-batches, (samples,). Collective."""
+        return gather_loss_terms(lambda: [micro_batch.forward().losses for micro_batch in self.micro_batches])
 
     def compare_again(self, comparison: SlopeComparison) -> CheckResult:
-        """Compute the step's gradient again, and repeat a comparison that differed."""
+        """Compute the step's gradient again, and repeat a comparison that differed. Collective."""
         with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
-            # Each sum of micro-batches starts from no gradient.
-            for micro_batch in self.micro_batches:
-                (micro_batch.forward().losses.mean() / len(self.micro_batches)).backward()
+            gather_or_raise("backward", self.run_backward)
+            average_gradients(self.parameters.values())
             return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=self.dtype)
 
-    def compute_sampled_gradient(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The gradient of one micro-batch at the elements that `sample_gradient` selects."""
+    def run_backward(self) -> list[torch.Tensor]:
+        """Add the gradient of this rank's loss to the parameters'. Returns the losses of each micro-batch, (B,)."""
+        step_losses = []
+        for micro_batch in self.micro_batches:
+            losses = micro_batch.forward().losses
+            (losses.mean() / len(self.micro_batches)).backward()
+            step_losses.append(losses.detach().cpu())
+        return step_losses
+
+    def gather_sampled_gradients(
+        self, micro_batches: Sequence[MicroBatch], names: Iterable[str]
+    ) -> list[torch.Tensor]:
+        """Gradients of single micro-batches, those of all ranks in order, at elements of these parameters. Collective.
+
+        `sample_gradient` selects the elements.
+        """
+        names = list(names)
+        local_gradients = gather_or_raise(
+            "gradients", lambda: [self._compute_sampled_gradient(batch, names) for batch in micro_batches]
+        )
+        return [gradient for gradients in local_gradients for gradient in gradients]
+
+    def _compute_sampled_gradient(self, micro_batch: MicroBatch, names: Sequence[str]) -> torch.Tensor:
         with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
             micro_batch.forward().losses.mean().backward()
-            return sample_gradient(self.parameters.values())
+            return sample_gradient(self.parameters[name] for name in names)
+
+
+def gather_loss_terms(compute_losses: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Each sample's share of a step's loss, the mean over the micro-batches of all ranks, (samples,). Collective.
+
+    `compute_losses` computes the losses of this rank's micro-batches, each (B,).
+    """
+    terms = gather_or_raise("loss", lambda: compute_loss_terms(compute_losses()).detach().cpu())
+    return torch.cat(terms) / len(terms)
 
 
 def compute_loss_terms(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each sample's share of a step's loss, (samples,), from the losses of its micro-batches, each (B,)."""
+    """Each sample's share of one rank's loss, (samples,), from the losses of its micro-batches, each (B,)."""
     return torch.cat([values / (len(values) * len(losses)) for values in losses])
 
 
@@ -171,8 +214,9 @@ def _try_components(step: ReplayableStep, comparison: SlopeComparison, context: 
 
 def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
     """The cause of a gradient that is right in replays, from the weights of the micro-batches' gradients in it."""
+    names = list(step.parameters)
     target = sample_gradient(step.parameters.values())
-    gradients = [step.compute_sampled_gradient(micro_batch) for micro_batch in step.micro_batches]
+    gradients = step.gather_sampled_gradients(step.micro_batches, names)
     count = len(gradients)
     if (weights := fit_weights(target, gradients)) is not None:
         # Relative to the mean, in which each has the weight 1 / count.
@@ -180,18 +224,82 @@ def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
         evidence = {"micro_batch_weights": [round(weight, 4) for weight in relative]}
         if all(abs(weight - 1) <= _SURE_WEIGHT for weight in relative):
             return CauseFinding("unknown", "; replays of the step agree with the loss", evidence=evidence)
-        shares = ", ".join(f"{weight:.3g}" for weight in relative)
-        message = f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {shares} times"
-        return CauseFinding("accumulation" if count > 1 else "unknown", message, evidence=evidence)
-    # Gradients that were not cleared are those of the step before, of which one micro-batch is known.
+        message = f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {_join_weights(relative)} times"
+        return CauseFinding(_name_cause_of_weights(relative), message, evidence=evidence)
+    # Gradients that were not cleared are those of the step before, of which one micro-batch of each rank is known.
     if step.previous_batch is not None:
-        previous = step.compute_sampled_gradient(step.previous_batch)
+        previous = torch.stack(step.gather_sampled_gradients([step.previous_batch], names)).mean(0)
         weights = fit_weights(target, [*gradients, previous])
         if weights is not None and abs(weights[-1]) * count > _SURE_WEIGHT:
             evidence = {"micro_batch_weights": [round(count * weight, 4) for weight in weights]}
             message = "; it contains the gradient of the step before"
             return CauseFinding("stale", message, evidence=evidence)
     return CauseFinding("unknown", "; replays of the step agree with the loss")
+
+
+def _name_cause_of_weights(weights: Sequence[float]) -> GradientCause:
+    """The cause of wrong weights of the micro-batches of all ranks, given in rank order and relative to the mean."""
+    num_ranks = get_num_processes()
+    num_per_rank = len(weights) // num_ranks
+    by_rank = [weights[start : start + num_per_rank] for start in range(0, len(weights), num_per_rank)]
+    # Each rank has one weight for all its micro-batches, so the fault came after accumulation.
+    is_even = all(max(values) - min(values) <= _SURE_WEIGHT for values in by_rank)
+    is_same = max(weights) - min(weights) <= _SURE_WEIGHT
+    # One factor for everything may come from either, unless there is nothing to accumulate.
+    if num_ranks > 1 and is_even and (not is_same or num_per_rank == 1):
+        return "ranks"
+    return "accumulation" if num_per_rank > 1 else "unknown"
+
+
+def compare_ranks(step: ReplayableStep) -> tuple[GradientReport, CauseFinding] | None:
+    """Check that trained weights and gradients are equal on all ranks; None if they are. Collective.
+
+    Without equal gradients, DDP's ranks train different weights, so at most one of the gradients is right.
+    """
+    parameters = step.parameters
+    if names := find_unequal_tensors(parameters):
+        return _report_unequal("trained weights", names), CauseFinding("ranks", "")
+    names = find_unequal_tensors({name: p.grad for name, p in parameters.items() if p.grad is not None})
+    if not names:
+        return None
+    # NaN of several ranks has no order in a sum, so its bits may differ; the step's gate handles it.
+    if not all(gather_or_raise("finite", lambda: all(_is_finite(parameters[name].grad) for name in names))):
+        return GradientReport("cannot tell", (), 0, reason=GRADIENT_NOT_FINITE), CauseFinding("unknown", "")
+    report = _report_unequal("gradients", names)
+    gradients = step.gather_sampled_gradients(step.micro_batches, names)
+    # What each rank has in place of the mean.
+    fitted = gather_or_raise("weights", lambda: fit_weights(sample_gradient(parameters[n] for n in names), gradients))
+    relative = {
+        rank: [round(len(gradients) * weight, 4) for weight in weights]
+        for rank, weights in enumerate(fitted)
+        if weights is not None
+    }
+    faulty_ranks = {
+        rank: weights
+        for rank, weights in relative.items()
+        if any(abs(weight - 1) > _SURE_WEIGHT for weight in weights)
+    }
+    texts = [f"on rank {rank} it counts {_join_weights(weights)} times" for rank, weights in faulty_ranks.items()]
+    message = f"; of all ranks' micro-batches, {' and '.join(texts)}" if texts else ""
+    evidence = {"micro_batch_weights_by_rank": relative, "ranks": list(faulty_ranks)}
+    return report, CauseFinding("ranks", message, evidence=evidence)
+
+
+def _join_weights(weights: Iterable[float]) -> str:
+    # Adding zero turns -0 into 0.
+    return ", ".join(f"{round(weight, 2) + 0.0:g}" for weight in weights)
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
+
+
+def _report_unequal(tensors: str, names: Sequence[str]) -> GradientReport:
+    layers = tuple(dict.fromkeys(map(get_module_name, names)))
+    location_text = layers[0] if len(layers) == 1 else f"{len(layers)} layers"
+    location = FaultLocation(layers[0] if len(layers) == 1 else None, layers)
+    reason = f"the {tensors} are not equal on all ranks, in {location_text}"
+    return GradientReport("differs", (), 0, location, reason)
 
 
 def sample_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -225,3 +333,21 @@ def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list
     solution = torch.linalg.lstsq(columns, target).solution
     residual = (columns @ solution - target).norm() / target.norm()
     return (solution / lengths).tolist() if residual.item() <= _MAX_RESIDUAL else None
+
+
+def build_diagnosis_record(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
+    """The diagnosis in the event of a gradient check, with its figures as evidence."""
+    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
+    evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
+    if finding.fallback is not None:
+        verdict["switch"] = finding.fallback.name
+    if report.location is not None:
+        if report.location.layer is not None:
+            verdict["module"] = report.location.layer
+        evidence["groups"] = list(report.location.groups)
+    if report.worst is not None:
+        # Infinite without a gradient, which JSON cannot hold.
+        figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
+        evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        evidence["along"] = report.worst.direction
+    return {**verdict, "evidence": evidence}

@@ -38,10 +38,10 @@ from dit_lora.numerics.adapter_tensors import get_layer_name
 _RELATIVE_SIZE = 0.02
 """First step along a random direction, relative to the weights."""
 _LOSS_NOT_FINITE = "the loss is not finite"
-_GRADIENT_NOT_FINITE = "the gradient is not finite"
+GRADIENT_NOT_FINITE = "the gradient is not finite"
 _MAX_RANDOM_SIZES = 3
 """Step sizes along random signs, which need not give a result."""
-_MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 0.01}
+MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 0.01}
 """The loss may differ from the step's by this share: without gradients other kernels may run, which round otherwise.
 
 On a CPU the two differed by 1e-7 at most. Against a wider dtype, all rounding was 1e-7 of the loss in fp32 and 1e-3 in
@@ -85,7 +85,7 @@ class GradientReport:
     location: FaultLocation | None = None
     """Where the gradient is wrong, if the result is `differs`."""
     reason: str = ""
-    """Why nothing was compared; empty if something was."""
+    """Why nothing was compared, or what differs without a comparison; else empty."""
 
     @property
     def worst(self) -> SlopeComparison | None:
@@ -96,12 +96,14 @@ class GradientReport:
 
     @property
     def is_finite(self) -> bool:
-        return self.reason not in (_LOSS_NOT_FINITE, _GRADIENT_NOT_FINITE)
+        return self.reason not in (_LOSS_NOT_FINITE, GRADIENT_NOT_FINITE)
 
     @property
     def message(self) -> str:
         """The result in one sentence."""
         worst = self.worst
+        if self.result == "differs" and worst is None:
+            return self.reason
         if self.result == "cannot tell" or worst is None:
             figures = (
                 f"slope / gradient is {worst.ratio:.4g} +- {worst.bound:.2g}" if worst else "nothing was compared"
@@ -260,12 +262,12 @@ def _describe_bad_start(
     if not evaluator.base_terms.isfinite().all():
         return _LOSS_NOT_FINITE
     if not all(bool(p.grad.isfinite().all()) for p in parameters.values() if p.grad is not None):
-        return _GRADIENT_NOT_FINITE
+        return GRADIENT_NOT_FINITE
     # Without the step's loss, replays are trusted to repeat it.
     if step_loss is None:
         return ""
     loss = evaluator.base_loss
-    limit = _MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
+    limit = MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
     if abs(loss - step_loss) > limit:
         return f"the loss is {loss:.6g} when it is evaluated again, and was {step_loss:.6g} in the step"
     return ""

@@ -8,10 +8,25 @@ from typing import Self
 
 import torch
 
+from dit_lora.numerics.adapter_tensors import get_layer_name
 from dit_lora.numerics.streams import derive_seed
 
 Parameters = Mapping[str, torch.Tensor]
 """Trained parameters by name, with their gradients."""
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def select_exact_parameters(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Parameters whose gradient is, by design, the derivative of the loss.
+
+    DoRA takes the norm of its weights for a constant (arXiv 2402.09353, section 4.3), so of its layers only the
+    magnitudes are such.
+    """
+    magnitudes = [name for name in parameters if _MAGNITUDE in name]
+    inexact_layers = {get_layer_name(name) for name in magnitudes}
+    return {
+        name: p for name, p in parameters.items() if name in magnitudes or get_layer_name(name) not in inexact_layers
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +188,13 @@ class Displacement:
 def displace_weights(direction: Direction, size: float, dtype: torch.dtype) -> Iterator[Displacement]:
     """Context in which weights can be moved; on exit they have their original bits. Copies the weights it moves."""
     displacement = Displacement(direction, size, dtype)
-    try:
-        yield displacement
-    finally:
-        displacement.restore()
+    # A loop may hold a graph from before the check, as a GAN does. Its weights get their bits back, but autograd would
+    # refuse them for their version.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(direction.parameters.values())):
+        try:
+            yield displacement
+        finally:
+            displacement.restore()
 
 
 def round_to_spacing(

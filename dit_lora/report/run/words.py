@@ -51,6 +51,7 @@ _GRADIENT_CAUSE_TEXTS = {
     "offload": "offload; the gradient agrees with the loss while the base stays on the device",
     "accumulation": "the weights of the micro-batches in the gradient",
     "stale": "the gradient of the step before was not cleared",
+    "ranks": "the gradient is not equal on all ranks, or not the mean over them",
     "detached": "parameters that affect the loss get no gradient",
     "transient": "a transient fault; the gradient agrees with the loss in some replays",
     "unknown": "not found",

@@ -1,17 +1,26 @@
 """Compares gradients of a run with the slope of its loss, as often as `guard.gradient_every` says."""
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from dit_lora.guard.diagnosis import Event
-from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compute_loss_terms, find_gradient_cause
+from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.gradient_check.cause import (
+    CauseFinding,
+    ReplayableStep,
+    build_diagnosis_record,
+    compare_ranks,
+    find_gradient_cause,
+    gather_loss_terms,
+)
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.ranks import RankError, raise_together
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.context_parallel import ContextParallel
@@ -26,11 +35,12 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 
 _EVENT_KIND = "gradient_check"
-_ENGINE_NAMES = {Engine: "DDP", ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
+_ENGINE_NAMES = {ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
 _ADVICE = {
     "recomputation": "; set train.checkpointing=none",
     "offload": "; set train.offload=none",
     "accumulation": "; set train.accumulate=1",
+    "ranks": "; train on one rank to rule out the connection between ranks",
 }
 """What to do about causes that the guard does not switch off itself."""
 
@@ -67,14 +77,12 @@ class GradientWatch:
             return None
         reason = None
         engine = type(self.setup.engine)
-        # The loss of all ranks, and weights or gradients that are sharded, need collective evaluations.
-        if self.setup.accelerator.num_processes > 1 or engine is not Engine:
-            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs a run in one process"
+        # Directions and displacements are those of whole tensors, and ranks of one sample have no loss each.
+        if engine is not Engine:
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, or DDP"
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
-        elif recipe.lora.kind == "dora":
-            reason = "lora.kind=dora: by design, its gradient leaves out the norm of the weights"
         return f"guard.gradient_every: gradients are not checked with {reason}" if reason else None
 
     @property
@@ -128,7 +136,12 @@ class GradientWatch:
         replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
-        outcome = optional_work.attempt("gradient checks", step, lambda: self._examine(replayable, losses))
+        outcome = optional_work.attempt(
+            "gradient checks",
+            step,
+            lambda: self._examine(replayable, losses),
+            is_collective=self.setup.accelerator.num_processes > 1,
+        )
         self._next_step = step + count_paying_steps(self._num_evaluations)
         # A loss or gradient that is not finite is for the step's gate.
         if outcome is None or not outcome[0].is_finite:
@@ -137,67 +150,92 @@ class GradientWatch:
         if report.result == "agrees":
             self._record_sound_step(step, report)
             return
-        # Before the event is written: it names the action.
-        is_switched_off = self._switch_off(finding)
-        message = f"{report.message}{finding.message}{self._describe_action(step, finding)}"
+        should_switch_off = self._should_switch_off(finding)
+        action_text = self._describe_action(step, finding, is_switched_off=should_switch_off)
+        message = f"{report.message}{finding.message}{action_text}"
         event = Event(
             step,
             _EVENT_KIND,
-            _build_verdict(report, finding, message),
-            action="fallback" if is_switched_off else "report",
+            build_diagnosis_record(report, finding, message),
+            action="fallback" if should_switch_off else "report",
             seconds=time.perf_counter() - began,
         )
+        if report.result == "differs":
+            # Before the component is off: a replay switches off what was off in the step.
+            bundle = self.recovery.files.write_gradient_bundle(micro_batches, self._select_gradients(finding), event)
+            event = replace(event, facts={"bundle": bundle} if bundle else {})
         self.recovery.files.write_event(event)
         self.recovery.files.say(f"guard: step {step}: {message}")
-        if is_switched_off:
+        if should_switch_off and finding.fallback is not None:
+            disable_for_run(self.recovery, finding.fallback)
             # Without the component, more may be kept for backward.
             choose_checkpointing(self.setup)
             raise RolledBackError(step - 1)
 
+    def _select_gradients(self, finding: CauseFinding) -> dict[str, torch.Tensor]:
+        """The step's gradient by parameter; if the ranks have different ones, that of the first wrong rank.
+
+        Collective.
+        """
+        parameters = self.setup.transformer.named_parameters()
+        gradients = {name: p.grad for name, p in parameters if p.requires_grad and p.grad is not None}
+        faulty_ranks = finding.evidence.get("ranks")
+        # Equal gradients, or it is not known which are wrong.
+        if not faulty_ranks:
+            return gradients
+        # The main process writes the bundle, and its own gradient may be right.
+        return broadcast_object({name: gradient.cpu() for name, gradient in gradients.items()}, faulty_ranks[0])
+
     def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
-        """Check a step's gradient, and find the cause if it differs from the loss's slope."""
-        report = check_gradient(
-            step.compute_terms,
-            step.parameters,
-            dtype=self.setup.dtype,
-            groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
-            step_loss=compute_loss_terms(losses).double().sum().item(),
-        )
+        """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective."""
+        with raise_together():
+            # First: ranks with different gradients would take different decisions below.
+            unequal = compare_ranks(step)
+            if unequal is not None:
+                return unequal
+            report = check_gradient(
+                step.compute_terms,
+                step.parameters,
+                dtype=self.setup.dtype,
+                groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
+                step_loss=gather_loss_terms(lambda: losses).double().sum().item(),
+            )
         if report.result != "differs":
             return report, CauseFinding("unknown", "")
         model = self.setup.transformer
-        # These change only how a gradient is computed, so NaN is never diagnosed with them.
-        fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
-        extra_fallbacks = [fallback for fallback in fallbacks if fallback is not None]
         try:
-            return report, find_gradient_cause(step, report, self.recovery.diagnosis_context, extra_fallbacks)
+            with raise_together():
+                context = self.recovery.diagnosis_context
+                return report, find_gradient_cause(step, report, context, list_gradient_fallbacks(model))
         # That the gradient is wrong is known already, and must not be lost.
         except torch.OutOfMemoryError:
             return report, CauseFinding("unknown", "; a replay to find the cause does not fit into memory")
+        except RankError as error:
+            return report, CauseFinding("unknown", f"; a replay to find the cause failed: {error}")
 
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
         """Note that a step's gradient agrees with the loss, and say so the first time."""
         if self._last_sound_step is None:
-            self.recovery.files.say(f"guard: step {step}: {report.message}")
+            is_dora = self.setup.recipe.lora.kind == "dora"
+            # By design, its gradient leaves out how A and B change the norm of the weights.
+            scope = " (of the magnitudes; that of A and B is no derivative in DoRA)" if is_dora else ""
+            self.recovery.files.say(f"guard: step {step}: {report.message}{scope}")
         self._last_sound_step = step
         # The next check will cost about as much.
         self._num_evaluations = report.num_evaluations
         self._next_step = step + count_paying_steps(report.num_evaluations)
 
-    def _switch_off(self, finding: CauseFinding) -> bool:
-        """Switch off a component at fault for this run, if the guard may; True if it did."""
+    def _should_switch_off(self, finding: CauseFinding) -> bool:
+        """True if a component at fault is to be switched off for this run."""
         # Without checkpointing or offload, larger samples of a later step might not fit into memory.
         if finding.fallback is None or finding.cause in _ADVICE:
             return False
-        if "fallback" not in self.setup.recipe.guard.on_nonfinite:
-            return False
-        disable_for_run(self.recovery, finding.fallback)
-        return True
+        return "fallback" in self.setup.recipe.guard.on_nonfinite
 
-    def _describe_action(self, step: int, finding: CauseFinding) -> str:
+    def _describe_action(self, step: int, finding: CauseFinding, *, is_switched_off: bool) -> str:
         """The action taken for a cause, or advice for the user, as the end of a sentence."""
         fallback = finding.fallback
-        if fallback is None or fallback.name not in self.recovery.state.switched_off:
+        if fallback is None or not is_switched_off:
             return _ADVICE.get(finding.cause, "")
         text = f"; {fallback.name} stays off for this run, and the step is repeated"
         # Steps that an earlier process trained have not been checked by this one.
@@ -207,19 +245,7 @@ class GradientWatch:
         return f"{text}; steps {first_step} to {step - 1} may have been trained with it"
 
 
-def _build_verdict(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
-    """The diagnosis in the event of a gradient check, with its figures as evidence."""
-    verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
-    evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}
-    if finding.fallback is not None:
-        verdict["switch"] = finding.fallback.name
-    if report.location is not None:
-        if report.location.layer is not None:
-            verdict["module"] = report.location.layer
-        evidence["groups"] = list(report.location.groups)
-    if report.worst is not None:
-        # Infinite without a gradient, which JSON cannot hold.
-        figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
-        evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        evidence["along"] = report.worst.direction
-    return {**verdict, "evidence": evidence}
+def list_gradient_fallbacks(model: nn.Module) -> list[Fallback]:
+    """Fallbacks of components that change only how a gradient is computed: NaN is never diagnosed with them."""
+    fallbacks = [make_offload_fallback(model) or make_checkpointing_fallback(model)]
+    return [fallback for fallback in fallbacks if fallback is not None]

@@ -446,23 +446,71 @@ class RecoveryFiles:
 
         Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
         """
-        setup = self.setup
-        if self._num_bundles >= setup.recipe.guard.bundles:
+        if not self._count_bundle():
             return None
-        # Counted even if this rank writes nothing: ranks that call this together must keep equal counts.
-        self._num_bundles += 1
+        setup = self.setup
         # Before any rank returns: all of them gather sharded weights.
         weights = setup.engine.trainable_state_dict()
         if setup.engine.collective_forward and not setup.session.is_main:
             # All ranks have the same micro-batch and weights.
             return None
         name = f"step_{micro_batch.step:06d}_rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
-        # Bundles of the same step and micro-batch: the step failed before.
-        earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))
-        folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
+        return self._write_bundle_folder(
+            name, self._build_bundle_metadata(micro_batch, event), micro_batch.tensors, weights
+        )
+
+    def write_gradient_bundle(
+        self, micro_batches: Sequence[MicroBatch], gradients: Mapping[str, torch.Tensor], event: Event
+    ) -> str | None:
+        """Write a bundle of a step with a wrong gradient: the micro-batches of all ranks, and the gradient.
+
+        Returns its path as `write_bundle` does, on the main process only. Collective.
+        """
+        if not self._count_bundle():
+            return None
+        # Pickled on their way, which would keep a tensor's device.
+        sent = [
+            (_describe_micro_batch(batch), {name: tensor.cpu() for name, tensor in batch.tensors.items()})
+            for batch in micro_batches
+        ]
+        received = gather_object(sent)
+        # All ranks have the same weights, and the main process has all micro-batches.
+        if not self.setup.session.is_main:
+            return None
+        metadata = self._build_bundle_metadata(micro_batches[-1], event)
+        metadata["micro_batches"] = [replay for replay, _ in received]
+        # Names begin with the number of the micro-batch, in the order of `micro_batches`.
+        samples = {
+            f"{number}/{name}": tensor
+            for number, (_, tensors) in enumerate(received)
+            for name, tensor in tensors.items()
+        }
+        weights = self.setup.engine.trainable_state_dict()
+        return self._write_bundle_folder(f"step_{event.step:06d}_gradient", metadata, samples, weights, gradients)
+
+    def _count_bundle(self) -> bool:
+        """True if another bundle may be written, which is counted; equal on ranks that call this together."""
+        if self._num_bundles >= self.setup.recipe.guard.bundles:
+            return False
+        # Counted even if this rank writes nothing: ranks that call this together must keep equal counts.
+        self._num_bundles += 1
+        return True
+
+    def _write_bundle_folder(
+        self,
+        name: str,
+        metadata: Mapping[str, Any],
+        samples: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor] | None = None,
+    ) -> str | None:
+        # Bundles of the same name: the step failed before.
+        bundles = self.setup.session.dir / "bundles"
+        earlier = len(list(bundles.glob(f"{name}*")))
+        folder = bundles / (f"{name}_again_{earlier}" if earlier else name)
         try:
-            facts, limit = self._build_bundle_metadata(micro_batch, event), setup.recipe.guard.bundle_mib
-            write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
+            limit = self.setup.recipe.guard.bundle_mib
+            write_bundle(folder, metadata, samples, weights, gradients=gradients, limit_mib=limit)
         # A run is worth more than a bundle.
         except OSError as error:
             tqdm.write(make_printable(f"warning: cannot write {folder}: {error.strerror}"), file=sys.stderr)
@@ -479,14 +527,7 @@ class RecoveryFiles:
         return {
             "event": event.to_record(),
             "recipe": recipe.model_dump(mode="json"),
-            "replay": {
-                "step": micro_batch.step,
-                "micro_step": micro_batch.micro_step,
-                "rank": micro_batch.rank,
-                "ids": micro_batch.ids,
-                "draws": micro_batch.draw_numbers,
-                "faults": dict(micro_batch.faults),
-            },
+            "replay": _describe_micro_batch(micro_batch),
             "switched_off": list(self.guard_start.state.switched_off),
             "start_peak": self.guard_start.start_peak,
             "dtype": next(name for name, dtype in DTYPES.items() if dtype is setup.dtype),
@@ -496,6 +537,18 @@ class RecoveryFiles:
 
     def say(self, line: str) -> None:
         self.setup.session.say(line)
+
+
+def _describe_micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
+    """A micro-batch in bundle.json: with the recipe, all that its forward pass needs in addition to its tensors."""
+    return {
+        "step": micro_batch.step,
+        "micro_step": micro_batch.micro_step,
+        "rank": micro_batch.rank,
+        "ids": micro_batch.ids,
+        "draws": micro_batch.draw_numbers,
+        "faults": dict(micro_batch.faults),
+    }
 
 
 def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:

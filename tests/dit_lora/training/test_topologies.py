@@ -4,6 +4,7 @@ Every launch runs recipes/lora.py many times: tests/topologies.py.
 """
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +158,8 @@ def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
 def resumed(table: Table, engine: Engine, ranks: int, accumulate: int, start: str) -> dict[str, Case]:
     """The second half of a run, from where another was."""
     name = f"{engine}_{ranks}_from_{start}"
-    more = (*QUICK, f"train.resume={table.checkpoint(start, STEPS // 2)}")
+    # Its first step is checked: the bits must be those of the other run.
+    more = (*QUICK, f"train.resume={table.checkpoint(start, STEPS // 2)}", "guard.gradient_every=9")
     return {name: Case(engine, table.args(name, ranks, accumulate, *more), prepare=without_verification)}
 
 
@@ -312,6 +314,10 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     for engine in engines:
         name = f"{engine}_{ranks}_1"
         require_same_state(table, f"{engine}_{ranks}_from_{name}", name)
+        resumed_run = table.run(f"{engine}_{ranks}_from_{name}")
+        phases = json.loads((resumed_run / "phases.json").read_text())
+        assert ("gradient check" in str(phases)) is (engine == "ddp")
+        assert not any(event["kind"] == "gradient_check" for event in lines(resumed_run, "events.jsonl"))
     for engine in engines_with_faults:
         # The first block's parameters are among the first ranks' parts of ZeRO's flat groups.
         require_faults_named(table, f"{engine}_{ranks}", ranks, block=int(engine == "zero2"))

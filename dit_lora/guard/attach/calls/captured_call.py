@@ -152,12 +152,7 @@ class CapturedCall:
 
         Returns per-sample sums of output times recorded gradient, so that their backward repeats the recorded one.
         """
-        # Dropout draws from these generators, so the same masks need the same state.
-        torch.set_rng_state(self.random_state)
-        if self.cuda_random_state is not None:
-            torch.cuda.set_rng_state(self.cuda_random_state)
-        with self._restore_generator(), restore_autocasts(self.autocasts):
-            outputs = find_main_outputs(model(*self.args, **self.kwargs))
+        outputs = self.run(model)
         # The recorded gradient of a bad output is bad, even if the output is finite this time.
         gradients = self.output_gradients if self.has_finite_output else []
         # The derivative of output * gradient is the recorded gradient, so no loss function is needed.
@@ -180,6 +175,15 @@ class CapturedCall:
         if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
             return LossOutput(losses, timesteps.detach().flatten())
         return LossOutput(losses, torch.full((count,), -1))
+
+    def run(self, model: nn.Module) -> list[torch.Tensor]:
+        """Run a recorded call again with its random state; returns the outputs that the loss is computed from."""
+        # Dropout draws from these generators, so the same masks need the same state.
+        torch.set_rng_state(self.random_state)
+        if self.cuda_random_state is not None:
+            torch.cuda.set_rng_state(self.cuda_random_state)
+        with self._restore_generator(), restore_autocasts(self.autocasts):
+            return find_main_outputs(model(*self.args, **self.kwargs))
 
     @contextmanager
     def _restore_generator(self) -> Iterator[None]:

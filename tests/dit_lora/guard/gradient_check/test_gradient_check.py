@@ -16,6 +16,7 @@ from dit_lora.guard.gradient_check.directions import (
     RandomDirection,
     TensorwiseGradientDirection,
     round_to_spacing,
+    select_exact_parameters,
 )
 from dit_lora.guard.gradient_check.slopes import LossEvaluator, compare_slopes, divide
 
@@ -260,3 +261,20 @@ def test_the_budget_of_evaluations_is_kept() -> None:
 def test_division_by_zero_keeps_the_sign() -> None:
     assert divide(-1, 0) == -float("inf")
     assert divide(0, 0) != divide(0, 0)
+
+
+def test_only_the_magnitudes_of_dora_layers_are_checked() -> None:
+    names = ["a.lora_A.default.weight", "a.lora_B.default.weight", "a.lora_magnitude_vector.default.weight"]
+    others = ["b.lora_A.default.weight", "b.lora_B.default.weight", "head.weight"]
+    parameters = {name: torch.ones(1) for name in [*names, *others]}
+    assert list(select_exact_parameters(parameters)) == [names[-1], *others]
+
+
+def test_a_graph_from_before_a_check_can_be_differentiated_after_it() -> None:
+    step = small_step()
+    # With the dropout masks of the gradient.
+    with torch.random.fork_rng([]):
+        loss = step.compute_terms().sum()
+    assert step.check().result == "agrees"
+    # Autograd would refuse weights that were written to.
+    loss.backward()
