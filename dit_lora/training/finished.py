@@ -20,8 +20,13 @@ def find_finished_step(recipe: Recipe) -> int | None:
     verification = folder / "verification.json"
     try:
         has_ended = read_typed_json(folder / "status.json", Status).get("state") == "finished"
-        # A result that failed its verification is written again.
-        is_sound = not verification.is_file() or read_typed_json(verification, VerifiedFiles).get("passed", True)
+        is_sound = True
+        if verification.is_file():
+            record = read_typed_json(verification, VerifiedFiles)
+            # A result that failed its verification, or that was deleted, is written again.
+            is_sound = record.get("passed", True) and all(
+                (folder / name).is_file() for name in record.get("files", ())
+            )
     except (OSError, ParseError):  # missing or damaged: a resumed run writes them again
         return None
     if not (has_ended and is_sound):

@@ -51,11 +51,11 @@ class CacheProblem:
     path: Path
     key: str | None
     sample: str | None
-    words: str
+    message: str
 
     def __str__(self) -> str:
         location = f"{self.sample}, entry {self.key} of {self.path}" if self.key else f"{self.path}"
-        return f"{location}: {self.words}"
+        return f"{location}: {self.message}"
 
 
 @dataclass

@@ -197,6 +197,8 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         newest = find_newest_checkpoint(run_dir)
         hint = f"the newest complete one is {newest}" if newest else f"{run_dir} has none"
         problem = "is incomplete or altered" if path.exists() else "does not exist"
+        if path.exists() and not (path.is_dir() and any(path.iterdir())):
+            problem = "is not the folder of a checkpoint"
         if _has_only_adapter(path):
             problem = f"has only the adapter, which a new run can start from (lora.init={path})"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")

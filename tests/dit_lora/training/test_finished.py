@@ -68,6 +68,7 @@ def test_the_last_step_is_the_recipes_or_the_one_that_stop_after_ends(
     [
         ("status.json", {"state": "interrupted"}),
         ("verification.json", {"passed": False}),
+        ("verification.json", {"passed": True, "files": {"adapter/deleted.safetensors": "00"}}),
         ("status.json", {"state": 7}),
         ("metrics.jsonl", {"step": 5}),
     ],

@@ -344,6 +344,12 @@ def test_none_auto_and_a_missing_path(tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path) is None
     with pytest.raises(DitLoraError, match=r"train\.resume: nowhere does not exist; .* has none"):
         find_checkpoint("nowhere", tmp_path)
+    file, empty_folder = tmp_path / "file", tmp_path / "empty"
+    file.touch()
+    empty_folder.mkdir()
+    for other in (file, empty_folder):
+        with pytest.raises(DitLoraError, match=f"{other.name} is not the folder of a checkpoint; .* has none"):
+            find_checkpoint(str(other), tmp_path)
     path = save(tmp_path, 5, *build())
     assert find_checkpoint("auto", tmp_path) == find_checkpoint(str(path), tmp_path) == path
 
