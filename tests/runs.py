@@ -43,7 +43,9 @@ def require_short_log(log: str, run: Path) -> list[str]:
     Kernels that the recipe asks for by name have lines of their own.
     """
     log_lines = log.replace(str(run), "runs/demo").splitlines()
-    num_other_lines = sum(not line.startswith(("step ", "kernels: ")) for line in log_lines)
+    # The process of the tests is older than a minute, so that a start in it counts as slow.
+    skipped = ("step ", "kernels: ", "first step after ")
+    num_other_lines = sum(not line.startswith(skipped) for line in log_lines)
     assert num_other_lines + MAX_STEP_LINES <= 15, log
     assert max(map(len, log_lines)) <= 80, log
     return log_lines

@@ -87,7 +87,7 @@ SMALL_RUNS = (
     SmallRun(
         "gradient_check.foreign_loops",
         "--loops plain/adamw --only none",
-        r"\| plain/adamw \| healthy \| agrees \|",
+        r"\| plain/adamw \| healthy \| agrees \|  \|",
     ),
     SmallRun(
         "guard_in_turns",

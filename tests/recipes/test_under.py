@@ -181,7 +181,6 @@ def test_what_is_no_adapter_of_this_model_is_refused_by_its_number(
         assert error.value.exit_code == 2
         return str(error.value)
 
-    shutil.rmtree(tmp_path / "cache")
     message = refused(f"lora.under={json.dumps([str(under), './nowhere'])}")
     assert message == "lora.under[1]: ./nowhere does not exist"
     renamed = {f"x.{name}": tensor for name, tensor in load_file(under).items()}

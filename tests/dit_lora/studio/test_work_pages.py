@@ -212,7 +212,9 @@ def test_a_save_is_marked_as_best_and_what_was_measured_stays(
 def test_each_gpu_has_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen
     script = (
-        "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(float(sys.argv[1]))"
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(float(sys.argv[1]))"
     )
 
     def start_script(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
@@ -222,7 +224,7 @@ def test_each_gpu_has_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.
     queue = JobQueue(lambda: ["GPU-a", "GPU-b"])
     added = [queue.add(["train", seconds], "", needs_gpu=True) for seconds in ("60", "60", "0", "0")]
     deadline = time.monotonic() + 30
-    while [job.state for job in added[:2]] != ["running"] * 2 and time.monotonic() < deadline:
+    while not all(job.state == "running" and job.output for job in added[:2]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert {added[0].gpu, added[1].gpu} == {"GPU-a", "GPU-b"}
     assert [job.state for job in added[2:]] == ["waiting"] * 2
