@@ -94,7 +94,7 @@ def audit_recipe(recipe: Recipe, encoders: Encoders, *, progress: bool = True) -
     # Codes that the check of the media has reported already, by file.
     codes = {sample.file: {finding.code for finding in sample.findings} for sample in audited_samples}
     unbucketed = {
-        name: [Finding(item.code, item.message, "reject", "change data.buckets, or remove it")]
+        name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
         for name, item in (report.dropped if report else ())
         if item.code not in codes.get(name, ())
     }

@@ -98,10 +98,10 @@ def prepare(
         recovery = build_recovery(setup, ema, start, snapshots, files)
     # A single group is the adapter or the model, which has its own line.
     if len(groups) > 1:
-        counts = [f"{group['name']} {sum(p.numel() for p in group['params']):,}" for group in groups]
-        session.say(f"trained parameters: {', '.join(counts)}")
-        rates = [f"{group['name']} {group['lr']:g}" for group in groups]
-        session.say(f"learning rates: {', '.join(rates)}")
+        parts = [
+            f"{group['name']} {sum(p.numel() for p in group['params']):,} at lr {group['lr']:g}" for group in groups
+        ]
+        session.say(f"trained parameters: {', '.join(parts)}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
     return Run(
         session, task, checkpoint, data, engine, start_step, ema, base, recovery, watcher, parity, checkpoints, journal

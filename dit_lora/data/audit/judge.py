@@ -286,7 +286,7 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
     if isinstance(placement, DroppedClip):
         # `_check_length` reports clips that are too short.
         if placement.code != "too_short":
-            yield make_warning(placement.code, f"it is left out: {placement.message}", "add a bucket of its shape")
+            yield make_warning(placement.code, f"it is left out: {placement.words}", "add a bucket of its shape")
         return
     size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"
     if placement.upscale > MAX_UPSCALE:

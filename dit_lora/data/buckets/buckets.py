@@ -38,7 +38,7 @@ class DroppedClip:
     """Reason why a clip has no bucket: code `too_short`, `cropped` or `upscaled`, and a message."""
 
     code: str
-    message: str
+    words: str
 
 
 def make_window_id(clip_id: str, start: float) -> str:

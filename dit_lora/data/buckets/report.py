@@ -97,7 +97,7 @@ class BucketReport:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         for name, clip in self.dropped:
-            lines.append(f"left out ({clip.code}): {name}: {clip.message}")
+            lines.append(f"left out ({clip.code}): {name}: {clip.words}")
         return lines + [f"advice: {advice}" for advice in self.advice]
 
 

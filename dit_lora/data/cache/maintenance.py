@@ -51,11 +51,11 @@ class CacheProblem:
     path: Path
     key: str | None
     sample: str | None
-    message: str
+    words: str
 
     def __str__(self) -> str:
         location = f"{self.sample}, entry {self.key} of {self.path}" if self.key else f"{self.path}"
-        return f"{location}: {self.message}"
+        return f"{location}: {self.words}"
 
 
 @dataclass

@@ -95,7 +95,7 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
         if isinstance(placement, DroppedClip) or not clip.is_held_out:
             placed.append((clip.id, placement))
         if isinstance(placement, DroppedClip):
-            rejected[clip.id] = placement.message
+            rejected[clip.id] = placement.words
             continue
         # One sample per window; a clip without windows has a single start.
         all_samples += [

@@ -153,13 +153,13 @@ def test_an_image_goes_to_one_frame_or_nowhere() -> None:
     assert placed(image(480, 720), config).shape == VideoShape(1, 480, 720)
     drop = dropped(image(480, 720), data())
     assert drop.code == "too_short"
-    assert "an image is one frame, and the smallest bucket needs 17" in drop.message
+    assert "an image is one frame, and the smallest bucket needs 17" in drop.words
 
 
 def test_a_clip_that_no_bucket_is_short_enough_for_is_dropped() -> None:
     drop = dropped(clip(480, 720, seconds=0.9), data(buckets={"frames": [9, 17]}))
     assert drop.code == "too_short"
-    assert "at most 8 frames at 8 fps, and the smallest bucket needs 9" in drop.message
+    assert "at most 8 frames at 8 fps, and the smallest bucket needs 9" in drop.words
 
 
 def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:
@@ -213,11 +213,11 @@ def test_limits_hold_with_buckets_and_say_what_was_asked() -> None:
     strict = data(buckets={"max_crop": 0.2, "max_upscale": 1.5})
     cropped = dropped(clip(500, 2000), strict)
     assert cropped.code == "cropped"
-    assert "448x784 would lose 56% of its picture of 2000x500" in cropped.message
-    assert "max_crop is 0.2" in cropped.message
+    assert "448x784 would lose 56% of its picture of 2000x500" in cropped.words
+    assert "max_crop is 0.2" in cropped.words
     upscaled = dropped(clip(240, 360), strict)
     assert upscaled.code == "upscaled"
-    assert "480x720 would enlarge its picture of 360x240 2.00 times" in upscaled.message
+    assert "480x720 would enlarge its picture of 360x240 2.00 times" in upscaled.words
     for source in (clip(500, 2000), clip(240, 360)):
         assert isinstance(choose_bucket(source, shapes(data()), data()), Placement)
 
