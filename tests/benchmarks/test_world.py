@@ -113,8 +113,8 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
         (tmp_path / name).mkdir()
         write_scenes(tmp_path / name, group, torch.Generator().manual_seed(0))
     run_script(script, [tmp_path / name for name in scenes], tmp_path / "run", seed=0, steps=1)
-    # The recipe draws as many moons as known shapes, so that 2 moons come four times to 8 others.
-    expected = f"(64, 64) 16 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
+    # The recipe draws three moons to two known shapes, so that 2 moons come six times to 8 others.
+    expected = f"(64, 64) 20 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
     assert (tmp_path / "run" / "seen.txt").read_text() == expected
     with pytest.raises(ValueError, match="has no line 'base_height: int = 480,'"):
         write_script(script, tmp_path / "again.py")
