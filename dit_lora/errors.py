@@ -65,6 +65,11 @@ def join_first(items: Collection[object], limit: int) -> str:
     return ", ".join(str(item) for item in list(items)[:limit]) + more
 
 
+def format_kind(kind: str) -> str:
+    """The kind of a guard event as text, such as "non-finite loss" for `non_finite_loss`."""
+    return kind.replace("_", " ").replace("non finite", "non-finite")
+
+
 def format_remaining_count(items: Collection[object]) -> str:
     """Text such as ` (and 3 more)` for the number of items after the first; empty for a single item."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -38,8 +38,8 @@ class FakeDrawnBatch(FakeBatch):
     def redraw(self, number: int) -> MicroBatch:
         return self.redrawn(number)
 
-    def move_to(self, position: MicroBatch, *, copies_draws: bool = False) -> MicroBatch:
-        return self.moved(position, copies_draws)
+    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> MicroBatch:
+        return self.moved(position, copies_seeds)
 
 
 def fake_batch(

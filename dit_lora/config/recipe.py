@@ -103,8 +103,9 @@ class KernelsConfig(Section):
 class GuardConfig(Section):
     on_nonfinite: tuple[RecoveryAction, ...] = RecoveryConfig.on_nonfinite
     """Recovery actions in order of preference: the first that fits the cause of a failed step and is below its limit.
-    Without one, the run stops. `skip`: repeat the step without the sample, which returns in the next epoch.
-    `quarantine`: leave the sample out permanently. `fallback`: switch the kernel or attention backend off. `rollback`:
+    Without one, the run stops. `skip`: repeat the step without the sample, which returns in the next epoch; it does
+    not fit a sample that would fail again if `quarantine` is listed too. `quarantine`: leave the sample out
+    permanently. `fallback`: switch the kernel or attention backend off. `rollback`:
     restore a snapshot. `[stop]` stops at every failed step."""
     max_skips: Annotated[int, Field(ge=0)] = RecoveryConfig.max_skips
     """Maximum number of failed steps that a run may retry, skip or take without a quarantined sample."""

@@ -440,7 +440,7 @@ def _diagnose_random_inputs(
 ) -> Diagnosis:
     """Diagnosis of samples that fail only with their own noise and timesteps."""
     # Give a healthy sample each failing one's noise and timesteps.
-    controls = (control.move_to(sample, copies_draws=True) for sample in failing)
+    controls = (control.move_to(sample, copies_seeds=True) for sample in failing)
     if all(_is_consistently_healthy(pending, moved) for moved in controls):
         pending.evidence["control_with_the_same_draws"] = "healthy"
         message = "it fails only with this noise and timestep, whichever component is switched off"
@@ -460,7 +460,7 @@ def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, co
     if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):
         return True
     moved_control = control.move_to(sample)
-    return _is_consistently_healthy(pending, sample.move_to(moved_control, copies_draws=True))
+    return _is_consistently_healthy(pending, sample.move_to(moved_control, copies_seeds=True))
 
 
 def _iter_redraws(sample: MicroBatch) -> Iterator[MicroBatch]:

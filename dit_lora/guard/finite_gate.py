@@ -28,7 +28,10 @@ ACCELERATED = "accelerate.optimizer:AcceleratedOptimizer"
 
 
 class NonFiniteError(DitLoraError):
-    """Raised when the guard stops a run; weights and optimizer state are those of the last good step."""
+    """Raised on every rank when the guard stops a run.
+
+    Its message names the step whose weights the run now has, or says that they must not be used.
+    """
 
     exit_code = 3
     collective = True
@@ -84,7 +87,7 @@ class Gate:
         """Record whether losses (B,) are finite, before their backward, and whether reading found bad data."""
         # Keep the flag on the device: reading it here would make the host wait in every micro-step.
         self._loss_flags.append(~torch.isfinite(losses.detach()).all())
-        # The host knows this one already, so it is not among the flags that are sent to it.
+        # Not among the device's flags: the loop sends it to the other ranks' hosts in a column of the metrics.
         self._has_bad_data |= bad_data
 
     def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> None:

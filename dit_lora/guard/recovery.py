@@ -2,7 +2,8 @@
 
 `RecoveryHandler.resolve` shows the sequence. A loop implements a subclass: how it diagnoses, and which actions it can
 take. `Policy` chooses the action: the first of `guard.on_nonfinite` that fits every cause, within the limits of
-`guard.max_skips` and `guard.max_rollbacks`. Every rank makes the same calls.
+`guard.max_skips` and `guard.max_rollbacks`. One rule goes before this order: `skip` does not fit a sample that would
+fail again in the next epoch if `quarantine` is in the list. Every rank makes the same calls.
 """
 
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from dit_lora.config.recovery_settings import RecoveryConfig
-from dit_lora.errors import format_list
+from dit_lora.errors import format_kind, format_list
 from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.numerics.ranks import gather_object
@@ -37,7 +38,7 @@ class Action:
     kind: str
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`; `report` if a loop can do nothing."""
     samples: tuple[str, ...] = ()
-    """Samples to exclude. A `skip` without samples skips the whole step, since no sample is at fault."""
+    """Samples to leave out. A `skip` without samples skips the whole step, since no sample is at fault."""
     fallbacks: tuple[str, ...] = ()
     should_lower_lr: bool = False
     replaced_kind: str = ""
@@ -69,7 +70,7 @@ class Policy:
         """Choose and count the first action of `guard.on_nonfinite` that fits every diagnosis of a failed step."""
         causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
         reasons: list[str] = []
-        # The user's order decides: take the first action that fits every cause.
+        # Take the first action that fits every cause, in the user's order.
         for action_kind in self.config.on_nonfinite:
             if action_kind == "stop":
                 break
@@ -115,7 +116,7 @@ class Policy:
         # Retries count too: otherwise a run on an unreliable machine would retry forever.
         if self.skips >= self.config.max_skips:
             return f"guard.max_skips={self.config.max_skips} is used up"
-        # Nothing has to be excluded: repeat the step unchanged.
+        # No sample has to be left out: repeat the step unchanged.
         if causes == {"transient"}:
             return Action("retry")
         # Each sample once, in order; a set would order them differently in each run.
@@ -208,7 +209,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         if action.kind == "stop":
             raise self.make_stop_error(failure, diagnoses, action, events[0])
         if action.should_log:
-            head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}; {action.description}"
+            head = f"guard: step {failure.step}: {format_kind(failure.kind)}; {action.description}"
             self.log(format_list(head, [*self.format_diagnoses(diagnoses), *action.notes]))
         return action
 

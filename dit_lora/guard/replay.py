@@ -36,8 +36,8 @@ class MicroBatch(ABC):
     """Problems found while reading the samples, by id."""
     loss_is_sum: bool = False
     """True if the step's loss is the sum of these losses, and not their mean."""
-    draw_numbers: tuple[int, ...] = ()
-    """Draw numbers, which seed the samples' random draws; empty if unknown."""
+    sample_seeds: tuple[int, ...] = ()
+    """Seeds of the samples' random numbers, such as noise and timestep; empty if unknown."""
     uses_autocast: bool = False
     """True if the loop calls the model under autocast."""
     can_redraw: ClassVar[bool] = False
@@ -58,8 +58,8 @@ class MicroBatch(ABC):
         """Copy the micro-batch with other noise and timesteps, by number."""
         raise NotImplementedError
 
-    def move_to(self, position: "MicroBatch", *, copies_draws: bool = False) -> "MicroBatch":
-        """Move the samples to another micro-batch's position in the run, if possible; with its draws if asked for.
+    def move_to(self, position: "MicroBatch", *, copies_seeds: bool = False) -> "MicroBatch":
+        """Move the samples to another micro-batch's position in the run, if possible; if asked for, with its seeds.
 
         Dropout masks depend on the position.
         """

@@ -3,7 +3,7 @@
 On CUDA a snapshot is copied on a separate stream into pinned memory; once that memory is allocated, the host waits for
 nothing:
 
-    if snapshots.due(step): snapshots.take(step)   # after the optimizer of `step`
+    if snapshots.is_due(step): snapshots.take(step)   # after the optimizer of `step`
     ...                                            # forward and backward of the next step, during the copy
     snapshots.before_update()                      # before its optimizer
 """

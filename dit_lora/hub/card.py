@@ -13,7 +13,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.kinds import describe_adapter
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES
-from dit_lora.errors import join_first
+from dit_lora.errors import format_kind, join_first
 from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, Contents
 from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
@@ -363,7 +363,7 @@ def _list_events(contents: Contents) -> Iterator[str]:
     # Events that agree in kind, cause and action become one line.
     counted = Counter(
         (
-            str(event.get("kind", "")).replace("_", " "),
+            format_kind(str(event.get("kind", ""))),
             str((event.get("verdict") or {}).get("cause", "")).replace("_", " "),
             str(event.get("action") or "none"),
         )

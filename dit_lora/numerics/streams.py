@@ -1,6 +1,6 @@
 """Named random streams: every draw is a function of (seed, stream, sample, epoch), never of history.
 
-A sample's name and the epoch give its *draw number*, which seeds generators for this sample only. So a single
+A sample's name and the epoch give its *sample seed*, which seeds generators for this sample only. So a single
 micro-batch can be replayed, a resumed run draws the numbers of the uninterrupted one, and neither the split of a
 batch over micro-steps and ranks nor the absence of another sample changes a draw.
 """
@@ -71,7 +71,7 @@ class RandomStreams:
             self._prefetched = prefetched.tensors
 
     def __call__(self, stream: str) -> list[torch.Generator]:
-        return [make_generator(self.seed, stream, draw) for draw in self.sample_seeds]
+        return [make_generator(self.seed, stream, sample_seed) for sample_seed in self.sample_seeds]
 
     def draw_tensors(self, functions: DrawFunctions, device: torch.device) -> dict[str, torch.Tensor]:
         """The random numbers of all streams on a device: from `prefetched`, or drawn now with the same bits."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dit_lora.errors import format_kind
 from dit_lora.files import can_open_inside, read_json_lines
 from dit_lora.guard.attach.guard_json import FILE_NAME, STATISTICS_FILE, read_entries
 from dit_lora.guard.attach.samples.row_names import is_sample_name
 from dit_lora.redact import make_redactor
 from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
 from dit_lora.report.pages import render_page, write_page
-from dit_lora.report.run.history import ensure_dict
+from dit_lora.report.run.history import ensure_dict, get_diagnosis
 from dit_lora.report.run.recipe_diff import format_value
 from dit_lora.report.run.words import NO_VALUE, EventRow, Figure, build_event_row
 
@@ -154,7 +155,7 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     switched_off = {name for start in starts for name in _to_strings(start.get("switched_off"))}
     for event in events:
         if event.get("action") == "fallback":
-            switched_off.add(str(ensure_dict(event.get("verdict")).get("switch", "")))
+            switched_off.add(str(get_diagnosis(event).get("switch", "")))
     switched_off.discard("")
     share = f"{100 * lost / (num_taken + lost):.1f}% of {num_taken + lost:,}" if lost else ""
     return [
@@ -229,7 +230,7 @@ def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str,
     """Group guard events with the same message, since a bad sample costs a step in each epoch."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for event in events:
-        message = str(ensure_dict(event.get("verdict")).get("words"))
+        message = str(get_diagnosis(event).get("words"))
         # Same guard, cause, action, message and samples.
         key = (event.get("guard"), _describe_cause(event), event.get("action"), message)
         groups.setdefault((*map(str, key), *_to_strings(event.get("sample_ids"))), []).append(event)
@@ -238,7 +239,7 @@ def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str,
 
 def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     event = group[0]
-    verdict, base_row = ensure_dict(event.get("verdict")), build_event_row(event, _ACTION_TEXTS)
+    diagnosis, base_row = get_diagnosis(event), build_event_row(event, _ACTION_TEXTS)
     bundle = str(event.get("bundle", ""))
     # The file may be untrusted, so only a valid bundle path becomes a link.
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
@@ -247,8 +248,8 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
         repeats=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
         words=base_row.words,
-        module=format_value(verdict.get("module")),
-        op=format_value(verdict.get("op")),
+        module=format_value(diagnosis.get("module")),
+        op=format_value(diagnosis.get("op")),
         samples=", ".join(_to_strings(event.get("sample_ids"))),
         action=base_row.action,
         bundle=bundle if is_there else "",
@@ -257,10 +258,10 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
 
 
 def _describe_cause(event: Mapping[str, Any]) -> str:
-    cause = ensure_dict(event.get("verdict")).get("cause", "unknown")
+    cause = get_diagnosis(event).get("cause", "unknown")
     # Events that are only reported, such as spikes, have a kind but no cause.
     named = event.get("kind", cause) if cause == "unknown" else cause
-    return str(named).replace("_", " ")
+    return format_kind(str(named))
 
 
 def _to_strings(value: Any) -> list[str]:

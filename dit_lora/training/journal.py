@@ -125,9 +125,7 @@ class Journal:
         return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
     def write_eval_losses(self, step: int, losses: Mapping[str, float], size: EvalSize | None = None) -> None:
-        """Write the finite losses at fixed noise of a step to the log, only once per step.
-
-        XX"""
+        """Write the finite losses at fixed noise of a step to the log, only once per step."""
         if step in self._eval_losses or not losses:
             return
         self._eval_losses[step] = dict(losses)

@@ -121,8 +121,8 @@ class _LoopState:
     """The last step whose metrics were read and found healthy."""
     last_step: int
     """The step at which training ends. A callback may bring it forward to the confirmed step."""
-    control: MicroBatch | None = None
-    """A micro-batch of the confirmed step: a healthy one for comparison."""
+    previous_batch: MicroBatch | None = None
+    """The last micro-batch of the step that was confirmed last, which a rollback does not change."""
     pending: _PendingStep | None = None
     """The following step, once its update is queued."""
     reader: Reader[Batch] = field(default_factory=Reader)
@@ -159,7 +159,8 @@ class LoopCallbacks(ABC):
             step: The step's number.
             micro_batches: This rank's micro-batches.
             losses: The losses of each, (B,), on the device.
-            previous_batch: The last micro-batch of the step before; None in the first step of a process.
+            previous_batch: The last micro-batch of the step that was confirmed last: the step before, or after a
+                rollback a later one. None in the first step of a process.
 
         Raises:
             RolledBackError: The gradients are wrong, and the step is to be taken again.
@@ -292,7 +293,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         stop_code = loop.callbacks.get_stop_code()
         # Before anything of this step is recorded: it may be taken again.
         try:
-            loop.callbacks.on_gradients(number, step.micro_batches, step.losses, state.control)
+            loop.callbacks.on_gradients(number, step.micro_batches, step.losses, state.previous_batch)
         except RolledBackError as back:
             engine.discard_gradients()
             state.confirmed_step = back.step
@@ -343,7 +344,7 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
         try:
             loop.callbacks.on_step(outcome)
             state.confirmed_step = step.number
-            state.control = step.micro_batches[-1]
+            state.previous_batch = step.micro_batches[-1]
             if loop.callbacks.should_end_after(step.number):
                 state.last_step = step.number
                 return False
@@ -361,7 +362,7 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
     # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
         loop.callbacks.end_unreadable_run(step.number - 1, step.read_error)
-    failure = replace(outcome, micro_batches=step.micro_batches, control=state.control)
+    failure = replace(outcome, micro_batches=step.micro_batches, control=state.previous_batch)
     state.confirmed_step = loop.recovery.recover(failure)
     return False
 

@@ -131,7 +131,7 @@ class ReplayableBatch(MicroBatch):
     model: nn.Module
     batch: Batch
     seed: int
-    """The run's seed, from which all random numbers follow with the position and the samples' draw numbers."""
+    """The run's seed, from which all random numbers follow with the position and the sample seeds."""
     can_redraw: ClassVar[bool] = True
 
     @classmethod
@@ -145,7 +145,7 @@ class ReplayableBatch(MicroBatch):
             rank=position.rank,
             tensors=batch.tensors,
             faults=batch.faults,
-            draw_numbers=batch.sample_seeds,
+            sample_seeds=batch.sample_seeds,
             loss_function=loss_function,
             model=model,
             batch=batch,
@@ -162,8 +162,8 @@ class ReplayableBatch(MicroBatch):
         # For the diagnosis: noise that training never uses, to tell bad noise from bad data.
         return self._replace_batch(reseed(self.batch, number))
 
-    def move_to(self, position: MicroBatch, *, copies_draws: bool = False) -> "ReplayableBatch":
-        batch = replace(self.batch, sample_seeds=position.draw_numbers) if copies_draws else self.batch
+    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> "ReplayableBatch":
+        batch = replace(self.batch, sample_seeds=position.sample_seeds) if copies_seeds else self.batch
         return self.from_batch(self.loss_function, self.model, batch, self._get_position(position))
 
     def _replace_batch(self, batch: Batch) -> "ReplayableBatch":
@@ -180,10 +180,10 @@ def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPo
     """
     # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in micro_batch.tensors.items()}
-    batch = Batch(micro_batch.ids, micro_batch.draw_numbers, tensors, dict(micro_batch.faults))
+    batch = Batch(micro_batch.ids, micro_batch.sample_seeds, tensors, dict(micro_batch.faults))
     return batch, BatchPosition(seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
 def reseed(batch: Batch, number: int) -> Batch:
     """The batch's samples with random seeds that no epoch uses."""
-    return replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds))
+    return replace(batch, sample_seeds=tuple(derive_seed(seed, "redrawn", number) for seed in batch.sample_seeds))

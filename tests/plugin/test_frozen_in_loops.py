@@ -229,7 +229,7 @@ def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample
     assert (event["step"], event["sample_ids"]) == (4, [])
     message = event["verdict"]["words"]
     assert message.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
-    assert "step 4: non finite gradient; the step was not taken; restored, because they were not finite: calls" in (
+    assert "step 4: non-finite gradient; the step was not taken; restored, because they were not finite: calls" in (
         caplog.text
     )
     # It begins again with the count that the snapshot of the start holds, and step 5 adds one.

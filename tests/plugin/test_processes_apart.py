@@ -54,7 +54,7 @@ def test_a_process_that_trains_alone_skips_alone_and_speaks_for_itself(tmp_path:
     process = run(tmp_path, "apart", "-m", "dit_lora.guard", "--folder", "guarded")
     assert process.returncode == 0, process.stderr
     assert "finite [True, True] equal False" in process.stdout
-    assert "guard: process 1: step 2: non finite loss; the step was not taken" in process.stderr
+    assert "guard: process 1: step 2: non-finite loss; the step was not taken" in process.stderr
     assert "dataset index 5" in process.stderr
     assert "guard: step" not in process.stderr
     lines = (tmp_path / "guarded" / "process_1" / "events.jsonl").read_text().splitlines()
@@ -66,6 +66,6 @@ def test_ranks_agree_though_ddp_comes_after_the_guard(tmp_path: Path) -> None:
     process = run(tmp_path, "ddp")
     assert process.returncode == 0, process.stderr
     assert "finite [True, True] equal True" in process.stdout
-    assert "guard: step 2: non finite gradient; the step was not taken" in process.stderr
+    assert "guard: step 2: non-finite gradient; the step was not taken" in process.stderr
     assert "dataset index 5 (rank 1)" in process.stderr
     assert not (tmp_path / "guarded" / "process_1" / "events.jsonl").exists()

@@ -71,7 +71,7 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     assert event["kind"] == "non_finite_loss"
     assert event["action"] == "stop"
     assert (run / event["bundle"] / "bundle.json").exists()  # whichever rank wrote it
-    assert result.stderr.count(f"step {step}: non finite loss") == 1  # said once, by one rank
+    assert result.stderr.count(f"step {step}: non-finite loss") == 1  # said once, by one rank
     assert f"{sample} (rank {event['rank']}): in its cache entry {entry.key[:16]} of {entry.path}" in result.stderr
     assert "1 NaN" in result.stderr
     assert "weights are those of step" in result.stderr

@@ -58,7 +58,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     common = [*smoke, "train.batch_size=1", "train.accumulate=2", "train.steps=4"]
     common += ["guard.on_nonfinite=[stop]", "guard.preflight=false"]  # which would predict too
     run = tmp_path / "run"
-    with pytest.raises(NonFiniteError, match="step 3: non finite gradient; the weights are those of step 2"):
+    with pytest.raises(NonFiniteError, match="step 3: non-finite gradient; the weights are those of step 2"):
         lora_main([*common, f"run.dir={run}"])
     event = json.loads((run / "events.jsonl").read_text())
     assert event["kind"] == "non_finite_gradient"

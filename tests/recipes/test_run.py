@@ -237,7 +237,7 @@ def test_a_bad_clip_is_left_out_of_the_eval_loss_and_said(
     victim = min(TensorCache(tmp_path / "cache" / "videos").iter_entries(), key=lambda one: one.key)
     overwrite(victim, "latent_mean", 0, torch.tensor([torch.nan]))
     stop = "guard.on_nonfinite=[stop]"
-    with pytest.raises(DitLoraError, match="non finite loss"):
+    with pytest.raises(DitLoraError, match="non-finite loss"):
         lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}", stop])
     output = capsys.readouterr().err
     assert output.count("eval loss: skipped") == 1

@@ -104,7 +104,7 @@ class Order:
         return int((self._count_draws_before(epoch) // self.samples_per_step).sum())
 
     def _count_draws_before(self, epoch: int) -> np.ndarray:
-        """Number of samples of each bucket that come before an epoch, int64 (buckets,), without quarantined ones."""
+        """Number of samples of each bucket that come before an epoch, int64 (buckets,), without left-out ones."""
         partial = self._copies.count_extra_before(epoch, self._fractional_samples)
         # Whole copies are proportional to the epoch; the extra ones are added by sample.
         total = self._counts_per_epoch * epoch + self._sum_by_bucket(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dit_lora.config.recovery_settings import RecoveryConfig
-from dit_lora.errors import DitLoraError, format_list, format_remaining_count
+from dit_lora.errors import DitLoraError, format_kind, format_list, format_remaining_count
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.bundles import BundleWriter
@@ -263,7 +263,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if failure.kind == ALTERED_FROZEN:
             state += f"; {_FROZEN_HINT}"
         self.on_event()
-        head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}"
+        head = f"guard: step {failure.step}: {format_kind(failure.kind)}"
         message = f"{head}; {state}; stopped: {action.reason}"
         return NonFiniteError(format_list(message, self.format_diagnoses(diagnoses)), event.to_record())
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dit_lora.errors import format_kind
 from dit_lora.report.charts.bars import Bar, BarChart, format_number, should_use_log_scale
 from dit_lora.report.charts.data import (
     Numbers,
@@ -16,7 +17,7 @@ from dit_lora.report.charts.data import (
     group_values,
 )
 from dit_lora.report.run.files import RunFiles
-from dit_lora.report.run.history import Metrics, ensure_dict, to_float_or_nan
+from dit_lora.report.run.history import Metrics, ensure_dict, get_diagnosis, to_float_or_nan
 
 _WINDOW_SIZES = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _NUM_COLORS = 6  # --c0 to --c5 in style.css
@@ -190,10 +191,10 @@ def list_event_marks(run: RunFiles) -> list[tuple[int, str]]:
     """Steps and messages of the guard's events, for marks in the charts."""
     labels = []
     for event in run.events:
-        step, verdict = event.get("step"), ensure_dict(event.get("verdict"))
+        step, diagnosis = event.get("step"), get_diagnosis(event)
         if isinstance(step, int):
-            kind = str(event.get("kind", "event")).replace("_", " ")
-            message = f": {verdict['words']}" if verdict.get("words") else ""
+            kind = format_kind(str(event.get("kind", "event")))
+            message = f": {diagnosis['words']}" if diagnosis.get("words") else ""
             label = f"{kind}, {event.get('action', 'report')}{message}"
             labels.append((step, label[:_WORDS]))
     return labels

@@ -160,6 +160,11 @@ def ensure_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def get_diagnosis(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A guard event's diagnosis. In events.jsonl its key is `verdict`, and its message is called `words`."""
+    return ensure_dict(event.get("verdict"))
+
+
 def to_float_or_nan(value: Any) -> float:
     # In Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float):

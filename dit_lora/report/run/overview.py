@@ -14,7 +14,7 @@ from dit_lora.files import can_open_inside, open_inside, parse_json_object
 from dit_lora.report.charts.bars import format_number
 from dit_lora.report.run.files import find_proven_state
 from dit_lora.report.run.history import to_float_or_nan
-from dit_lora.report.run.summary import find_lost_steps
+from dit_lora.report.run.summary import describe_failed_steps
 from dit_lora.report.run.words import STATE_TEXTS
 from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_losses
 
@@ -93,8 +93,8 @@ def read_overview(run_id: str, folder: Path, name: str) -> RunOverview:
     remaining = (max_steps or 0) - step if state == "running" and seconds else 0
     peaks = [p for line in metrics if math.isfinite(p := to_float_or_nan(line.get("peak_gib")))]
     # Events that are only reported cost no step.
-    lost = find_lost_steps(_read_last_lines(folder, "events.jsonl", notes)).texts
-    guard, guard_color = ("; ".join(lost), "warn") if lost else ("no step lost", "ok")
+    failed_steps = describe_failed_steps(_read_last_lines(folder, "events.jsonl", notes)).texts
+    guard, guard_color = ("; ".join(failed_steps), "warn") if failed_steps else ("no step lost", "ok")
     if state == "stopped":
         guard, guard_color = "stopped it", "reject"
     return RunOverview(

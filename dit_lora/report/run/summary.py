@@ -15,7 +15,7 @@ from dit_lora.files import can_open_inside
 from dit_lora.report.charts.bars import format_number
 from dit_lora.report.pages import clip_text
 from dit_lora.report.run.files import RunFiles, RunState
-from dit_lora.report.run.history import ensure_dict
+from dit_lora.report.run.history import ensure_dict, get_diagnosis
 from dit_lora.report.run.recipe_diff import format_value
 
 _MAX_ACTIONS = 3
@@ -47,13 +47,13 @@ class RunSummary:
     sentence: str
     badge: str
     badge_color: str
-    """Color class: `ok`, `warn` if steps were lost, `reject` if the guard stopped the run."""
+    """Color class: `ok`, `warn` if steps failed, `reject` if the guard stopped the run."""
     actions: Sequence[Suggestion]
 
 
 @dataclass(frozen=True)
-class LostSteps:
-    """The steps of a run that failed and were repeated or rolled back, from its guard events."""
+class FailedSteps:
+    """The steps of a run that failed, and were repeated, left out or rolled back, from its guard events."""
 
     texts: Sequence[str]
     """What happened, such as `1 step was repeated without clip.mp4`."""
@@ -71,14 +71,14 @@ def build_summary(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -
         target: The run's folder in commands, quoted for a shell.
         checkpoint_steps: Steps with a checkpoint.
     """
-    lost = find_lost_steps(run.events)
+    failures = describe_failed_steps(run.events)
     steps = f"{run.num_steps_taken:,}" + (f" of {run.max_steps:,}" if run.max_steps is not None else "")
-    parts = [f"{steps} steps", _describe_eval_loss(run), *lost.texts]
+    parts = [f"{steps} steps", _describe_eval_loss(run), *failures.texts]
     if run.verification:
         failed = run.verification.get("passed") is not True
         parts.append(f"the {_name_result(run)} {'failed' if failed else 'passed'} its checks")
     sentence = f"{_STATE_STARTS[run.state]}: {'; '.join(filter(None, parts))}."
-    return RunSummary(sentence, *_build_badge(run, lost), _list_actions(run, target, checkpoint_steps, lost))
+    return RunSummary(sentence, *_build_badge(run, failures), _list_actions(run, target, checkpoint_steps, failures))
 
 
 def choose_target(run: RunFiles) -> str:
@@ -90,35 +90,36 @@ def choose_target(run: RunFiles) -> str:
     return shlex.quote(run.name)
 
 
-def find_lost_steps(events: Sequence[dict[str, Any]]) -> LostSteps:
-    """Describe the steps that the guard repeated or rolled back; `texts` is empty if there are none."""
+def describe_failed_steps(events: Sequence[dict[str, Any]]) -> FailedSteps:
+    """Describe the steps that the guard repeated, left out or rolled back; `texts` is empty if there are none."""
     by_action: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_action.setdefault(str(event.get("action")), []).append(event)
-    # Both leave the batch's bad samples out when they repeat the step.
-    replays = [event for event in events if event.get("action") in ("skip", "quarantine")]
-    samples = list(dict.fromkeys(name for event in replays for name in _list_samples(event)))
+    # Both leave samples out when they repeat the step.
+    skips = [event for event in events if event.get("action") in ("skip", "quarantine")]
+    samples = list(dict.fromkeys(name for event in skips for name in _list_samples(event)))
+    # A skip in which no rank names a sample leaves the whole step out.
+    repeated_steps = {str(event.get("step")) for event in skips if _list_samples(event)}
+    repeated = [event for event in skips if str(event.get("step")) in repeated_steps]
+    left_out = [event for event in skips if event not in repeated]
     fallbacks = by_action.get("fallback", ())
-    switches = list(dict.fromkeys(format_value(_get_diagnosis(event).get("switch")) for event in fallbacks))
+    switches = list(dict.fromkeys(format_value(get_diagnosis(event).get("switch")) for event in fallbacks))
     rollbacks = len(by_action.get("rollback", ()))
     texts = [
-        _count_repeated(replays, f"without {join_first(samples, _MAX_SAMPLES) if samples else 'a sample'}"),
-        _count_repeated(fallbacks, f"with {join_first(switches, _MAX_SAMPLES)} switched off"),
-        _count_repeated(by_action.get("retry", ()), "unchanged"),
+        _count_steps(repeated, f"repeated without {join_first(samples, _MAX_SAMPLES)}"),
+        _count_steps(left_out, "left out"),
+        _count_steps(fallbacks, f"repeated with {join_first(switches, _MAX_SAMPLES)} switched off"),
+        _count_steps(by_action.get("retry", ()), "repeated unchanged"),
         f"rolled back {'once' if rollbacks == 1 else f'{rollbacks:,} times'}" if rollbacks else "",
     ]
-    reason = next((format_value(_get_diagnosis(event).get("words")) for event in replays if _list_samples(event)), "")
-    return LostSteps([text for text in texts if text], samples, reason)
+    reason = next((format_value(get_diagnosis(event).get("words")) for event in repeated if _list_samples(event)), "")
+    return FailedSteps([text for text in texts if text], samples, reason)
 
 
-def _count_repeated(events: Sequence[dict[str, Any]], condition: str) -> str:
-    # A step that was repeated twice counts once.
+def _count_steps(events: Sequence[dict[str, Any]], outcome: str) -> str:
+    # A step that failed twice counts once.
     count = len({str(event.get("step")) for event in events})
-    return f"{count:,} {'step was' if count == 1 else 'steps were'} repeated {condition}" if count else ""
-
-
-def _get_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
-    return ensure_dict(event.get("verdict"))
+    return f"{count:,} {'step was' if count == 1 else 'steps were'} {outcome}" if count else ""
 
 
 def _list_samples(event: dict[str, Any]) -> list[str]:
@@ -140,14 +141,14 @@ def _describe_eval_loss(run: RunFiles) -> str:
     return f"eval loss {verb} from {format_number(first_loss)} to {format_number(last_loss)}"
 
 
-def _build_badge(run: RunFiles, lost: LostSteps) -> tuple[str, str]:
+def _build_badge(run: RunFiles, failures: FailedSteps) -> tuple[str, str]:
     """Text and color class of the guard's badge."""
     if run.state == "stopped" and run.events:
         return f"guard: stopped at step {format_value(run.events[-1].get('step'))}", "reject"
     # events.jsonl is read from its end, so these are the latest.
     more = "; earlier events are in events.jsonl" if run.event_count > len(run.events) else ""
-    if lost.texts:
-        return f"guard: {'; '.join(lost.texts)}{more}", "warn"
+    if failures.texts:
+        return f"guard: {'; '.join(failures.texts)}{more}", "warn"
     if run.event_count:
         return f"guard: no step lost, {run.event_count:,} event{'s' if run.event_count > 1 else ''} reported", "ok"
     return "guard: no step failed", "ok"
@@ -158,14 +159,16 @@ def _name_result(run: RunFiles) -> str:
     return "model" if ensure_dict(run.config.get("train")).get("mode") == "full" else "adapter"
 
 
-def _list_actions(run: RunFiles, target: str, checkpoint_steps: Sequence[int], lost: LostSteps) -> list[Suggestion]:
+def _list_actions(
+    run: RunFiles, target: str, checkpoint_steps: Sequence[int], failures: FailedSteps
+) -> list[Suggestion]:
     """The most useful actions in this state of the run, the most urgent first."""
     actions = []
     # A result that must not be used comes before everything else.
     if run.verification and run.verification.get("passed") is not True:
         actions.append(Suggestion(f"Read why the {_name_result(run)} failed its checks", link="result"))
     if run.state == "stopped" and run.events:
-        message = format_value(_get_diagnosis(run.events[-1]).get("words"))
+        message = format_value(get_diagnosis(run.events[-1]).get("words"))
         actions.append(Suggestion("Read what stopped it", clip_text(message), link="guard"))
         # Bundles are limited in number, so this one may be gone.
         bundle = run.events[-1].get("bundle")
@@ -173,9 +176,9 @@ def _list_actions(run: RunFiles, target: str, checkpoint_steps: Sequence[int], l
             actions.append(
                 Suggestion("Repeat the failed step", command=f"dit-lora replay {target}/{shlex.quote(bundle)}")
             )
-    elif lost.samples:
-        title = f"Look at {join_first(lost.samples, _MAX_SAMPLES)}"
-        actions.append(Suggestion(title, clip_text(lost.reason), link="guard"))
+    elif failures.samples:
+        title = f"Look at {join_first(failures.samples, _MAX_SAMPLES)}"
+        actions.append(Suggestion(title, clip_text(failures.reason), link="guard"))
     if run.state == "running":
         actions.append(Suggestion("Follow it", command=f"dit-lora report {target} --serve"))
     elif run.state != "finished" and checkpoint_steps:

@@ -1,4 +1,4 @@
-"""A run's tables as text: headline figures, guard events, checks of the result, and excluded samples."""
+"""A run's tables as text: headline figures, guard events, checks of the result, and left-out samples."""
 
 import math
 from collections import Counter
@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from dit_lora.errors import format_kind
 from dit_lora.report.charts.bars import Bar, BarChart, format_number
 from dit_lora.report.charts.data import Numbers, Values
 from dit_lora.report.run.charts import choose_window, compute_samples_per_second, compute_waiting_share, format_percent
 from dit_lora.report.run.files import RunFiles, RunState
-from dit_lora.report.run.history import ensure_dict, to_float_or_nan
+from dit_lora.report.run.history import ensure_dict, get_diagnosis, to_float_or_nan
 from dit_lora.report.run.recipe_diff import format_value
 
 NO_VALUE = "\u2013"
@@ -34,10 +35,12 @@ _CAUSE_TEXTS = {
     "data": "the data of a sample",
     "labels": "labels without a token to learn",
     "inputs": "the noise, timestep or schedule, not the sample",
+    "step": "the position in the run; other samples fail there too, or samples fail only together",
+    "rank": "one rank; others compute the same and are healthy",
     "precision": "the precision; the step is finite in fp32",
     "kernel": "a fused kernel; the step is finite without it",
     "attention_backend": "an attention backend; the step is finite without it",
-    "weights": "non-finite weights",
+    "weights": "a weight or average that is bad, or a frozen weight that changed",
     "optimizer": "the optimizer\u2019s state",
     "learning_rate": "weights that diverged at this learning rate",
     "transient": "a transient fault; the step is finite when repeated",
@@ -60,7 +63,8 @@ _GRADIENT_CAUSE_TEXTS = {
 _ACTION_TEXTS = {
     "retry": "repeated the step",
     "skip": "repeated the step without the sample",
-    "quarantine": "excluded the sample permanently and repeated the step",
+    "skip without samples": "left the step out, because no sample is the cause",
+    "quarantine": "quarantined the sample and repeated the step without it",
     "fallback": "switched the component off for this run and repeated the step",
     "rollback": "rolled back to an earlier step",
     "stop": "stopped the run",
@@ -164,26 +168,27 @@ def _build_eval_loss_figure(label: str, eval_losses: Mapping[int, float]) -> Fig
 
 def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
     """The table row of one guard event; `actions` describes each recovery action by its name."""
-    verdict = ensure_dict(event.get("verdict"))
-    cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
+    diagnosis = get_diagnosis(event)
+    cause, action = str(diagnosis.get("cause", "")), str(event.get("action", ""))
+    action_text = actions.get(action if event.get("sample_ids") else f"{action} without samples", actions.get(action))
     cause_texts = _GRADIENT_CAUSE_TEXTS if event.get("kind") == "gradient_check" else _CAUSE_TEXTS
     micro_step, seconds = event.get("micro_step"), to_float_or_nan(event.get("seconds"))
     rows = [
         ("Cause", f"{cause}: {cause_texts[cause]}" if cause in cause_texts else cause),
-        ("Action", f"{action}: {actions[action]}" if action in actions else action),
+        ("Action", f"{action}: {action_text}" if action_text else action),
         ("Samples", format_value(event.get("sample_ids"))),
         ("Micro-step, rank", f"{micro_step}, {event.get('rank')}" if micro_step is not None else ""),
-        *((name.capitalize(), format_value(verdict.get(name))) for name in _DIAGNOSIS_FIELDS),
-        ("Evidence", format_value(verdict.get("evidence"))),
+        *((name.capitalize(), format_value(diagnosis.get(name))) for name in _DIAGNOSIS_FIELDS),
+        ("Evidence", format_value(diagnosis.get("evidence"))),
         ("Bundle", format_value(event.get("bundle"))),
         ("Seconds", format_number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""),
     ]
     # Keys that have a row of their own; the rest is listed under "Other facts".
     known_keys = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_DIAGNOSIS_FIELDS}
-    more = {key: value for key, value in verdict.items() if key not in known_keys}
+    more = {key: value for key, value in diagnosis.items() if key not in known_keys}
     rows.append(("Other facts", format_value(more)))
-    message = format_value(verdict.get("words"))
-    kind = format_value(event.get("kind")).replace("_", " ")
+    message = format_value(diagnosis.get("words"))
+    kind = format_kind(format_value(event.get("kind")))
     step = event.get("step")
     step_text = f"{step:,}" if isinstance(step, int) else format_value(step) or NO_VALUE
     return EventRow(step_text, kind, action, message, [(name, text) for name, text in rows if text])

@@ -82,7 +82,7 @@ class LoadedCheckpoint:
     path: Path
     step: int
     guard_state: dict[str, Any]
-    """The recovery state of the guard, such as lowered learning rates and the quarantine."""
+    """The recovery state of the guard, such as lowered learning rates. The quarantine has its own file in the run."""
     launch_topology: dict[str, Any]
     """The `describe_launch_topology` of the launch that wrote it; empty if it was not recorded."""
     state: SavedState

@@ -115,8 +115,8 @@ def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
 
 
 def _load_quarantine(setup: AnySetup) -> Quarantine:
-    """Load this run's list of excluded samples; a new list starts from the one that `guard.quarantine` names."""
-    # The run's own list wins over the recipe's: it also has what this run has excluded.
+    """Load this run's list of left-out samples; a new list starts from the one that `guard.quarantine` names."""
+    # The run's own list wins over the recipe's: it also has what this run has left out.
     own_list = setup.session.dir / QUARANTINE_FILE
     source_path = setup.recipe.guard.quarantine
     quarantine = Quarantine.load(own_list)

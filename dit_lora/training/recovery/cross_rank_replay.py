@@ -27,9 +27,9 @@ def replay_on_other_ranks(
 ) -> DiagnosedBatches:
     """Replay one failed micro-batch of each rank on all ranks, and update the diagnoses. Collective.
 
-    Micro-batches that fail because of their data are not replayed. A rank that fails where others are healthy is the
-    cause, whatever its own replays said. If all ranks diagnose together, this is known already, and only the rank's
-    host is added.
+    Micro-batches whose cause was read from facts, without a replay, are not replayed here either. A rank that fails
+    where others are healthy is the cause, whatever its own replays said. If all ranks diagnose together, this is known
+    already, and only the rank's host is added.
     """
     hosts = gather_object([platform.node()])
     if len(hosts) == 1:
@@ -93,7 +93,7 @@ def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[Is
     It is unchanged if the micro-batch fails on all ranks. Otherwise it names the ranks that always fail, or a
     transient fault. The cause is `unknown` if a rank could not run the micro-batch, and the diagnosis names samples.
     """
-    # A rank that could not run it proves nothing, so no sample is excluded permanently.
+    # A rank that could not run it proves nothing, so no sample is quarantined.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         if not diagnosis.sample_ids:
             return diagnosis

@@ -168,7 +168,7 @@ def _find_healthy_batch(
 
 
 def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
-    """A few micro-batches of good samples that are not excluded, each sample with its own random seed.
+    """A few micro-batches of good samples that are not left out, each sample with its own random seed.
 
     They have the largest shape, so that lack of memory shows here. A small bucket's samples repeat with other seeds.
     """

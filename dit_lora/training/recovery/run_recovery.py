@@ -18,7 +18,7 @@ from dit_lora.data.loading.order import Occurrence, Order
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.environment.versions import probe_environment
-from dit_lora.errors import DitLoraError, format_list
+from dit_lora.errors import DitLoraError, format_kind, format_list
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext, Event, make_event
 from dit_lora.guard.fallbacks import Fallback, find_fallback
@@ -48,10 +48,19 @@ from dit_lora.training.recovery.monitoring import StepWatcher, share_spike_histo
 
 _MEASUREMENTS = ("replays", "control", "control_with_the_same_draws", "losses")
 """Evidence of a diagnosis that is written to the quarantine file."""
+_LEFT_OUT_TEXTS = {
+    "skip": (
+        "the step is repeated without the sample, which returns in the next epoch",
+        "the step is repeated without {} samples, which return in the next epoch",
+    ),
+    "quarantine": (
+        "the sample is quarantined, and the step is repeated without it",
+        "{} samples are quarantined, and the step is repeated without them",
+    ),
+}
+"""What a run does about one bad sample, and about several."""
 _ACTION_TEXTS = {
     "retry": "the step is repeated",
-    "skip": "the step is repeated without the sample, which returns in the next epoch",
-    "quarantine": "the sample is quarantined, and the step is repeated without it",
     "fallback": "the component is switched off for this run, and the step is repeated",
     "rollback": "rolled back",
     "stop": "stopped",
@@ -141,7 +150,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # A failure that was diagnosed where it was detected: nothing is replayed.
         if failure.diagnosis is not None:
             return []
-        # Only other ranks can tell a bad sample from a bad rank. With one rank, the diagnoses stay as they are.
+        # Replays on other ranks tell a bad micro-batch from a bad rank. With one rank, the diagnoses stay as they are.
         return replay_on_other_ranks(self._diagnose(failure), self.diagnosis_context, failure.kind)
 
     def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
@@ -230,7 +239,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         diagnosis = Diagnosis("unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=ids)
         event = make_event(failure.step, failure.kind, diagnosis, "stop", 0.0)
         self.files.write_event(event)
-        summary = f"step {failure.step}: {failure.kind.replace('_', ' ')}; nothing was saved at this step"
+        summary = f"step {failure.step}: {format_kind(failure.kind)}; nothing was saved at this step"
         return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
 
     def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
@@ -239,10 +248,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         A rollback needs a finite snapshot, and the run needs a sample.
         """
         if action.kind in ("skip", "quarantine") and action.samples:
-            # A sample that is excluded for an epoch returns after it, so it does not count as lost.
-            left_out = {r.sample_id for r in self.quarantine.records if r.to_epoch is None} | set(action.samples)
-            if not set(self.order.ids) - left_out:
-                return Action("stop", reason="no sample is left: all are excluded")
+            # A sample that is left out for an epoch returns after it, so only quarantined ones count.
+            quarantined = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
+            if not set(self.order.ids) - quarantined - set(action.samples):
+                return Action("stop", reason="no sample is left: all others are quarantined")
         if action.kind == "rollback" and not self._keep_finite_snapshots():
             return Action("stop", reason="no finite snapshot is left")
         return action
@@ -256,7 +265,6 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return self.snapshots.steps
 
     def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
-        text = _ACTION_TEXTS[action.kind]
         before = failure.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.save_if_due(failure.step, self.state_dict())
@@ -264,8 +272,11 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 action, description="the step is left out, because no sample is the cause", restored_step=failure.step
             )
         if action.kind in ("skip", "quarantine"):
-            notes = self._exclude_samples(action, failure.step, diagnoses)
+            notes = self._leave_out_samples(action, failure.step, diagnoses)
+            single, several = _LEFT_OUT_TEXTS[action.kind]
+            text = single if len(action.samples) == 1 else several.format(len(action.samples))
             return replace(action, description=text, notes=notes, restored_step=before)
+        text = _ACTION_TEXTS[action.kind]
         if action.kind == "fallback":
             for name in action.fallbacks:
                 find_fallback(list(self.diagnosis_context.fallbacks), name).disable()
@@ -298,8 +309,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
         return target, notes
 
-    def _exclude_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
-        # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
+    def _leave_out_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
+        # Left out from its use in this step on: earlier epochs did train on it, and their order stays.
         first_position = (step - 1) * self.samples_per_step
         first_uses: dict[str, Occurrence] = {}
         for position in range(first_position, first_position + self.samples_per_step):
@@ -326,10 +337,12 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             )
             records.append(record)
         self.quarantine.add(records)
-        # This copy of the order is computed ahead; the loader builds its own again. Later samples move forward.
+        # This copy of the order is computed ahead; the loader builds its own again. Later samples move forward, so the
+        # repeated step has as many samples as before.
         self.order.reset()
         self.files.save_quarantine(self.quarantine)
-        notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
+        duration = " until it is released" if action.kind == "quarantine" else ""
+        notes = [f"{sample} is in {self.quarantine.path.name}{duration}" for sample in action.samples]
         # A sample that is only skipped is read again in the next epoch, and its entry must not change.
         return notes + (self.files.mark_bad_entries(action.samples) if action.kind == "quarantine" else [])
 
@@ -341,7 +354,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # May restore a snapshot; what is saved below is that state.
         good = self._restore_last_good(failure, diagnoses)
         state = "do not use the weights" if good is None else f"the weights are those of step {good}"
-        kind, advice = failure.kind.replace("_", " "), _advise_after_stop(diagnoses)
+        kind, advice = format_kind(failure.kind), _advise_after_stop(diagnoses)
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
@@ -408,7 +421,7 @@ class RecoveryFiles:
         share_spike_history(self.watcher, self.journal)
 
     def save_quarantine(self, quarantine: Quarantine) -> None:
-        """Write the quarantine, the list of excluded samples, to the run's folder."""
+        """Write the quarantine, the list of left-out samples, to the run's folder."""
         if self.setup.session.is_main:
             with self.checkpoints.writer.record_os_errors():
                 quarantine.save()
@@ -429,7 +442,7 @@ class RecoveryFiles:
         if not self.setup.session.is_main:
             return []
         mark_paths = self.setup.data.training_set.mark_bad_entries(samples)
-        return [f"marked {path} as bad: the next start encodes it again" for path in mark_paths]
+        return [f"marked the cache entry as bad ({path}): the next start encodes it again" for path in mark_paths]
 
     def find_newest_saved_step(self) -> int:
         """Step of the newest checkpoint, equal on all ranks; 0 if there is none."""
@@ -546,7 +559,8 @@ def _describe_micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
         "micro_step": micro_batch.micro_step,
         "rank": micro_batch.rank,
         "ids": micro_batch.ids,
-        "draws": micro_batch.draw_numbers,
+        # This key keeps the name that it has in existing bundles.
+        "draws": micro_batch.sample_seeds,
         "faults": dict(micro_batch.faults),
     }
 

@@ -32,7 +32,8 @@ def measure_eval_loss(
     Collective.
 
     The second result is True if no sample was left out. Ranks share the draws; all ranks of a sharded model run each
-    draw together. Bad and unreadable samples are left out with a message; training stops at them.
+    draw together. Bad and unreadable samples are left out with a message. Quarantined samples are read too: only
+    training leaves them out.
     """
     if not eval_samples:
         return None, True
@@ -51,7 +52,7 @@ def measure_eval_loss(
             try:
                 sample = training_set.read_sample(eval_sample.entry, eval_sample.sample_seed)
                 sample_faults = dict(sample.faults)
-            # Training will fail on it too.
+            # Not an error here: if it cannot be read later either, training ends at it.
             except UnreadableError as error:
                 sample_faults = {eval_sample.entry.id: str(error)}
             # In a collective forward, leave the sample out if it is bad on any rank.

@@ -276,7 +276,7 @@ def test_a_rank_that_has_no_row_of_a_sharded_weight_is_judged_by_the_others() ->
 
 def test_what_the_guard_raises_is_agreed_on_by_all_ranks_and_exits_with_3() -> None:
     event = {"step": 4, "kind": "non_finite_loss"}
-    nonfinite_error = NonFiniteError("step 4: non finite loss", event)
+    nonfinite_error = NonFiniteError("step 4: non-finite loss", event)
     event["step"] = 5
     state_error = BadStateError("the weights are lost", "diverged_weights")
     assert nonfinite_error.event == {"step": 4, "kind": "non_finite_loss"}

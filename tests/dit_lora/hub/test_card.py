@@ -195,7 +195,7 @@ def test_data_and_events_are_told_by_counts(contents: Contents) -> None:
     run = replace(contents.run, events=[event, event], quarantine=[{"sample_id": "alice_01.mp4"}])
     card = write_card(replace(contents, run=run), REPO)
     assert "alice" not in card
-    assert "- guard: non finite loss, cause data: 2 times; action: quarantine" in card
+    assert "- guard: non-finite loss, cause data: 2 times; action: quarantine" in card
     assert "- 1 of the samples left out by the guard" in card
     assert "- guard: no step failed" in write_card(contents, REPO)
     assert "- 5 clips" in card

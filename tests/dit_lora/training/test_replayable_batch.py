@@ -204,9 +204,9 @@ def test_other_draws_and_other_samples_give_other_losses(
     replay, _ = replayed(failed_step, 0)
     assert len({replay.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
     separate = micro_batch.select_sample(1)
-    assert (separate.ids, separate.draw_numbers) == (
+    assert (separate.ids, separate.sample_seeds) == (
         micro_batch.ids[1:],
-        micro_batch.draw_numbers[1:],
+        micro_batch.sample_seeds[1:],
     )
     single = numerics_replay.replay_micro_batch(separate, failed_step.model)
     assert single.timesteps == replay.timesteps[1:]

@@ -25,7 +25,7 @@ def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cau
     with pytest.raises(NonFiniteError) as error:
         guarded.fail_step(3, make_diagnosis(cause, *samples))
     message = str(error.value)
-    assert message.startswith("step 3: non finite loss; the weights are those of step 2\n")
+    assert message.startswith("step 3: non-finite loss; the weights are those of step 2\n")
     assert f": it is {cause}" in message
     assert ("replay the bundle" in message) == (cause in ("kernel", "unknown"))
     assert ("train.resume=auto" in message) == (cause in ("data", "transient"))

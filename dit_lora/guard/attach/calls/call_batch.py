@@ -55,7 +55,7 @@ class CallBatch(MicroBatch):
     def select_sample(self, index: int) -> "CallBatch":
         return self if self.cutter is None else self._replace_call(self.call.select_row(index, self.cutter))
 
-    def move_to(self, position: MicroBatch, *, copies_draws: bool = False) -> "CallBatch":
+    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> "CallBatch":
         # At its own position the call keeps its own random state.
         is_here = (position.step, position.micro_step) == (self.step, self.micro_step)
         if self.failed_call is None or is_here:

@@ -76,7 +76,7 @@ def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Name
         streams = ["order", *(f"order+{copy}" for copy in range(1, count))]
         keys = sorted(hashed(one.seed, stream, epoch, sample) for stream in streams)
         for copy, key in enumerate(keys):
-            if not one.quarantine.is_excluded(sample, epoch, copy):
+            if not one.quarantine.is_left_out(sample, epoch, copy):
                 rows.append((key, copy, sample))
     return [(epoch, copy, sample) for _, copy, sample in sorted(rows)]
 

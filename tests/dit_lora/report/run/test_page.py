@@ -246,7 +246,7 @@ def test_events_are_listed_in_words(run_dir: Path) -> None:
     }
     write_lines(run_dir / "events.jsonl", [event])
     text = report(run_dir).section("Guard events")
-    assert "step 8 non finite loss stop" in text
+    assert "step 8 non-finite loss stop" in text
     assert "Action stop: stopped the run Samples clips/7.mp4 Micro-step, rank 2, 1" in text
     assert "Seconds 1.93" in text
     assert "offenders: sample: clips/7.mp4; rank: 1; reason: latents hold NaN" in text

@@ -3,13 +3,15 @@
 import json
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
 from dit_lora.config.catalog import find_packaged_files
 from dit_lora.config.load import dump_recipe, load_recipe
-from dit_lora.report.run import files
+from dit_lora.guard.diagnosis import Cause
+from dit_lora.report.run import files, words
 from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import write_run_page
 from dit_lora.report.run.recipe_diff import compare_with_shipped
@@ -33,9 +35,27 @@ def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path)
     assert "Op aten.bmm" in text
     assert "Timesteps 7, 900" in text
     assert "trail: a reaches 2e38 b is Inf" in text
-    detail = "non finite gradient, fallback: finite with flash off"
+    detail = "non-finite gradient, fallback: finite with flash off"
     assert page.data[0]["marks"] == [[8, detail]]
     assert "1 fallback" in page.text
+
+
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_every_cause_is_explained(cause: str) -> None:
+    row = words.build_event_row({"step": 3, "action": "stop", "verdict": {"cause": cause}})
+    assert dict(row.rows)["Cause"].startswith(f"{cause}: ")
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        (["a.mp4"], "skip: repeated the step without the sample"),
+        ([], "skip: left the step out, because no sample is the cause"),
+    ],
+)
+def test_a_skip_without_samples_leaves_the_step_out(samples: list[str], text: str) -> None:
+    event = {"step": 3, "action": "skip", "sample_ids": samples, "verdict": {"cause": "step"}}
+    assert dict(words.build_event_row(event).rows)["Action"] == text
 
 
 def test_many_events_fold_and_the_earliest_are_counted(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import yaml
 from report_runs import HOSTILE, report, write_lines
 
 from dit_lora.report.run.files import RunReader
-from dit_lora.report.run.summary import RunSummary, build_summary, choose_target, find_lost_steps
+from dit_lora.report.run.summary import RunSummary, build_summary, choose_target, describe_failed_steps
 
 
 def event(step: int, action: str, *samples: str, **diagnosis: Any) -> dict[str, Any]:
@@ -41,13 +41,16 @@ def change_recipe(folder: Path, **sections: Any) -> None:
             [event(3, "skip", "a", "b"), event(3, "quarantine", "c"), event(9, "skip", "d", "e")],
             ["2 steps were repeated without a, b, c and 2 more"],
         ),
-        ([event(3, "skip")], ["1 step was repeated without a sample"]),
+        # No sample is the cause of the second: the step is left out.
+        ([event(3, "skip", "a"), event(5, "skip")], ["1 step was repeated without a", "1 step was left out"]),
+        # Another rank's diagnosis of the same step.
+        ([event(3, "skip", "a"), event(3, "skip")], ["1 step was repeated without a"]),
         ([event(3, "fallback", switch="flash")], ["1 step was repeated with flash switched off"]),
         ([event(3, "retry"), event(4, "rollback")], ["1 step was repeated unchanged", "rolled back once"]),
     ],
 )
-def test_lost_steps_are_counted_with_what_they_were_repeated_without(events: list[Any], texts: list[str]) -> None:
-    assert list(find_lost_steps(events).texts) == texts
+def test_failed_steps_are_counted_with_what_they_were_repeated_without(events: list[Any], texts: list[str]) -> None:
+    assert list(describe_failed_steps(events).texts) == texts
 
 
 def test_the_sentence_says_how_the_run_ended(run_dir: Path) -> None:

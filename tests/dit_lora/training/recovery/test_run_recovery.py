@@ -29,7 +29,7 @@ def test_a_transient_fault_takes_the_step_again_and_changes_nothing(guarded: Gua
     assert equal(guarded.state(), before)
     assert [call[0] for call in guarded.files.calls] == ["bundle"]
     assert guarded.files.events[0]["action"] == "retry"
-    assert "step 3: non finite loss; the step is repeated" in guarded.files.said[0]
+    assert "step 3: non-finite loss; the step is repeated" in guarded.files.said[0]
 
 
 def test_a_bad_sample_is_left_out_for_good_from_the_epoch_that_met_it(guarded: Guarded) -> None:
@@ -41,7 +41,22 @@ def test_a_bad_sample_is_left_out_for_good_from_the_epoch_that_met_it(guarded: G
     assert guarded.files.calls[1:] == [("quarantined", [sample]), ("set_aside_bad", [sample])]
     assert [guarded.in_step(step) for step in (1, 2)] == before
     assert all(sample not in guarded.in_step(step) for step in range(3, 12))
-    assert f"{sample} is in quarantine.jsonl\n  - marked {sample}" in guarded.files.said[0]
+    assert "the sample is quarantined, and the step is repeated without it" in guarded.files.said[0]
+    assert f"{sample} is in quarantine.jsonl until it is released\n  - marked {sample}" in guarded.files.said[0]
+
+
+@pytest.mark.parametrize(
+    ("cause", "text", "note"),
+    [
+        ("data", "2 samples are quarantined, and the step is repeated without them\n", " until it is released\n"),
+        ("inputs", "the step is repeated without 2 samples, which return in the next epoch\n", "\n"),
+    ],
+)
+def test_several_bad_samples_are_counted(guarded: Guarded, cause: str, text: str, note: str) -> None:
+    first, second = guarded.in_step(3)[:2]
+    guarded.fail_step(3, make_diagnosis(cause, first), make_diagnosis(cause, second, micro_step=1))
+    assert f"step 3: non-finite loss; {text}" in guarded.files.said[0]
+    assert f"{first} is in quarantine.jsonl{note}" in guarded.files.said[0]
 
 
 def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_good(
@@ -56,7 +71,7 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     micro = guarded.in_step(repeated_step).index(sample)
     guarded.fail_step(repeated_step, make_diagnosis("inputs", sample, micro_step=micro, evidence=evidence))
     assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
-    assert guarded.recovery.quarantine.is_excluded(sample, 5)
+    assert guarded.recovery.quarantine.is_left_out(sample, 5)
     assert [record.evidence["control_with_the_same_draws"] for record in guarded.recovery.quarantine.records] == [
         "healthy"
     ] * 2
@@ -68,7 +83,7 @@ def test_a_step_that_fails_whatever_its_samples_is_left_out_and_none_of_them_is(
     assert guarded.fail_step(3, make_diagnosis("step")) == 3
     assert guarded.files.calls[1:] == [("left_out", 3)]
     assert guarded.recovery.quarantine.records == []
-    assert "step 3: non finite loss; the step is left out, because no sample is the cause" in guarded.files.said[0]
+    assert "step 3: non-finite loss; the step is left out, because no sample is the cause" in guarded.files.said[0]
     assert guarded.files.events[0]["action"] == "skip"
 
 
