@@ -135,8 +135,9 @@ class Measurement:
         self.num_docstrings += 1
         if docstring.startswith("Return"):
             self.places["docstrings_return_percent"][path].append(location)
-        if any(mannerism in f" {docstring.lower()}" for mannerism in MANNERISMS):
-            self.places["docstrings_mannered_percent"][path].append(location)
+        phrase = next((mannerism for mannerism in MANNERISMS if mannerism in f" {docstring.lower()}"), None)
+        if phrase is not None:
+            self.places["docstrings_mannered_percent"][path].append((node.lineno, f"{name}: {phrase.strip()}"))
 
     def _count(self, figure: str) -> int:
         return sum(map(len, self.places[figure].values()))

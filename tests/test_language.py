@@ -54,7 +54,10 @@ def _shared(value: int) -> int:
 def test_figures_are_counted_as_documented(tmp_path: Path) -> None:
     file = tmp_path / "planted.py"
     file.write_text(f"{PLANTED}#{'-' * 119}\n")
-    assert measure([file]).figures() == {
+    measurement = measure([file])
+    (places,) = measurement.worst_places("docstrings_mannered_percent")
+    assert places.endswith("line 8 `given: what is`, line 17 `plain: in words`")
+    assert measurement.figures() == {
         # Arguments one, other, one of 10 names that are bound; `where` is a word of the field.
         "grammar_names_per_1000": 300.0,
         "grammar_functions_per_1000": 250.0,

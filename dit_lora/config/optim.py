@@ -75,8 +75,8 @@ class OptimConfig(Section):
     name: OptimizerName = DEFAULT_OPTIMIZER
     groups: GroupsConfig = GroupsConfig()
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of the moments, used as given by every optimizer. Prodigy estimates the learning rate over a
-    horizon of sqrt(beta2)."""
+    """Beta1 and beta2 as the optimizer defines them: for AdamW the decay rates of its two moments. Prodigy estimates
+    the learning rate over a horizon of sqrt(beta2)."""
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-4
     clip: Positive | None = 1.0
@@ -92,8 +92,8 @@ class OptimConfig(Section):
         # The field's type refuses 0; this refuses numbers that are subnormal in fp32.
         if eps < _MIN_NORMAL_FP32:
             raise ValueError(
-                f"is added in fp32, where {eps:g} is 0 or has lost its digits, and 0 / 0 is NaN; give at least "
-                f"{_MIN_NORMAL_FP32:.3g}, as a rule 1e-8"
+                f"is too small: in fp32 {eps:g} rounds to 0 or loses digits, and 0 / 0 is NaN; give at least "
+                f"{_MIN_NORMAL_FP32:.3g}, usually 1e-8"
             )
         return eps
 

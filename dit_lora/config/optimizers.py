@@ -1,12 +1,13 @@
 """One record per optimizer with everything the package knows about it. Recipes look it up by name.
 
-An optimizer without a record (`Guard.attach` accepts any of torch's) is assumed to name its state tensors as those
-with one do: `collect_names` collects the names of all records.
+`Guard.attach` also accepts optimizers without a record. Their state tensors are looked up under the names of all
+records, which `collect_names` collects.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ DEFAULT_OPTIMIZER = "adamw"
 class OptimizerRecord:
     """Facts about one optimizer, whose class takes groups and any of `betas`, `eps` and `weight_decay`.
 
-    CONTRIBUTING.md lists the other places that name a new optimizer.
+    CONTRIBUTING.md lists the other places that name a new optimizer. tests/recipes/test_new_optimizer.py has a record
+    for an example.
     """
 
     description: str
@@ -27,13 +29,16 @@ class OptimizerRecord:
     class_path: str
     """Its class as `module:Class`. Imported only when the optimizer is built."""
     state_bytes: Callable[[Sequence["torch.Tensor"]], int]
-    """Bytes of its state for these parameters after the first step, without the allocator's rounding."""
+    """Bytes of its state for these parameters after the first step, without the allocator's rounding.
+
+    Only tensors count: a step count that the library keeps as a Python number takes none.
+    """
     class_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Further arguments for its class, besides groups, betas, eps and weight decay."""
     decay_in_groups: bool = False
     """Pass the weight decay in each group instead of as a default."""
     package: str = "torch"
-    """Name of the distribution as Python imports it, because the module must have the same name."""
+    """Top-level module of its class, and the package's key in `TESTED` (environment/versions.py)."""
     extra: str | None = None
     """The extra of `dit-lora` that installs the package."""
     is_native: bool = False
@@ -41,9 +46,10 @@ class OptimizerRecord:
     unpaged_variant: str | None = None
     """For an optimizer whose state is paged between GPU and host: name of the variant without paging."""
     smaller_variant: str | None = None
-    """Name of an optimizer with less state, which `plan` proposes instead."""
+    """Name of an optimizer with less state that trains at the same learning rates, which `plan` proposes instead."""
     supported_sharding: tuple[Literal["fsdp2", "zero2"], ...] = ()
-    """Launches that may shard its weights. It must be elementwise, and for ZeRO it must skip steps on the device."""
+    """Launches that may shard its weights. Both need an elementwise update, which excludes 8-bit AdamW, where 256
+    elements share a scale. ZeRO-2 also needs an optimizer that skips steps on the device."""
     found_inf_class: str | None = None
     """The class whose fused step reads `found_inf` on the device, itself or a base class, as `module:Class`."""
     nonnegative_state: tuple[str, ...] = ()
@@ -70,9 +76,12 @@ def collect_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tu
     return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record)))
 
 
-def _count_two_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
-    """Bytes of optimizer state with two moments in each parameter's dtype, and its step count in fp32."""
-    return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
+def count_moment_bytes(parameters: Sequence["torch.Tensor"], *, num_moments: int, step_bytes: int) -> int:
+    """Bytes of optimizer state with moments in each parameter's dtype.
+
+    `step_bytes` is the size of a parameter's step count if it is a tensor, else 0.
+    """
+    return sum(num_moments * parameter.nbytes + step_bytes for parameter in parameters)
 
 
 # bitsandbytes' defaults: tensors below this size keep fp32 moments, elements per scale, bytes of its two tables.
@@ -129,7 +138,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     DEFAULT_OPTIMIZER: OptimizerRecord(
         description="PyTorch's, fused.",
         class_path="torch.optim:AdamW",
-        state_bytes=_count_two_moment_bytes,
+        state_bytes=partial(count_moment_bytes, num_moments=2, step_bytes=4),
         class_kwargs={"fused": True},
         smaller_variant="adamw_8bit",
         supported_sharding=("fsdp2", "zero2"),
@@ -156,7 +165,6 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         decay_in_groups=True,  # a weight decay among the defaults makes it print a message
         package="prodigyopt",
         extra="prodigy",
-        smaller_variant="adamw_8bit",
         nonnegative_state=("exp_avg_sq",),
         squared_state=("exp_avg_sq",),
         # Without d_denom and d_hat, which are written but never read.

@@ -158,7 +158,8 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def has_nonfinite_weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """True (bool scalar on the device) if a trained weight is not finite after the optimizer's step.
 
-    Detects errors that no gradient shows: a moment damaged in memory, an update that overflowed.
+    Detects errors that no gradient shows: a moment damaged in memory, an update that overflowed. An optimizer that
+    takes only the sign of its update, such as Lion, hides both.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return has_nonfinite(weights, weights[0].device)

@@ -1,6 +1,7 @@
 """An optimizer that the package has never seen trains by its record alone, as any other does."""
 
 import shutil
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from runs import adapter, lines, same_adapter
 from safetensors.torch import load_file
 
 from dit_lora.config.load import load_recipe
-from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord
+from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord, count_moment_bytes
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import TESTED
 from dit_lora.errors import DitLoraError
@@ -51,7 +52,7 @@ class Leaning(torch.optim.Optimizer):
 RECORD = OptimizerRecord(
     description="steps by signs.",
     class_path=f"{__name__}:Leaning",
-    state_bytes=lambda parameters: sum(parameter.nbytes for parameter in parameters),
+    state_bytes=partial(count_moment_bytes, num_moments=1, step_bytes=0),
     class_kwargs={"bold": True},
     smaller_variant="adamw_8bit",
     nonnegative_state=("magnitude",),
@@ -110,6 +111,8 @@ def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itsel
         assert record.package in TESTED
         assert record.extra is None or record.extra in extras
         assert {record.smaller_variant, record.unpaged_variant} <= {None, *OPTIMIZERS}
+        if record.smaller_variant is not None:  # `plan` proposes it, and the learning rates stay
+            assert OPTIMIZERS[record.smaller_variant].lr_bounds == record.lr_bounds
         assert set(record.squared_state) <= set(record.nonnegative_state), name
         if "zero2" in record.supported_sharding:  # its parts are flat: nothing of a group, no read by the host
             assert record.found_inf_class

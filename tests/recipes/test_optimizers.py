@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,8 +33,21 @@ QUICK = (
     "optim.groups.connector.clip=0.5",
     "optim.schedule=cosine",
 )
-OPTIMIZERS = {"adamw_8bit": (1e-3, 1e-4), "prodigy": (1, 1)}
-"""Learning rates of the adapter and of base groups."""
+
+
+class Optimizer(NamedTuple):
+    adapter_lr: float
+    base_lr: float
+    moment: str
+    """End of the name of its first moments."""
+    dtypes: set[torch.dtype]
+    """The dtypes of these moments."""
+
+
+OPTIMIZERS = {
+    "adamw_8bit": Optimizer(1e-3, 1e-4, "state1", {torch.uint8, torch.float32}),
+    "prodigy": Optimizer(1, 1, "exp_avg", {torch.float32}),
+}
 thorough = pytest.mark.thorough
 
 
@@ -88,9 +101,9 @@ def test_faults_and_a_resume_change_no_bit(  # type: ignore[no-untyped-def]
     """
     args = recipe_of(family, tiny_checkpoints, shape_clips, tmp_path)
     groups = ["connector", "backbone"] if family == "videochat2" else ["connector"]
-    adapter, base = OPTIMIZERS[optimizer]
-    args += [*QUICK, f"optim.name={optimizer}", f"optim.groups.adapter.lr={adapter}"]
-    args += [f"optim.groups.{group}.lr={base}" for group in groups]
+    expected = OPTIMIZERS[optimizer]
+    args += [*QUICK, f"optim.name={optimizer}", f"optim.groups.adapter.lr={expected.adapter_lr}"]
+    args += [f"optim.groups.{group}.lr={expected.base_lr}" for group in groups]
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     lora_main([*args, f"run.dir={uninterrupted}"])
     lora_main([*args, f"run.dir={parts}", "train.save_every=2", "train.keep=9"])
@@ -103,15 +116,11 @@ def test_faults_and_a_resume_change_no_bit(  # type: ignore[no-untyped-def]
     rates = [line["lr_groups"]["adapter"] for line in lines(parts, "metrics.jsonl")]
     assert rates == [line["lr_groups"]["adapter"] for line in lines(uninterrupted, "metrics.jsonl")]
     moments = load_file(uninterrupted / "checkpoints" / "step_000004" / "optimizer.safetensors")
+    assert {tensor.dtype for name, tensor in moments.items() if name.endswith(expected.moment)} == expected.dtypes
     if optimizer == "prodigy":
         assert rates[0] == 1e-6  # its first estimate, times lr
         assert moments["adapter/k"].item() == moments["connector/k"].item() == STEPS
         assert moments["adapter/d_numerator"].item() > 0
-    else:
-        assert {tensor.dtype for name, tensor in moments.items() if name.endswith("state1")} == {
-            torch.uint8,
-            torch.float32,
-        }
     if family == "videochat2":
         with_peft(uninterrupted)
     else:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, MIN_8BIT_SIZE, OPTIMIZERS, collect_names
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, MIN_8BIT_SIZE, OPTIMIZERS, OptimizerRecord, collect_names
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -20,7 +20,10 @@ ParameterGroups = Sequence[dict[str, Any]]
 
 
 def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
-    """Raise `DitLoraError` if this machine cannot run the optimizer `optim.name`."""
+    """Raise `DitLoraError` if this machine cannot run `optim.name`, or if it does not take an option of the recipe.
+
+    Called by recipes/lora.py before anything is encoded.
+    """
     name, record = optim.name, OPTIMIZERS[optim.name]
     if record.extra is not None and util.find_spec(record.package) is None:
         raise DitLoraError(
@@ -32,6 +35,7 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
             f"optim.name={name} needs a CUDA GPU, and this run is on {device.type}; use "
             f"optim.name={record.unpaged_variant}"
         )
+    _select_options(optim)
     if record.is_native:
         _require_native_step(optim, device)
 
@@ -55,30 +59,35 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer `optim.name` over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
-    # `package.module:Class`, imported only if it is used.
-    module, _, name = record.class_path.partition(":")
-    optimizer_class = getattr(import_module(module), name)
-    options: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     # Some optimizers print a message if the weight decay is among their defaults.
     if record.decay_in_groups:
-        weight_decay = options.pop("weight_decay")
-        groups = [{"weight_decay": weight_decay, **group} for group in groups]
-    supported_options = _select_supported(options, optimizer_class, optim.name)
-    optimizer: torch.optim.Optimizer = optimizer_class(groups, **supported_options, **record.class_kwargs)
+        groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
+    options = _select_options(optim)
+    optimizer: torch.optim.Optimizer = _import_class(record)(groups, **options, **record.class_kwargs)
     return optimizer
 
 
-def _select_supported(options: Mapping[str, Any], optimizer_class: type, optimizer: str) -> dict[str, Any]:
-    """The options that the class's constructor takes: Lion, for example, has no `eps`.
+def _import_class(record: OptimizerRecord) -> Any:
+    # `package.module:Class`, imported only if it is used.
+    module, _, name = record.class_path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _select_options(optim: OptimConfig) -> dict[str, Any]:
+    """Betas, eps and weight decay, as far as the optimizer's class takes them: Lion, for example, has no `eps`.
 
     Raises `DitLoraError` if the recipe has changed one that it does not take.
     """
-    parameters = inspect.signature(optimizer_class).parameters
+    record = OPTIMIZERS[optim.name]
+    options: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
+    if not record.decay_in_groups:
+        options["weight_decay"] = optim.weight_decay
+    parameters = inspect.signature(_import_class(record)).parameters
     has_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     supported = {name: value for name, value in options.items() if has_any_keyword or name in parameters}
     for name, value in options.items():
         if name not in supported and value != OptimConfig.model_fields[name].default:
-            raise DitLoraError(f"optim.{name}={value}: {optimizer} has no {name}; remove it from the recipe")
+            raise DitLoraError(f"optim.{name}={value}: {optim.name} has no {name}; remove it from the recipe")
     return supported
 
 

@@ -151,7 +151,7 @@ def test_fp16_is_refused_with_the_reason(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eps", [1e-46, 1e-40])
 def test_an_eps_that_is_lost_in_fp32_is_refused(values: dict[str, Any], eps: float) -> None:
     values["optim"] = {"eps": eps}
-    with pytest.raises(DitLoraError, match=r"optim\.eps: is added in fp32, where 1e-4\d is 0"):
+    with pytest.raises(DitLoraError, match=r"optim\.eps: is too small: in fp32 1e-4\d rounds to 0"):
         parse_recipe(values, "r")
     values["optim"] = {"eps": 1.2e-38}
     assert parse_recipe(values, "r").optim.eps == 1.2e-38

@@ -18,6 +18,7 @@ from dit_lora.training.optim.build import (
     clip_gradients,
     compute_gradient_norms,
     compute_schedule_factor,
+    require_optimizer,
 )
 
 
@@ -146,7 +147,8 @@ def test_an_optimizer_is_given_what_its_constructor_takes(monkeypatch: pytest.Mo
     optimizer = build_optimizer(groups_with([1.0], [2.0]), optim)
     assert optimizer.defaults == {"lr": 1e-4, "betas": (0.8, 0.99), "weight_decay": 0.3}
     with pytest.raises(DitLoraError, match=r"^optim\.eps=1e-06: without_eps has no eps; remove it from the recipe$"):
-        build_optimizer(groups_with([1.0]), optim.model_copy(update={"eps": 1e-6}))
+        require_optimizer(optim.model_copy(update={"eps": 1e-6}), torch.device("cpu"))
+    require_optimizer(optim, torch.device("cpu"))
     monkeypatch.setitem(OPTIMIZERS, "without_eps", replace(record, decay_in_groups=True))
     groups = build_optimizer(groups_with([1.0], [2.0]), optim).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.3]

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from dit_lora.config.optim import OptimConfig
+from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.training.optim import build as optimizer_module
@@ -17,23 +18,19 @@ from dit_lora.training.optim.build import require_optimizer
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("prodigyopt")
 
-NAMES = ("adamw", "adamw_8bit", "prodigy")
 CPU = torch.device("cpu")
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, module, extra in (
-        ("adamw_8bit", "bitsandbytes", "bitsandbytes"),
-        ("paged_adamw_8bit", "bitsandbytes", "bitsandbytes"),
-        ("prodigy", "prodigyopt", "prodigy"),
-    ):
+    for name, record in OPTIMIZERS.items():
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, module, None)  # as if it were not there
-            with pytest.raises(DitLoraError, match=f"{name}: {module} is not installed") as error:
-                require_optimizer(OptimConfig(name=name), CPU)
-            assert f"pip install 'dit-lora[{extra}]'" in str(error.value)
+            if record.extra is not None:
+                patch.setitem(sys.modules, record.package, None)  # as if it were not there
+                with pytest.raises(DitLoraError, match=f"{name}: {record.package} is not installed") as error:
+                    require_optimizer(OptimConfig(name=name), CPU)
+                assert f"pip install 'dit-lora[{record.extra}]'" in str(error.value)
             require_optimizer(OptimConfig(), CPU)
 
 
@@ -41,8 +38,9 @@ def test_paged_moments_need_a_gpu_that_pages() -> None:
     """bitsandbytes itself warns and does not page."""
     with pytest.raises(DitLoraError, match=r"CUDA GPU.* this run is on cpu; use .*adamw_8bit"):
         require_optimizer(OptimConfig(name="paged_adamw_8bit"), CPU)
-    for name in NAMES:
-        require_optimizer(OptimConfig(name=name), CPU)
+    for name, record in OPTIMIZERS.items():
+        if record.unpaged_variant is None:
+            require_optimizer(OptimConfig(name=name), CPU)
 
 
 def test_a_bitsandbytes_without_code_for_the_device_is_refused(

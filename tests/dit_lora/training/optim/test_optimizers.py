@@ -1,7 +1,9 @@
 """Every optimizer under the gate, snapshots and checkpoints: what it keeps comes back bit for bit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from inspect import signature
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +37,16 @@ from dit_lora.training.optim.state import (
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("prodigyopt")
 
-NAMES = ("adamw", "adamw_8bit", "prodigy")
+NAMES = [name for name, record in OPTIMIZERS.items() if record.unpaged_variant is None]
+"""All optimizers but those that page, which need a GPU."""
 SHAPES = {"wide": (67, 70), "zero": (41, 103), "narrow": (5, 3)}
 """Two tensors that 8-bit moments are for, of no whole number of blocks; one starts at zero, as LoRA's B."""
 
 
 def optim_of(name: str) -> OptimConfig:
-    rates = (1.0, 1.0) if name == "prodigy" else (2e-2, 3e-3)
+    record = OPTIMIZERS[name]
+    rates = (2e-2, 3e-3) if record.lr_bounds is None else (1.0, 1.0)
+    has_eps = "eps" in signature(resolve_name(record.class_path)).parameters
     return OptimConfig(
         name=name,
         groups=GroupsConfig(
@@ -52,7 +57,7 @@ def optim_of(name: str) -> OptimConfig:
         warmup_steps=2,
         clip=60.0,
         weight_decay=0.05,
-        eps=1e-7,
+        **({"eps": 1e-7} if has_eps else {}),
     )
 
 
@@ -244,16 +249,16 @@ def test_a_parameter_that_had_no_gradient_starts_after_a_resume() -> None:
 
 def library_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The library's own class, with the recipe's values."""
-    common: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.05}
-    if name == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **common)
-    if name == "adamw_8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(groups, **common)
+    from bitsandbytes.optim import AdamW8bit
     from prodigyopt import Prodigy
 
-    return Prodigy(groups, use_bias_correction=True, safeguard_warmup=True, **common)
+    common: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.05}
+    classes: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(groups, fused=True, **common),
+        "adamw_8bit": lambda: AdamW8bit(groups, **common),
+        "prodigy": lambda: Prodigy(groups, use_bias_correction=True, safeguard_warmup=True, **common),
+    }
+    return classes[name]()
 
 
 @pytest.mark.parametrize("name", NAMES)
