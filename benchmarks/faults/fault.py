@@ -171,6 +171,9 @@ def _named(
     verdicts = [event["verdict"] for event in observation.events]
     matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
     if not matching:
+        if not verdicts:
+            hint = "perhaps the fault never struck: check `late` and the modules in target_table.py"
+            return "", [f"there is no event of cause {expected.cause}; {hint}"]
         return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
     verdict = matching[0]
     expected_words = [targets.named(word) for word in expected.message_parts]

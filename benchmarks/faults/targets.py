@@ -27,7 +27,7 @@ class FaultTargets:
     groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
     """`optim.groups`."""
     attention: str = "transformer_blocks.1.attn1"
-    """A self-attention; `key` and `out` are layers of it with an adapter."""
+    """A self-attention; `key` and `out_proj` are layers of it with an adapter."""
     key: str = "to_k"
     out_proj: str = "to_out.0"
     ff: str = "transformer_blocks.0.ff"
@@ -38,7 +38,10 @@ class FaultTargets:
     final_proj: str = "proj_out"
     time_proj: str | None = "time_proj"
     late: float = 900
-    """A timestep, in the units that `time_proj` receives; 10 to 20 % of the sampled ones lie above it."""
+    """A timestep, in the units that `time_proj` receives; 10 to 20 % of the sampled ones lie above it.
+
+    If a run draws none above it, its fault never strikes: lower it in target_table.py.
+    """
     upper: int = 800
     """A timestep; 20 to 50 % of the sampled ones lie above it."""
     text: str | None = "prompt_embeds"

@@ -20,7 +20,10 @@ from dit_lora.families.base import Tensors, TextEncoder, TextLimit
 from dit_lora.numerics.streams import move_to_device
 
 MASKED_BIAS = -10000.0
-"""Attention bias of a masked token (diffusers: sana_transformer.py and latte_transformer_3d.py, forward)."""
+"""Attention bias of a masked token, as the forward of Diffusers' transformers with a text mask computes it.
+
+Sources: sana_transformer.py, latte_transformer_3d.py; pixart_transformer_2d.py and others have the same number.
+"""
 
 
 def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncoder:

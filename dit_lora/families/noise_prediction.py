@@ -1,6 +1,6 @@
-"""What DiT, the video DiT and Latte share: noise prediction on latents of an image VAE.
+"""Noise prediction on latents of an image VAE, for families of pictures (DiT) and clips (video DiT, Latte).
 
-Shapes: B batch, C latent channels, F latent frames, H and W latent size.
+Shapes: B batch, C latent channels, F latent frames of a clip, H and W latent size.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class NoiseDenoiser(Denoiser):
         return replace(super().apply_training_options(recipe), should_train_variance=trains_variance)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        # The posterior's noise and the added noise have the latents' shape, (C, F, H, W).
+        # The posterior's noise and the added noise have the latents' shape: (C, H, W) or (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
         timestep = partial(draw_integers, 0, self.num_train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
@@ -65,8 +65,7 @@ class NoiseDenoiser(Denoiser):
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         noise, timesteps = draws["noise"], draws["timestep"]
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
-        # Older configs lack AutoencoderKL's default.
-        clean = latents * self.info.vae_config.get("scaling_factor", 0.18215)
+        clean = latents * self.info.vae_config["scaling_factor"]
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
         output = self.predict(transformer, noisy, timesteps, batch).float()

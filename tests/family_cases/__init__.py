@@ -1,6 +1,6 @@
-"""What tests must know of each diffusion family, one module for each: its tiny checkpoints and smoke recipes.
+"""What tests must know of each diffusion family: its tiny checkpoints and smoke recipes.
 
-The modules are found by the names of the families. A family that is like another may be in that one's module.
+A module has the name of a family, by which it is found. It may have similar families too, as `video_dit` has Latte.
 """
 
 import importlib

@@ -71,7 +71,7 @@ class Case:
     predicted: Callable[[Any], torch.Tensor] = as_given
     """The network's output as `predict` gives it."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
-    """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
+    """The fused ops that its blocks take: exactly these must be active in a fused model."""
     pictures: tuple[str, ...] = ()
     """The pictures that the pipeline starts from, as `Sampling` names them."""
     references: tuple[VideoShape, ...] = ()

@@ -41,7 +41,7 @@ CASES = (
             captions=("picture 0", "a Picture 1", "a longer caption, 2"),
             decode=decode,
             vae_decode=vae_decode,
-            takes=TAKES,
+            takes=TAKES | ({"qk_norm_rope"} if variant == "sana-1.5" else set()),
             refused=(
                 (
                     VideoShape(1, 60, 96),

@@ -169,7 +169,7 @@ def load_transformer(info: DiTInfo, dtype: torch.dtype) -> Any:
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
-    index, fields = read_checkpoint(model, family.pipeline_names, weights=("vae",))
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=("vae",), vae_class=AutoencoderKL)
     path = fields["path"]
     # The number of classes in the files, before `model.from_scratch` changes it.
     stored_config = read_component_config(path, "transformer")

@@ -177,7 +177,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline, broken weights or a model without a variance.
     """
-    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
+    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"), vae_class=AutoencoderKL)
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]

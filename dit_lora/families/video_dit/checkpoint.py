@@ -220,7 +220,7 @@ def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTa
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     """Read the configs of a video DiT. Raises `DitLoraError` for another pipeline or broken weight files."""
-    index, fields = read_checkpoint(model, family.pipeline_names, weights=None)
+    index, fields = read_checkpoint(model, family.pipeline_names, weights=None, vae_class=AutoencoderKL)
     path, config = fields["path"], fields["transformer_config"]
     # The model has either a label table or a text projection.
     is_text = config.get("num_classes") is None

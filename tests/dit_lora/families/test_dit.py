@@ -215,6 +215,14 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
         open_checkpoint(path)
 
 
+def test_a_vae_config_without_a_scaling_factor_gets_the_default_of_its_class(tiny: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((path / "vae" / "config.json").read_text())
+    assert config.pop("scaling_factor")
+    (path / "vae" / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(path).info.vae_config["scaling_factor"] == 0.18215
+
+
 def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(tiny: Path, tmp_path: Path) -> None:
     """facebook/DiT-XL-2-256 says Transformer2DModel, with keys that DiTTransformer2DModel has not."""
     path = Path(shutil.copytree(tiny, tmp_path / "model"))
