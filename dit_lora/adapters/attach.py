@@ -28,11 +28,12 @@ FROZEN_ADAPTER_PREFIX = "under_"
 
 @dataclass(frozen=True)
 class AttachReport:
-    """Result of attaching an adapter: numbers of adapted layers."""
+    """Result of attaching an adapter: numbers of adapted layers and of trainable parameters."""
 
     num_adapted: int
     """Number of adapted linear layers."""
     num_linear: int
+    num_parameters: int
     num_convolutions: int = 0
     """Number of adapted 2D convolutions."""
     kind: str = "lora"
@@ -84,10 +85,12 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(model, dtype=torch.float32)
     set_dora_magnitudes(model, ADAPTER_NAME)
+    # The base is frozen, so these are the adapter's parameters.
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapted = [layer.get_base_layer() for layer in find_tuner_layers(model)]
     matrices = sum(isinstance(base, nn.Linear) for base in adapted)
     kind = get_adapter_kind(config)
-    return AttachReport(matrices, linear, len(adapted) - matrices, kind)
+    return AttachReport(matrices, linear, parameters, len(adapted) - matrices, kind)
 
 
 def get_adapter_config(model: Any) -> dict[str, Any]:

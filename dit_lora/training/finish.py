@@ -170,7 +170,7 @@ def summary(
 ) -> str:
     """The closing lines: what was written, and whether it is sound.
 
-    With `is_one_of_both` a verified adapter has no line of its own: `put_together` copies and names it.
+    With `is_one_of_both` the line on a verified adapter is left out, because `put_together` names the copy.
     """
     lines: list[str] = []
     base = adapter.with_name(BASE_FILE)
