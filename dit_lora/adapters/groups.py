@@ -103,7 +103,7 @@ def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     counts = {group["name"]: sum(parameter.numel() for parameter in group["params"]) for group in groups}
     if len(counts) == 1:
         return f", {sum(counts.values()):,} trainable parameters in fp32"
-    return f"; trainable parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"
+    return f"; trained parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"
 
 
 def find_base_members(model: nn.Module, groups: GroupsConfig, patterns: GroupPatterns) -> set[str]:

@@ -175,7 +175,7 @@ def summary(
     lines: list[str] = []
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.append(f"adapter: {adapter.parent} (load its {BASE_FILE} first)")
+        lines.append(f"adapter: {adapter.parent} (load its {Path(BASE_FILE).stem} first)")
     elif base.exists() or verification is None or not is_one_of_both:
         lines.append(f"{'model' if session.recipe.train.mode == 'full' else 'adapter'}: {adapter}")
     if verification is not None:
