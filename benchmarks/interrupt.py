@@ -29,11 +29,11 @@ from dit_lora.training.tasks.registry import task_of
 
 COMMAND = (sys.executable, "-m", "dit_lora", "train")
 MOMENTS = (
-    ("training with ", 6.0),  # imports of the launcher and the script
-    ("training with ", 20.0),
+    ("", 6.0),  # imports of the launcher and the script
+    ("", 20.0),
     ("1 process on ", 2.0),  # encoding
     ("lora: ", 2.0),
-    ("first step ", 1.0),
+    ("step 0: eval loss ", 1.0),
     ("step 10: saved ", 0.3),
     ("step 20: eval loss ", 0.3),
     ("step 30: ", 0.3),

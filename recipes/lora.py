@@ -79,16 +79,17 @@ def train_in_turn(recipe: Recipe, recipe_file: str) -> None:
                 require_hub(session, recipe.hub)
                 if warning:
                     session.say(f"warning: {warning}")
-            train(session, family, checkpoint, recipe_file)
+            is_one_of_both = turn is not recipe
+            train(session, family, checkpoint, recipe_file, is_one_of_both=is_one_of_both)
             if is_last:
-                if turn is not recipe:
+                if is_one_of_both:
                     put_together(session, recipe)
                 push_result(session, recipe)
                 session.say(format_next_commands(recipe))
         before = session
 
 
-def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> None:
+def train(session: Session, family: Any, checkpoint: Any, recipe_file: str, *, is_one_of_both: bool) -> None:
     recipe = session.recipe
     task = task_of(recipe.model.family)
     require_free_folder(session)
@@ -126,7 +127,7 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> N
     with session.phases.timing("report"):
         report.finish()
     if written.path is not None:
-        session.say(summary(session, written.path, written.verification))
+        session.say(summary(session, written.path, written.verification, is_one_of_both=is_one_of_both))
     require_verified(session, written.verification)
 
 

@@ -40,10 +40,7 @@ class AttachReport:
 
     def __str__(self) -> str:
         convolutions = f" and {self.num_convolutions} convolutions" if self.num_convolutions else ""
-        return (
-            f"{self.kind}: {self.num_adapted} of {self.num_linear} linear layers{convolutions}, "
-            f"{self.num_parameters:,} trainable parameters in fp32"
-        )
+        return f"{self.kind}: {self.num_adapted} of {self.num_linear} linear layers{convolutions}"
 
 
 def attach_lora(

@@ -98,6 +98,14 @@ def build_recipe_groups(
     return parameter_groups(model, **configs, patterns=connector_patterns)
 
 
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The numbers of trainable parameters, to append to the line of a run's log that says what trains."""
+    counts = {group["name"]: sum(parameter.numel() for parameter in group["params"]) for group in groups}
+    if len(counts) == 1:
+        return f", {sum(counts.values()):,} trainable parameters in fp32"
+    return f"; trained parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}"
+
+
 def find_base_members(model: nn.Module, groups: GroupsConfig, patterns: GroupPatterns) -> set[str]:
     """Names of the base weights that a recipe's groups `connector` and `backbone` would train."""
     members = _assign_to_groups(model, groups.get_configured_groups(), patterns)

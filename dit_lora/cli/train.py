@@ -1,5 +1,6 @@
 """The verb `dit-lora train`: trains with a recipe, in processes that Accelerate starts."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,9 @@ def train(
     if config_file is not None:
         read_launch_config(config_file)
     require_paths(settings)
-    echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
+    # For those who wait at a terminal; a log file has the folder from the run itself.
+    if sys.stderr.isatty():
+        echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)
     # `dit-lora init` puts a copy beside the recipe, which people edit.
     script = Path(recipe).parent / "lora.py"
     if script.is_file() and is_edited_script(script):

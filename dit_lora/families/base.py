@@ -9,7 +9,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -242,6 +242,10 @@ class Encoders(ABC):
     @abstractmethod
     def load_text_limit(self) -> TextLimit | None:
         """Load the tokenizer and the caption's token limit. None if samples have classes instead of captions."""
+
+    def note_captions(self, captions: Iterable[str]) -> list[str]:
+        """Messages about captions that the pipeline would encode differently, printed when a run begins."""
+        return []
 
     @abstractmethod
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
@@ -536,14 +540,10 @@ class Checkpoint:
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}
         return replace(self, info=info, **roles)
 
-    def notes(self, recipe: Recipe) -> list[str]:
-        """Messages about an opened checkpoint that are printed when a run begins."""
-        info, timesteps = self.info, self.denoiser.timestep_range
-        if not info.expert_names:
-            return info.recipe_notes(recipe)
+    def describe_expert(self) -> str:
+        """Name and timesteps of the expert that is trained; empty for a checkpoint without experts."""
+        if not self.info.expert_names:
+            return ""
         # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
-        name = info.expert_names[info.part].replace("_", " ")
-        return [
-            f"expert: {name} ({info.part}), timesteps {timesteps[0]} to {timesteps[-1]}",
-            *info.recipe_notes(recipe),
-        ]
+        name, timesteps = self.info.expert_names[self.info.part], self.denoiser.timestep_range
+        return f"{name.replace('_', ' ')}, timesteps {timesteps[0]} to {timesteps[-1]}"

@@ -100,7 +100,7 @@ def resume(
     differs = describe_topology_change(loaded.launch_topology, launch_topology, uses_dropout=uses_dropout)
     # A message, not an error: sums in another order are the same training up to rounding.
     if differs:
-        session.say(f"continued elsewhere: {differs}")
+        session.say(f"resumed with another launch: {differs}")
     # `auto` takes the newest complete checkpoint; newer ones are torn.
     if train.resume == "auto":
         for step, newer in list_checkpoints(session.dir).items():

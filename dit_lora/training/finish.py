@@ -165,14 +165,19 @@ def require_verified(session: Session, verification: Verification | None) -> Non
             raise CheckFailedError(format_list(summary, verification.failures))
 
 
-def summary(session: Session, adapter: Path, verification: Verification | None) -> str:
-    """The closing lines: what was written, and whether it is sound."""
-    kind = "model" if session.recipe.train.mode == "full" else "adapter"
-    lines = [f"{kind}: {adapter}"]
-    # Trained base weights are a second file, which must be loaded before the adapter.
+def summary(
+    session: Session, adapter: Path, verification: Verification | None, *, is_one_of_both: bool = False
+) -> str:
+    """The closing lines: what was written, and whether it is sound.
+
+    With `is_one_of_both` the line on a verified adapter is left out, because `put_together` names the copy.
+    """
+    lines: list[str] = []
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.append(f"base weights: {base} (load first)")
+        lines.append(f"adapter: {adapter.parent} (load its {Path(BASE_FILE).stem} first)")
+    elif base.exists() or verification is None or not is_one_of_both:
+        lines.append(f"{'model' if session.recipe.train.mode == 'full' else 'adapter'}: {adapter}")
     if verification is not None:
         lines.append(verification.format_summary())
     return "\n".join([*lines, *session.optional_work.format_lines(), *session.closing_lines])
@@ -184,7 +189,7 @@ def format_next_commands(recipe: Recipe) -> str:
     sample = "chat" if recipe.model.family in CHAT_FAMILIES else "sample"
     commands = [
         f"dit-lora {sample} {folder} --prompt '...'",
-        f"dit-lora report {folder} --serve  # or open its report.html",
+        f"dit-lora report {folder} --serve  # or open report.html",
     ]
     if not recipe.hub.push:
         commands.append(f"dit-lora push {folder} OWNER/NAME")

@@ -96,12 +96,6 @@ def prepare(
     files = RecoveryFiles(checkpoints, journal, watcher, start)
     with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
-    # A single group is the adapter or the model, which has its own line.
-    if len(groups) > 1:
-        parts = [
-            f"{group['name']} {sum(p.numel() for p in group['params']):,} at lr {group['lr']:g}" for group in groups
-        ]
-        session.say(f"trained parameters: {', '.join(parts)}")
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
     return Run(
         session, task, checkpoint, data, engine, start_step, ema, base, recovery, watcher, parity, checkpoints, journal

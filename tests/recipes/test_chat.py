@@ -22,7 +22,7 @@ from chat_runs import (
     write_small_clips,
 )
 from launching import ROOT
-from runs import lines
+from runs import lines, require_short_log
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -71,9 +71,14 @@ def invoke(*arguments: object) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_smoke_recipe_trains_resumes_answers_and_exports(
-    name: str, lora_main: Main, tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path
+    name: str,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """2 and 2 resumed steps equal 4, bit for bit, frames and crops by chance, clips, images and text."""
+    """2 and 2 resumed steps equal 4, bit for bit, with frames and crops by chance, clips, images and text."""
     base, question = tiny_checkpoints[VARIANTS[name]], "What shape is it?"
     clip = data / CLIPS[0]
     args = [
@@ -85,7 +90,9 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
         "validation.max_answer_tokens=4",
     ]
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    capsys.readouterr()
     lora_main([*args, f"run.dir={uninterrupted}", "train.steps=4"])
+    require_short_log(capsys.readouterr().err, uninterrupted)
     # The run above compares kernels before its first step and after its last.
     args += ["guard.preflight=false", "guard.parity_every=0"]
     lora_main([*args, f"run.dir={parts}", "train.steps=2"])

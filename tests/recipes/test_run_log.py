@@ -36,7 +36,7 @@ def test_the_log_of_a_normal_run(
     assert [line.partition(":")[0] for line in lines[-5:-3]] == ["adapter", "verified"]
     assert lines[-3:] == [
         "next: dit-lora sample runs/demo --prompt '...'",
-        "      dit-lora report runs/demo --serve  # or open its report.html",
+        "      dit-lora report runs/demo --serve  # or open report.html",
         "      dit-lora push runs/demo OWNER/NAME",
     ]
 
@@ -49,11 +49,11 @@ def test_notes_on_a_checkpoint_leave_the_log_short(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lines of the log that the test above does not see. Models of two experts have one for each."""
+    """Lines of the log that the test above does not see."""
     RUNS[name].prepare(monkeypatch)
     args = smoke_args(name, tiny_checkpoints, shape_clips, tmp_path)
     recipe = load_recipe(args[0], args[1:])
-    notes = get_family(recipe.model.family).open(recipe.model, recipe).notes(recipe)
+    notes = get_family(recipe.model.family).open(recipe.model, recipe).info.recipe_notes(recipe)
     # A warning about the checkpoint, which a normal run does not have.
     notes = [note for note in notes if not note.startswith("distilled: ")]
     assert len(notes) <= 2

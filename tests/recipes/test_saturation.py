@@ -31,7 +31,7 @@ def test_a_saturating_sana_trains_and_says_so_and_without_its_limit_is_refused(
     ]
     lora_main([*recipe, f"run.dir={tmp_path / 'run'}"])
     output = capsys.readouterr().err
-    assert "saturation: attention is clamped at +-65504 as in fp16" in output
+    assert "saturation: attention is clamped at +-65504 as in the checkpoint's fp16 training" in output
     assert "warning:" not in output
 
     keep = "dit_lora.families.sana.checkpoint.keep_linear_attention_fp32"

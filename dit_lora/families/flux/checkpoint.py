@@ -113,8 +113,8 @@ class FluxInfo(CheckpointInfo):
         if self.guidance is not None:
             return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
         return [
-            f"distilled: {self.path.name} has no guidance embedding, like FLUX.1-schnell. Training may lose its "
-            "ability to sample in one to four steps; FLUX.1-dev is the usual base"
+            f"distilled: {self.path.name} has no guidance embedding, like FLUX.1-schnell: training may lose sampling "
+            "in one to four steps. FLUX.1-dev is the usual base"
         ]
 
     @property

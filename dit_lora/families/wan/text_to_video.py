@@ -5,7 +5,8 @@ Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/wa
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-from collections.abc import Mapping
+import html
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, ClassVar
@@ -17,7 +18,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
-from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import (
     CheckpointInfo,
@@ -100,17 +100,6 @@ class WanInfo(CheckpointInfo):
         """
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
-    def recipe_notes(self, recipe: Recipe) -> list[str]:
-        """Messages for the start of a run.
-
-        There is a note if captions are encoded without ftfy, which the pipeline uses where it is installed.
-        """
-        if is_ftfy_available():
-            return []
-        return [
-            "captions: ftfy is missing; pip install ftfy to clean them as Wan's pipeline does",
-        ]
-
     def index_changes(self) -> dict[str, Any]:
         """Pipeline class of Wan for the task that is trained, which may differ from the checkpoint's."""
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
@@ -131,6 +120,14 @@ class WanEncoders(Encoders):
         # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
         # (prompt_clean).
         return {**super().text_cache_key(), "tokens": self.info.text_tokens, "ftfy": is_ftfy_available()}
+
+    def note_captions(self, captions: Iterable[str]) -> list[str]:
+        if is_ftfy_available():
+            return []
+        # Without characters or HTML entities to replace, ftfy returns a caption as it is.
+        if all(caption.isascii() and html.unescape(caption) == caption for caption in captions):
+            return []
+        return ["captions: ftfy is missing; pip install ftfy to clean them as Wan's pipeline does"]
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.info.text_tokens, self.info.transformer_config["text_dim"])

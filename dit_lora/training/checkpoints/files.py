@@ -448,7 +448,7 @@ def describe_topology_change(
     # A missing key counts as equal: checkpoints from before it was recorded.
     if any(stored.get(key, current[key]) != current[key] for key in _BATCH_SPLIT_KEYS):
         # Dropout is seeded by micro-step and rank, which another split assigns to other samples.
-        dropout_note = "; dropout draws otherwise" if uses_dropout else ""
+        dropout_note = "; dropout masks differ" if uses_dropout else ""
         stored_text, current_text = (
             " x ".join(str(topology[key]) for key in _BATCH_SPLIT_KEYS)
             for topology in ({**current, **stored}, current)
@@ -458,14 +458,15 @@ def describe_topology_change(
             f"step, summed in another order{dropout_note}"
         )
     if stored.get("sharding", current["sharding"]) != current["sharding"]:
-        parts.append(f"sharding was {stored['sharding']}, now {current['sharding']}: sums in another order")
+        parts.append(f"sharding was {stored['sharding']}, now {current['sharding']}: summed in another order")
     changed_keys = [key for key in ("device", "torch") if stored.get(key, current[key]) != current[key]]
     if changed_keys:
         stored_text, current_text = (
             " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, current)
         )
         parts.append(
-            f"{' and '.join(changed_keys)} was {stored_text}, now {current_text}: other kernels, which round otherwise"
+            f"{' and '.join(changed_keys)} was {stored_text}, now {current_text}: other kernels, which round "
+            "differently"
         )
     return "; ".join(parts) + "; equal within rounding, not bit for bit" if parts else None
 

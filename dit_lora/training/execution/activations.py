@@ -213,7 +213,7 @@ def advise_checkpointing(
         f"{alternative} {'would need ' * is_first}{_format_gib(peak_bytes[alternative])}"
         for alternative, is_first in zip((m for m in peak_bytes if m != mode), (True, False), strict=False)
     )
-    message = f"{mode}: activations {_format_gib(peak_bytes[mode])} of {_format_gib(free_bytes)} GiB free"
+    message = f"{mode}: activations need {_format_gib(peak_bytes[mode])} of {_format_gib(free_bytes)} GiB free"
     return CheckpointingAdvice(mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting)
 
 

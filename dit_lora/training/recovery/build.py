@@ -124,8 +124,8 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
         permanent = [record for record in quarantine.records if record.to_epoch is None]
         lines = [f"{record.sample_id}: {record.cause}: {record.reason}" for record in permanent]
         summary = (
-            f"guard: {len(permanent)} left out permanently, {len(quarantine.records) - len(permanent)} for one "
-            f"epoch; to list or release them, run dit-lora quarantine {setup.session.dir}"
+            f"guard: {len(permanent)} samples left out permanently, {len(quarantine.records) - len(permanent)} "
+            f"for one epoch; to list or release them, run dit-lora quarantine {setup.session.dir}"
         )
         setup.session.say(format_list(summary, lines))
     if quarantine.num_torn_lines:

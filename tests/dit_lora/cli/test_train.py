@@ -111,6 +111,7 @@ def test_names_on_the_hub_and_folders_to_fill_are_not_missing(
 def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The line is for who waits at a terminal."""
     launched = []
 
     def launch(arguments: list[str], config_file: Path | None) -> int:
@@ -118,10 +119,14 @@ def test_the_first_line_comes_before_the_launch_and_the_exit_code_after_it(
         return 3
 
     monkeypatch.setattr(accelerate, "launch_training", launch)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", SMOKE, "run.dir=runs/x", "--config-file", str(CPU)])
-    assert ended.value.code == 3
-    assert launched == [([SMOKE, "run.dir=runs/x"], CPU, f"training with {SMOKE}; results go to runs/x\n")]
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_one=is_terminal: is_one)
+        with pytest.raises(SystemExit) as ended:
+            app(["train", SMOKE, "run.dir=runs/x", "--config-file", str(CPU)])
+        assert ended.value.code == 3
+    arguments = [SMOKE, "run.dir=runs/x"]
+    line = f"training with {SMOKE}; results go to runs/x\n"
+    assert launched == [(arguments, CPU, line), (arguments, CPU, "")]
 
 
 @pytest.mark.usefixtures("smoke_paths")

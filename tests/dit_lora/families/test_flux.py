@@ -180,7 +180,7 @@ def test_guidance_is_embedded_at_the_recipes_value_and_recorded(
     checkpoint.denoiser.losses(model, batch, RandomStreams(SEED, POSITIONS))
     assert torch.equal(model.asked["guidance"], torch.full([3], expected))
     assert checkpoint.info.training_metadata() == {"guidance_scale": expected}
-    assert any(f"guidance of {expected:g}" in line for line in checkpoint.notes(recipe))
+    assert any(f"guidance of {expected:g}" in line for line in checkpoint.info.recipe_notes(recipe))
 
 
 @pytest.mark.parametrize("variant", ["flux-schnell", "flux2-klein"])
@@ -198,7 +198,7 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     plain.losses(model, some_batch(plain), RandomStreams(SEED, POSITIONS))
     assert model.asked["guidance"] is None
     assert plain.info.training_metadata() == {}
-    notes = " ".join(plain.notes(recipe))
+    notes = " ".join(plain.info.recipe_notes(recipe))
     assert ("FLUX.1-dev is the usual base" in notes) == (variant == "flux-schnell")
 
 

@@ -255,15 +255,17 @@ def test_text_is_512_tokens_with_zeros_behind_its_end(tiny_checkpoints: dict[str
 
 
 def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is cached without it is not taken where it is there."""
+    """If a caption may be changed by it; and what is cached without it is not taken where it is there."""
     path, messages, facts = tiny_checkpoints["wan-2.1-t2v"], [], []
+    captions = ("a cat & a dog", "a cat\u2019s dog", "a cat &amp; a dog")
     for is_installed in (False, True):
         monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
-        messages.append(" ".join(checkpoint.notes(recipe_of(path))))
+        messages.append([checkpoint.encoders.note_captions([caption]) for caption in captions])
         facts.append(checkpoint.encoders.text_cache_key())
-    assert "pip install ftfy" in messages[0]
-    assert "ftfy" not in messages[1]
+    assert [len(lines) for lines in messages[0]] == [0, 1, 1]
+    assert "pip install ftfy" in messages[0][1][0]
+    assert messages[1] == [[], [], []]
     assert facts[0] != facts[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dit_lora.adapters.groups import build_recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups, describe_groups
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.adapters.start import attach_initialized_lora
 from dit_lora.config.chat import ChatConfig
@@ -88,7 +88,7 @@ class ChatTask:
             attached = attach_initialized_lora(model, recipe.lora, targets, seed=recipe.train.seed, submodules=parents)
             description = str(attached)
         groups = build_recipe_groups(model, recipe.optim.groups, family.group_patterns)
-        return model, groups, f"{narrowed}{description}\n{patch_kernels(recipe, model)}"
+        return model, groups, f"{narrowed}{description}{describe_groups(groups)}\n{patch_kernels(recipe, model)}"
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
         return make_entry_key({checkpoint.path.name: digests.hash_component(checkpoint.path)})

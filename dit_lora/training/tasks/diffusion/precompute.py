@@ -89,6 +89,9 @@ def precompute(
     report_lines = report.format_lines() if report else ()
     for line in (*plan.samples.notes, *_note_missing_triggers(recipe, plan), *report_lines):
         session.say(line)
+    captions = [*(planned.sample.clip.caption for planned in plan.planned_samples), *recipe.validation.prompts]
+    for line in checkpoint.encoders.note_captions(captions):
+        session.say_once(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
     uncached = [planned for planned in plan.planned_samples if planned.sample.id not in plan.rejected]

@@ -99,10 +99,10 @@ def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_dig
     return lines
 
 
-def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]) -> str:
-    """Attach the trained adapter (from the file, or new) and frozen ones below it; returns lines that describe them.
+def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]) -> list[str]:
+    """Attach the trained adapter (from the file, or new) and frozen ones below it.
 
-    `targets` are used if the recipe names none.
+    Returns a line on each, the trained one first. `targets` are used if the recipe names none.
     """
     lora = recipe.lora
     # First, while the layers still have the names that the files use.
@@ -111,16 +111,16 @@ def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, t
         description = str(attach_initialized_lora(model, lora, targets, seed=recipe.train.seed))
     else:
         report = attach_lora_file(model, stored.initial_file, lora, targets, seed=recipe.train.seed)
-        description = f"{report}; continued from {get_public_name(lora.init)}"
+        description = f"{report}, continued from {get_public_name(lora.init)}"
     if not stored.under_files:
-        return description
+        return [description]
     attach_frozen_adapters(model, name_under_adapters(recipe, configs, stored))
     lines = [
         f"lora.under: {get_public_name(entry.path)}: {len(file.layers)} layers, scale {entry.scale:g}, frozen; "
         f"on in training{' and in samples' if entry.in_samples else ', off in samples'}"
         for entry, file in zip(lora.under, stored.under_files, strict=True)
     ]
-    return "\n".join([description, *lines])
+    return [description, *lines]
 
 
 def name_under_adapters(

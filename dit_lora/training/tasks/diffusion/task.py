@@ -13,7 +13,7 @@ from torch import nn
 
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
 from dit_lora.adapters.find_lora import get_public_name
-from dit_lora.adapters.groups import build_recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups, describe_groups
 from dit_lora.adapters.own_files import list_checkpoint_files
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.lora import PEFT_ONLY_KINDS
@@ -74,7 +74,7 @@ class DiffusionTask:
         find_other_expert_adapter(session.recipe, checkpoint.info)
         sampling_checkpoint = open_sampling_checkpoint(session.recipe, checkpoint)
         stored = check_lora_files(session.recipe, checkpoint)
-        for line in checkpoint.notes(session.recipe):
+        for line in checkpoint.info.recipe_notes(session.recipe):
             session.say_once(line)
         data = replace(precompute(session, checkpoint, sampling_checkpoint), adapters=stored)
         for line in find_base_mismatches(session.recipe, checkpoint, data.transformer_digest):
@@ -93,20 +93,22 @@ class DiffusionTask:
             torch.manual_seed(derive_seed(recipe.train.seed, "weights"))
             full = recipe.train.mode == "full"
             transformer = checkpoint.denoiser.load_transformer(torch.float32 if full else dtype)
-        report = "full: every weight trains, in fp32"
+        narrowed, lines = "", ["full: every weight"]
         if not full:
             stored = read_stored_loras(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT then wraps the quantised layers.
             narrowed = quantize_if_requested(recipe, transformer, family.group_patterns)
             targets = checkpoint.info.lora_targets(family.lora_targets)
-            attached = attach_stored_loras(recipe, transformer, stored, targets)
-            report = f"{narrowed}{attached}"
-        if has_fp16_saturation(transformer):
-            report += f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, "
-            report += "in which this checkpoint was trained"
+            lines = attach_stored_loras(recipe, transformer, stored, targets)
         groups = build_recipe_groups(transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode)
         require_only_adapter_trains(recipe, transformer)
-        return transformer, groups, f"{report}\n{patch_kernels(recipe, transformer)}"
+        # A run of both experts has this line twice: it names the expert instead of the parameters, to fit a terminal.
+        expert = checkpoint.describe_expert()
+        lines[0] = f"expert: {expert}; {lines[0]}" if expert else f"{lines[0]}{describe_groups(groups)}"
+        if has_fp16_saturation(transformer):
+            lines.append(f"saturation: attention is clamped at +-{FP16_MAX:g} as in the checkpoint's fp16 training")
+        lines.append(patch_kernels(recipe, transformer))
+        return transformer, groups, narrowed + "\n".join(lines)
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
         return compute_transformer_digest(checkpoint.info, recipe, digests)

@@ -61,7 +61,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
     assert report.num_adapted == 136 == 4 * BLOCKS
     assert report.num_parameters == 136 * 16 * 2 * 3840
     assert (checkpoint.denoiser.objective.shift, checkpoint.info.scheduler_shift) == (2.0, shift)
-    assert len(checkpoint.notes(recipe)) == 0  # Turbo's trains over what takes the distillation back
+    assert len(checkpoint.info.recipe_notes(recipe)) == 0  # Turbo's trains over what takes the distillation back
     checkpoint.info.check_shape(VideoShape(1, 1040, 752))
     checkpoint.info.check_shape(VideoShape(1, 8192, 1024))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):

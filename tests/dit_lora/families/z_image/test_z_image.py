@@ -248,7 +248,7 @@ def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(
 ) -> None:
     def said(path: Path, **sections: Any) -> str:
         recipe = recipe_for(path, recipe_values, **sections)
-        return " ".join(get_family("z_image").open(recipe.model, recipe).notes(recipe))
+        return " ".join(get_family("z_image").open(recipe.model, recipe).info.recipe_notes(recipe))
 
     turbo = tiny_checkpoints["z-image-turbo"]
     message = said(turbo)

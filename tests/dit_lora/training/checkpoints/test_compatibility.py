@@ -48,14 +48,14 @@ def test_the_same_place_is_not_worth_a_word() -> None:
             {"processes": 2, "data_ranks": 2, "train.accumulate": 2},
             True,
             "processes x accumulate x batch_size were 4 x 1 x 2, now 2 x 2 x 2: the same samples in each "
-            "step, summed in another order; dropout draws otherwise; equal within rounding",
+            "step, summed in another order; dropout masks differ; equal within rounding",
         ),
         (
             {"processes": 8, "data_ranks": 8, "train.batch_size": 1},
             False,
             "were 4 x 1 x 2, now 8 x 1 x 1: the same samples in each step, summed in another order; equal",
         ),
-        ({"sharding": "zero2"}, True, "sharding was none, now zero2: sums in another order; equal"),
+        ({"sharding": "zero2"}, True, "sharding was none, now zero2: summed in another order; equal"),
         (
             {"device": "cpu", "torch": "2.14.0"},
             False,

@@ -269,14 +269,14 @@ def test_where_nothing_fits_the_smallest_is_taken() -> None:
 
 def test_the_advice_says_what_every_mode_needs() -> None:
     chosen = advise_checkpointing(NEEDS, 61 * GIB, "auto")
-    assert chosen.message == ("selective: activations 18 of 61 GiB free (none would need 90, full 9)")
+    assert chosen.message == ("selective: activations need 18 of 61 GiB free (none would need 90, full 9)")
     advice = advise_checkpointing(NEEDS, 61 * GIB, "none")
-    assert advice.message == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
+    assert advice.message == "none: activations need 90 of 61 GiB free (selective would need 18, full 9)"
     assert not advice.fits
     wasteful = advise_checkpointing(NEEDS, 61 * GIB, "full")
     assert (wasteful.mode, wasteful.fits) == ("full", True)
     single = advise_checkpointing({"none": 150 * GIB + 5}, 1234 * GIB, "auto")
-    assert single.message == "none: activations 150 of 1234 GiB free"
+    assert single.message == "none: activations need 150 of 1234 GiB free"
 
 
 def test_all_ranks_follow_the_one_that_must_save_most() -> None:
@@ -348,7 +348,7 @@ def test_a_run_takes_what_its_free_memory_allows(
         assert step.transformer.training
     # Nothing is said if nothing is computed twice.
     assert len(messages) == (0 if expected == "none" else 2)
-    assert all(message.startswith(f"checkpointing: {expected}: activations 0.00") for message in messages)
+    assert all(message.startswith(f"checkpointing: {expected}: activations need 0.00") for message in messages)
 
 
 def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
