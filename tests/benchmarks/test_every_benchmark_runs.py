@@ -26,6 +26,7 @@ from launching import ROOT
 from benchmarks import first_step
 from benchmarks.faults.world import World
 from benchmarks.loops.loop_file import find_loops
+from benchmarks.world import quality
 from dit_lora.errors import DitLoraError
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -63,7 +64,7 @@ SMALL_RUNS = (
     ),
     SmallRun(
         "digits",
-        "{work} --trained 100 --steps 2 --lora-steps 2 --vae-steps 2 --inference-steps 2 --per-class 2 "
+        "{work} --trained 40 --replayed 1 --steps 2 --lora-steps 2 --vae-steps 2 --inference-steps 2 --per-class 2 "
         "--picture {work}/grid.png",
         r"with the LoRA: zero N, .*, nine N; mean N",
     ),
@@ -164,6 +165,7 @@ TESTED_HERE = {
 def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run as their references; nothing that a benchmark sets for its own process stays."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(quality, "INFERENCE_STEPS", 1)  # of twelve, for each of its samples
     AcceleratorState._reset_state(reset_partial_state=True)
     with mock.patch.dict(os.environ):
         yield
