@@ -43,6 +43,12 @@ def list_recipe_names() -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
 
 
+def load_packaged_recipes() -> list["PackagedRecipe"]:
+    """Read all recipes that come with the package, in the order of `list_recipe_names`."""
+    folder = find_packaged_files() / "recipes"
+    return [PackagedRecipe(name, (folder / f"{name}.yaml").read_text(encoding="utf-8")) for name in list_recipe_names()]
+
+
 def list_accelerate_configs() -> dict[str, Path]:
     """Paths of the Accelerate configs by name, such as `one_gpu`."""
     paths = (find_packaged_files() / "accelerate_configs").glob("*.yaml")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dit_lora.config.catalog import PackagedRecipe, list_recipe_names
+from dit_lora.config.catalog import load_packaged_recipes
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import rename_old_keys
 from dit_lora.errors import DitLoraError
@@ -82,7 +82,7 @@ def format_value(value: Any) -> str:
 def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
     """The shipped recipes of a family by name; empty if the installation lacks them."""
     try:
-        recipes = [PackagedRecipe.from_name(name) for name in list_recipe_names()]
+        recipes = load_packaged_recipes()
     except DitLoraError:
         return {}
     # Search the text first: parsing all recipes takes half a second.
