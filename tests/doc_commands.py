@@ -19,6 +19,7 @@ from dit_lora.cli.app import app
 from dit_lora.config.load import load_folder_config, load_recipe
 from dit_lora.config.recipe import Recipe
 
+_HALF_SIZE = ("data.height=32", "data.width=48")
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 
 
@@ -109,7 +110,9 @@ class Commands:
     def _small(self, recipe: Recipe) -> list[str]:
         """Overrides of a recipe for a GPU that make it one for a test; smoke recipes run nearly as they are."""
         if recipe.model.path not in self.hub:
-            return ["train.steps=20"] if recipe.train.steps > 100 else []
+            steps = ["train.steps=20"] if recipe.train.steps > 100 else []
+            is_long = recipe.chat is None and recipe.train.steps > 20
+            return [*steps, *(_HALF_SIZE if is_long else ())]
         small = self.small["chat" if recipe.chat else "diffusion"]
         return [f"model.path={self.hub[recipe.model.path]}", *small]
 

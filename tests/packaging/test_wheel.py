@@ -143,7 +143,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
     # A line of a .pth is a place to import from; the .pth files there, such as the checkout's, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
     accelerate = home / "bin" / "accelerate"
     accelerate.write_text(f"#!{python}\nfrom accelerate.commands.accelerate_cli import main\nmain()\n")
