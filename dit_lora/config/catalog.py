@@ -46,7 +46,9 @@ def list_recipe_names() -> list[str]:
 def load_packaged_recipes() -> list["PackagedRecipe"]:
     """Read all recipes that come with the package, in the order of `list_recipe_names`."""
     folder = find_packaged_files() / "recipes"
-    return [PackagedRecipe(name, (folder / f"{name}.yaml").read_text(encoding="utf-8")) for name in list_recipe_names()]
+    return [
+        PackagedRecipe(name, (folder / f"{name}.yaml").read_text(encoding="utf-8")) for name in list_recipe_names()
+    ]
 
 
 def list_accelerate_configs() -> dict[str, Path]:
