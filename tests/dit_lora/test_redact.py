@@ -1,7 +1,7 @@
 """The scrubber: every kind of token and every form of an absolute path goes, and words, names and commits stay."""
 
 import json
-from time import perf_counter
+from time import process_time
 
 import pytest
 from seeded_secrets import PATHS, REVISION, TOKENS, found_in
@@ -152,6 +152,6 @@ def test_there_are_many_kinds() -> None:
     ],
 )
 def test_long_texts_take_no_long_time(text: str) -> None:
-    start = perf_counter()
+    start = process_time()
     redact_value(text * (40_000 // len(text)))
-    assert perf_counter() - start < 5
+    assert process_time() - start < 5

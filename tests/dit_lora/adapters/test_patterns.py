@@ -60,9 +60,9 @@ def test_expressions_that_may_run_for_years_are_refused(pattern: str) -> None:
 def test_expressions_that_people_write_are_taken_and_are_quick(pattern: str) -> None:
     assert find_unbounded_reason(pattern) is None
     require_bounded_patterns({"target_modules": pattern, "rank_pattern": {pattern: 4}}, "x")
-    start = time.perf_counter()
+    start = time.process_time()
     get_pattern_key([pattern], "a." * 60 + "b")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_name_in_a_list_of_targets_is_no_expression() -> None:
@@ -88,11 +88,11 @@ def test_commands_refuse_such_a_file_at_once(
     args = [*command.split(), str(file), "--model", str(adapter.base)]
     args += [] if command == "verify" else ["--out", str(tmp_path / "out")]
     args += ["--to", "diffusers"] if command == "export" else []
-    start = time.perf_counter()
+    start = time.process_time()
     result = CliRunner().invoke(app, args)
     # The program shows such an error as one line.
     assert isinstance(result.exception, DitLoraError)
     assert f"{option} holds" in str(result.exception)
     assert "repeats a group" in str(result.exception)
     assert "\n" not in str(result.exception)
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30

@@ -191,6 +191,6 @@ def test_completion_installs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_completing_keys_is_instant() -> None:
     completed("plan a.yaml ")
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(completed("plan a.yaml ")) > 100
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
