@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -200,12 +201,20 @@ def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
     loader = build_loader(of(clips), how(sampler, workers=2, prefetch=1))
     folder = clips.videos.root
     moved_folder = folder.rename(folder.with_name("away"))
-    timer = threading.Timer(0.4, lambda: moved_folder.rename(folder))
-    timer.start()
+    message, errors = "waiting up to 60 s for the folder", []
+
+    def bring_back_when_missed() -> None:
+        while message not in "".join(errors):
+            time.sleep(0.05)
+            errors.append(capfd.readouterr().err)
+        moved_folder.rename(folder)
+
+    thread = threading.Thread(target=bring_back_when_missed, daemon=True)
+    thread.start()
     batches = list(loader)
-    timer.join()
+    thread.join()
     assert not [batch.faults for batch in batches if batch.faults]
-    assert capfd.readouterr().err.count("waiting up to 60 s for the folder") == 1
+    assert "".join([*errors, capfd.readouterr().err]).count(message) == 1
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
