@@ -36,7 +36,7 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 
 _EVENT_KIND = "gradient_check"
-_ENGINE_NAMES = {ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
+_ENGINE_NAMES = {ShardedEngine: "FSDP2", ContextParallel: "train.context_parallel"}
 _ADVICE = {
     "recomputation": "; set train.checkpointing=none",
     "offload": "; set train.offload=none",
@@ -79,8 +79,8 @@ class GradientWatch:
         reason = None
         engine = type(self.setup.engine)
         # Directions and displacements are those of whole tensors, and ranks of one sample have no loss each.
-        if engine is not Engine:
-            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, or DDP"
+        if engine not in (Engine, Zero2):
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, DDP or ZeRO-2"
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
@@ -131,10 +131,14 @@ class GradientWatch:
         Raises:
             RolledBackError: A component at fault was switched off, and the step is to be taken again.
         """
+        with self.setup.engine.keep_whole_gradients():
+            # On the unwrapped model, as all replays.
+            replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
+            self._check(step, replayable, losses)
+
+    def _check(self, step: int, replayable: ReplayableStep, losses: Sequence[torch.Tensor]) -> None:
         began = time.perf_counter()
         self._num_switched_off = len(self.recovery.state.switched_off)
-        # On the unwrapped model, as all replays.
-        replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
         outcome = optional_work.attempt(
@@ -166,7 +170,7 @@ class GradientWatch:
             bundle = optional_work.attempt(
                 "bundles of wrong gradients",
                 step,
-                lambda: run_together(lambda: self._write_bundle(micro_batches, finding, event)),
+                lambda: run_together(lambda: self._write_bundle(replayable.micro_batches, finding, event)),
                 is_collective=True,
             )
             event = replace(event, facts={"bundle": bundle} if bundle else {})
