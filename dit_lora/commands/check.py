@@ -26,12 +26,14 @@ from dit_lora.version import __version__
 
 _NUM_STEPS, _RESUMED_STEP = 4, 2
 _OVERRIDES = (
+    # A checkpoint to resume from, and one to compare.
     f"train.steps={_NUM_STEPS}",
     f"train.save_every={_RESUMED_STEP}",
     "train.resume=none",
     "train.keep=9",
     "train.keep_best=0",
     "train.stop_after=null",
+    # What training does not depend on.
     "validation.prompts=[]",
     "validation.media=[]",
     "validation.model=null",
@@ -98,12 +100,13 @@ class _ShortRun:
     def error(self) -> str:
         """The run's error message; empty if it has none."""
         # Further lines of a message are indented.
-        found = re.findall(r"^(?:error|stopped)[^:\n]*: (.*(?:\n  .*)*)", self.log, re.MULTILINE)
-        return found[0].strip() if found else ""
+        messages = re.findall(r"^(?:error|stopped)[^:\n]*: (.*(?:\n  .*)*)", self.log, re.MULTILINE)
+        return messages[0].strip() if messages else ""
 
     @property
     def failure(self) -> str:
         """Why the run has failed, in one line."""
+        # Without a message of ours: the end of a traceback.
         last_line = self.log.rpartition("\n")[2]
         return " ".join((self.error or last_line or "it ended without output").split())
 
@@ -145,36 +148,38 @@ def check_recipe(recipe_file: str, overrides: Sequence[str], say: Callable[[str]
         def train(name: str, *changes: str, num_ranks: int = 1) -> _ShortRun:
             folder = Path(temporary) / name
             arguments = [*common, *changes, f"run.dir={folder}"]
+            # Before a process imports torch.
             require_paths(load_recipe(recipe_file, arguments))
             completed = run_script([recipe_file, *arguments], num_ranks)
+            # Progress bars overwrite their line. Names of temporary files say nothing.
             log = re.sub(r"[^\n]*\r", "", f"{completed.stdout}{completed.stderr}").replace(f"{temporary}/", "")
             return _ShortRun(folder, completed.returncode, log.strip())
 
         say(f"training {_NUM_STEPS} steps, with checks of kernels and of the gradient")
-        first = train("first", "guard.preflight=anew", "guard.gradient_every=1000")
-        metrics = first.read_lines("metrics.jsonl")
+        reference = train("first", "guard.preflight=anew", "guard.gradient_every=1000")
+        metrics = reference.read_lines("metrics.jsonl")
         # Before the first step, this is an error of the recipe, the data or the machine.
-        if first.exit_code and first.error and not metrics:
-            raise DitLoraError(first.error)
-        results = [_check_training(first), _check_kernels(first), _check_gradient(first)]
-        logs = [first.log]
-        if not first.exit_code:
+        if reference.exit_code and reference.error and not metrics:
+            raise DitLoraError(reference.error)
+        results = [_check_training(reference), _check_kernels(reference), _check_gradient(reference)]
+        logs = [reference.log]
+        if not reference.exit_code:
             say(f"training steps {_RESUMED_STEP + 1} to {_NUM_STEPS} again, from a checkpoint")
-            resume = f"train.resume={checkpoint_path(first.folder, _RESUMED_STEP)}"
+            resume = f"train.resume={checkpoint_path(reference.folder, _RESUMED_STEP)}"
             resumed = train("resumed", resume)
-            results.append(_check_resume(first, resumed, lambda: train("resumed_again", resume)))
+            results.append(_check_resume(reference, resumed, lambda: train("resumed_again", resume)))
             logs.append(resumed.log)
-        if not first.exit_code and num_gpus != 1 and not recipe.lora.dropout:
+        if not reference.exit_code and num_gpus != 1 and not recipe.lora.dropout:
             say("training with two ranks")
             ranked = train("ranks", f"train.accumulate={accumulate // 2}", num_ranks=2)
-            results.append(_check_ranks(first, ranked))
+            results.append(_check_ranks(reference, ranked))
             logs.append(ranked.log)
-        elif not first.exit_code:
+        elif not reference.exit_code:
             reason = "two GPUs are needed"
             if num_gpus != 1:
                 reason = f"with lora.dropout={recipe.lora.dropout:g}, two ranks drop other values; add lora.dropout=0"
             results.append(CheckResult("two ranks as one", "not run", reason))
-        environment_file, recipe_copy = first.folder / "environment.json", first.folder / "config.yaml"
+        environment_file, recipe_copy = reference.folder / "environment.json", reference.folder / "config.yaml"
         environment = read_json(environment_file) if environment_file.is_file() else {}
         recipe_text = recipe_copy.read_text(encoding="utf-8") if recipe_copy.is_file() else ""
     return CheckReport(results, environment, recipe_text, "\n\n".join(logs), round(time.perf_counter() - began, 1))
@@ -182,8 +187,10 @@ def check_recipe(recipe_file: str, overrides: Sequence[str], say: Callable[[str]
 
 def run_script(arguments: Sequence[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     """Run recipes/lora.py with these arguments in new processes of this machine, and wait for it."""
+    # Also on CPUs, where Accelerate's own launcher starts one process.
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     if num_ranks == 1:
+        # Of several GPUs, only one.
         options = choose_launch_options(min(torch.cuda.device_count(), 1))
         launcher = ["accelerate.commands.launch", "--quiet", *options]
     script = find_packaged_files() / "recipes" / "lora.py"
@@ -194,10 +201,10 @@ def run_script(arguments: Sequence[str], num_ranks: int) -> subprocess.Completed
 def _check_training(run: _ShortRun) -> CheckResult:
     if run.exit_code:
         return CheckResult("training", "differs", run.failure)
-    others = [
+    other_events = [
         event for event in run.read_lines("events.jsonl") if event["kind"] not in ("preflight", "gradient_check")
     ]
-    events_text = f"; the guard reported: {_join_messages(others)}" if others else ""
+    events_text = f"; the guard reported: {_join_messages(other_events)}" if other_events else ""
     return CheckResult("training", "passed", f"{_NUM_STEPS} steps; the saved result is as trained{events_text}")
 
 
@@ -210,56 +217,62 @@ def _check_kernels(run: _ShortRun) -> CheckResult:
         return CheckResult(name, "not run", "training has failed before")
     # The log says which kernels are on.
     kernels = re.findall(r"^kernels: (.*(?:\n  .*)*)", run.log, re.MULTILINE)
-    kernels_text = "; ".join(" ".join(text.split()) for text in kernels)
-    return CheckResult(name, "passed", f"equal to the unpatched model on this recipe's samples ({kernels_text})")
+    kernels_text = f" ({'; '.join(' '.join(text.split()) for text in kernels)})" if kernels else ""
+    return CheckResult(name, "passed", f"equal to the unpatched model on this recipe's samples{kernels_text}")
 
 
 def _check_gradient(run: _ShortRun) -> CheckResult:
     name = "gradient against loss"
+    # A gradient that agrees has no event.
     for event in run.read_lines("events.jsonl"):
         if event["kind"] == "gradient_check":
             is_wrong = event["verdict"]["evidence"]["result"] == "differs"
             return CheckResult(name, "differs" if is_wrong else "cannot tell", _join_messages([event]))
-    if found := re.search(r"^guard: step \d+: (the gradient agrees .*)", run.log, re.MULTILINE):
-        return CheckResult(name, "passed", found[1])
-    if found := re.search(r"gradients are (?:not checked|skipped).*", run.log):
-        return CheckResult(name, "not run", found[0])
+    if match := re.search(r"^guard: step \d+: (the gradient agrees .*)", run.log, re.MULTILINE):
+        return CheckResult(name, "passed", match[1])
+    # Of engines and kernels that the check does not support.
+    if match := re.search(r"gradients are not checked.*", run.log):
+        return CheckResult(name, "not run", match[0])
+    # Out of memory, or for the step's gate.
+    if match := re.search(r"gradient checks are skipped.*", run.log):
+        return CheckResult(name, "cannot tell", match[0])
     return CheckResult(name, "cannot tell", "the first step has no finite loss and gradient")
 
 
-def _check_resume(first: _ShortRun, resumed: _ShortRun, resume_again: Callable[[], _ShortRun]) -> CheckResult:
+def _check_resume(reference: _ShortRun, resumed: _ShortRun, resume_again: Callable[[], _ShortRun]) -> CheckResult:
     name = "resume, bit for bit"
     if resumed.exit_code:
         return CheckResult(name, "differs", resumed.failure)
-    expected, state = first.load_state(), resumed.load_state()
+    expected, state = reference.load_state(), resumed.load_state()
     unequal = _find_unequal(expected, state)
     if not unequal:
         return CheckResult(name, "passed", f"{len(expected)} tensors of step {_NUM_STEPS} are equal")
     message = f"{len(unequal)} of {len(expected)} tensors of step {_NUM_STEPS} differ, such as {unequal[0]}"
     # Atomic additions on a GPU have no order: then two equal runs differ too.
-    again = resume_again()
-    if not again.exit_code and _find_unequal(state, again.load_state()):
+    repeated = resume_again()
+    if not repeated.exit_code and _find_unequal(state, repeated.load_state()):
         return CheckResult(name, "cannot tell", f"{message}; so do those of two equal runs on this machine")
     return CheckResult(name, "differs", message)
 
 
-def _find_unequal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    names = dict.fromkeys((*first, *second))
-    return [
-        name for name in names if not (name in first and name in second and torch.equal(first[name], second[name]))
-    ]
+def _find_unequal(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bitwise equal in both states, or missing in one of them."""
+    shared = expected.keys() & state.keys()
+    names = dict.fromkeys((*expected, *state))
+    return [name for name in names if name not in shared or not torch.equal(expected[name], state[name])]
 
 
-def _check_ranks(first: _ShortRun, ranked: _ShortRun) -> CheckResult:
+def _check_ranks(reference: _ShortRun, ranked: _ShortRun) -> CheckResult:
     name = "two ranks as one"
     if ranked.exit_code:
         return CheckResult(name, "differs", ranked.failure)
-    precision = read_json(first.folder / "environment.json")["precision"].partition(":")[0]
+    precision = read_json(reference.folder / "environment.json")["precision"].partition(":")[0]
     limit = _MAX_RANK_DIFFERENCE.get(precision, _MAX_RANK_DIFFERENCE["bfloat16"])
-    pairs = zip(first.read_lines("metrics.jsonl"), ranked.read_lines("metrics.jsonl"), strict=False)
+    # Later steps show whether the update is equal too.
+    pairs = zip(reference.read_lines("metrics.jsonl"), ranked.read_lines("metrics.jsonl"), strict=False)
     differences = [
-        (abs(two[key] / one[key] - 1) if one[key] else abs(two[key]), one["step"], key)
-        for one, two in pairs
+        (abs(metrics[key] / expected[key] - 1) if expected[key] else abs(metrics[key]), expected["step"], key)
+        for expected, metrics in pairs
         for key in ("loss", "grad_norm")
     ]
     difference, step, key = max(differences, key=lambda item: item[0])
@@ -279,6 +292,7 @@ def write_check_page(path: Path, report: CheckReport) -> Path:
     Raises:
         DitLoraError: If the file cannot be written.
     """
+    # Empty if no run came to its folder.
     environment = report.environment
     devices = ", ".join(device["name"] for device in environment.get("devices", ())) or "CPU"
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())

@@ -108,5 +108,7 @@ def average_gradients(parameters: Iterable[torch.Tensor]) -> None:
     # Before the first all-reduce: a rank that fails between them could not tell the others.
     gather_or_raise("missing gradients", fill_missing)
     for parameter in parameters:
+        # Filled above.
+        assert parameter.grad is not None
         distributed.all_reduce(parameter.grad)
         parameter.grad /= num_ranks
