@@ -35,6 +35,9 @@ _OVERRIDES = (
     "train.stop_after=null",
     # What training does not depend on.
     "validation.prompts=[]",
+    "validation.images=[]",
+    "validation.last_images=[]",
+    "validation.references=[]",
     "validation.media=[]",
     "validation.model=null",
     "validation.data=null",
