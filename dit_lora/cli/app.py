@@ -13,7 +13,7 @@ from dit_lora.version import __version__
 PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "convert"),
     "Data": ("caption", "audit", "show", "cache"),
-    "Train": ("plan", "train", "guard", "replay", "quarantine"),
+    "Train": ("plan", "plan.check", "train", "guard", "replay", "quarantine"),
     "Use what was trained": ("studio", "report", "sample", "verify", "export", "export.extract", "push", "chat"),
 }
 """Verbs in the order in which a newcomer needs them; FILE.VERB where a verb shares the file of another."""

@@ -1,6 +1,7 @@
-"""The verb `dit-lora plan`: the memory and disk that a run needs, before weights are downloaded."""
+"""The verbs `plan` and `check`: the memory and disk that a run needs, and whether it trains right on this machine."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -8,8 +9,12 @@ import typer
 from dit_lora.cli.arguments import Overrides, RecipeFile
 from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
 
-EXAMPLES = {"plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")}
+EXAMPLES = {
+    "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16"),
+    "check": ("check cogvideox_5b_t2v.yaml", "check cogvideox_5b_t2v.yaml --html report.html"),
+}
 _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
@@ -54,3 +59,22 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNIT_BYTES or float(match[1]) == 0:
         raise DitLoraError(f"--gpu must be a size such as 24GiB, 80GB or 24; got {text!r}")
     return int(float(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def check(
+    context: typer.Context,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    html: Annotated[Path, typer.Option(help="The page to write.")] = Path("check.html"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a recipe with a few steps on this machine. Exit code 1 if something differs.
+
+    Checked are kernels, the gradient, resuming, and two ranks against one. No run folder is left.
+    """
+    from dit_lora.commands.check import check_recipe, write_check_page
+
+    report = check_recipe(recipe, overrides or [], lambda line: echo(line, err=True))
+    write_check_page(html, report)
+    text = f"{report.format_text()}\nwrote {html}"
+    write_answer(context, as_json, report.to_dict(), lambda: echo(text), passed=report.passed)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.replayed_gradient import GradientReplayResult
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.training.recovery import build, gradient_watch
+from dit_lora.guard.gradient_check.directions import Displacement
+from dit_lora.training.recovery import build
 from dit_lora.training.recovery.gradient_watch import GradientWatch
 
 Main = Callable[[list[str]], None]
@@ -72,14 +73,17 @@ def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unch
     clean, repaired = tmp_path / "clean", tmp_path / "repaired"
     with monkeypatch.context() as patch:
 
-        def fail(*_args: Any, **_options: Any) -> None:
-            raise RuntimeError("no such op")
+        def fail(displacement: Displacement, position: int) -> float:
+            move_to(displacement, position)
+            raise TypeError("no such op")
 
-        patch.setattr(gradient_watch, "check_gradient", fail)
+        move_to = Displacement.move_to
+        patch.setattr(Displacement, "move_to", fail)
         lora_main([*args, f"run.dir={clean}", "guard.gradient_every=2"])
-    output = capsys.readouterr()
-    assert "step 2: gradient checks are skipped this time: RuntimeError: no such op" in output.out + output.err
-    assert read_events(clean) == []
+    reason = "the gradient could not be checked against the loss: TypeError: no such op"
+    assert f"guard: step 2: {reason}" in capsys.readouterr().err
+    events = [(event["step"], event["action"], event["verdict"]["words"]) for event in read_events(clean)]
+    assert events == [(1, "report", reason), (2, "report", reason)]
     FaultyKernel(monkeypatch)
     lora_main([*args, f"run.dir={repaired}", "guard.gradient_every=2"])
     (event,) = read_events(repaired)

@@ -1,20 +1,24 @@
 """Exchange of values between ranks during a gradient check, in which an error on one rank is raised on all."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import distributed
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.attach.containment import try_call
 from dit_lora.numerics.digest import compute_digest
 from dit_lora.numerics.ranks import gather_object, get_num_processes
 
 T = TypeVar("T")
 
 
-class RankError(DitLoraError):
+# A device that can compute nothing more ends the run, and takes part in no exchange.
+_RERAISED = (torch.AcceleratorError,)
+
+
+class GradientCheckError(DitLoraError):
     """Raised on all ranks if one of them failed inside a gradient check."""
 
     collective = True
@@ -28,47 +32,50 @@ def gather_or_raise(kind: str, compute: Callable[[], T]) -> list[T]:
         compute: Computes this rank's value, which is pickled.
 
     Raises:
-        RankError: On all ranks, if `compute` failed on one of them, or if `kind` differs.
+        GradientCheckError: On all ranks, if `compute` failed on one of them, or if `kind` differs.
     """
     # Without other ranks, errors keep their class.
     if get_num_processes() == 1:
         return [compute()]
-    values: list[T] = []
-    failure: RuntimeError | None = None
-    # Out of memory is a RuntimeError too. The other ranks wait for this one.
-    try:
-        values.append(compute())
-    except RuntimeError as error:
-        failure = error
-    reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = gather_object([(kind, values, reason)])
+    failures: list[Exception] = []
+    # The other ranks wait for this one.
+    values = try_call(lambda: [compute()], on_error=failures.append, reraised=_RERAISED)
+    reason = _describe_error(failures[0]) if failures else ""
+    outcomes = gather_object([(kind, values or [], reason)])
     reasons = [reason for _, _, reason in outcomes if reason]
     if reasons:
-        raise RankError(reasons[0]) from failure
+        raise GradientCheckError(reasons[0]) from next(iter(failures), None)
     if len({kind for kind, _, _ in outcomes}) > 1:
-        raise RankError("the ranks do not take the same decisions in the gradient check")
+        raise GradientCheckError("the ranks do not take the same decisions in the gradient check")
     return [value for _, (value,), _ in outcomes]
 
 
-@contextmanager
-def raise_together() -> Iterator[None]:
-    """Context for a part of a gradient check: if one rank fails inside, all raise `RankError`. Collective."""
-    try:
-        yield
-    except RankError:
-        raise
-    except RuntimeError as error:
-        # The other ranks wait in their next exchange, or at the end of the context.
-        _tell_other_ranks(error)
-    gather_or_raise("end", lambda: None)
+def run_together(attempt: Callable[[], T]) -> T:
+    """Run a part of a gradient check, which may fail with any exception. Collective.
 
+    Raises:
+        GradientCheckError: On all ranks, if `attempt` failed on one of them.
+    """
+    failures: list[Exception] = []
+    # All ranks raise a `GradientCheckError` together.
+    reraised = (GradientCheckError, *_RERAISED)
+    results = try_call(lambda: [attempt()], on_error=failures.append, reraised=reraised)
+    if results is not None:
+        gather_or_raise("end", lambda: None)
+        return results[0]
 
-def _tell_other_ranks(error: RuntimeError) -> NoReturn:
     def fail() -> NoReturn:
-        raise error
+        raise failures[0]
 
-    gather_or_raise("error", fail)
-    raise error
+    # The other ranks wait in their next exchange, or at the end.
+    if get_num_processes() > 1:
+        gather_or_raise("error", fail)
+    raise GradientCheckError(_describe_error(failures[0])) from failures[0]
+
+
+def _describe_error(error: Exception) -> str:
+    """An error as one line of a report."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def find_unequal_tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -90,9 +97,18 @@ def average_gradients(parameters: Iterable[torch.Tensor]) -> None:
     num_ranks = get_num_processes()
     if num_ranks == 1:
         return
-    for parameter in parameters:
+    parameters = list(parameters)
+
+    def fill_missing() -> None:
         # Every rank must take part, also without a gradient, which counts as zero.
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # Before the first all-reduce: a rank that fails between them could not tell the others.
+    gather_or_raise("missing gradients", fill_missing)
+    for parameter in parameters:
+        # Filled above.
+        assert parameter.grad is not None
         distributed.all_reduce(parameter.grad)
         parameter.grad /= num_ranks

@@ -88,6 +88,11 @@ class Engine:
         """Let this rank call `unwrapped_model` by itself inside the context, with local weights and all tokens."""
         return nullcontext()
 
+    def keep_whole_gradients(self) -> AbstractContextManager[None]:
+        """Context in which `grad` of every trained parameter is the step's whole gradient, before the norms."""
+        # DDP has averaged the gradients.
+        return nullcontext()
+
     def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
         """Gradient norm of each parameter group over all ranks, as fp64 scalars on the device.
 

@@ -156,6 +156,28 @@ class Zero2(Engine):
             hook.remove()
         self._zero_optimizer._grad_acc_hooks.clear()
 
+    @contextmanager
+    def keep_whole_gradients(self) -> Iterator[None]:
+        for index, part in enumerate(self._parts):
+            # Collective, in the same order of groups on every rank.
+            flat = self.accelerator.gather(self._flatten_gradient(index, part))
+            for name, location in part.slices_in_group().items():
+                parameter = part.parameters[name]
+                parameter.grad = flat[location].view(parameter.shape)
+        try:
+            yield
+        finally:
+            # Outside of a backward pass, ZeRO has only the parts.
+            for part in self._parts:
+                for parameter in part.parameters.values():
+                    parameter.grad = None
+
+    def _flatten_gradient(self, index: int, part: _Part) -> torch.Tensor:
+        """This rank's part of a group's averaged gradient, with padding."""
+        averaged = self._zero_optimizer.averaged_gradients[index]
+        flat: torch.Tensor = self._zero_optimizer.flatten_dense_tensors_aligned(averaged, part.tensor.numel())
+        return flat
+
     def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
         """Gradient norm of each parameter group over all ranks' parts.
 
@@ -164,7 +186,7 @@ class Zero2(Engine):
         averaged = self._zero_optimizer.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping expect it; DeepSpeed's step takes a view of it.
-            part.tensor.grad = self._zero_optimizer.flatten_dense_tensors_aligned(averaged[index], part.tensor.numel())
+            part.tensor.grad = self._flatten_gradient(index, part)
             averaged[index] = [part.tensor.grad]
         local_norms = compute_gradient_norms(self.optimizer.param_groups, compute_norms)
         # The norms are fp64: their squares stay finite where fp32 would overflow.

@@ -18,9 +18,10 @@ from dit_lora.guard.gradient_check.cause import (
     gather_loss_terms,
 )
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
-from dit_lora.guard.gradient_check.ranks import RankError, raise_together
+from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.numerics.ranks import broadcast_object
+from dit_lora.numerics.memory import is_out_of_memory
+from dit_lora.numerics.ranks import get_process_index
 from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.context_parallel import ContextParallel
@@ -35,7 +36,7 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 
 _EVENT_KIND = "gradient_check"
-_ENGINE_NAMES = {ShardedEngine: "FSDP2", Zero2: "DeepSpeed", ContextParallel: "train.context_parallel"}
+_ENGINE_NAMES = {ShardedEngine: "FSDP2", ContextParallel: "train.context_parallel"}
 _ADVICE = {
     "recomputation": "; set train.checkpointing=none",
     "offload": "; set train.offload=none",
@@ -78,8 +79,8 @@ class GradientWatch:
         reason = None
         engine = type(self.setup.engine)
         # Directions and displacements are those of whole tensors, and ranks of one sample have no loss each.
-        if engine is not Engine:
-            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, or DDP"
+        if engine not in (Engine, Zero2):
+            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, DDP or ZeRO-2"
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
@@ -130,10 +131,14 @@ class GradientWatch:
         Raises:
             RolledBackError: A component at fault was switched off, and the step is to be taken again.
         """
+        with self.setup.engine.keep_whole_gradients():
+            # On the unwrapped model, as all replays.
+            replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
+            self._check(step, replayable, losses)
+
+    def _check(self, step: int, replayable: ReplayableStep, losses: Sequence[torch.Tensor]) -> None:
         began = time.perf_counter()
         self._num_switched_off = len(self.recovery.state.switched_off)
-        # On the unwrapped model, as all replays.
-        replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
         outcome = optional_work.attempt(
@@ -162,7 +167,12 @@ class GradientWatch:
         )
         if report.result == "differs":
             # Before the component is off: a replay switches off what was off in the step.
-            bundle = self.recovery.files.write_gradient_bundle(micro_batches, self._select_gradients(finding), event)
+            bundle = optional_work.attempt(
+                "bundles of wrong gradients",
+                step,
+                lambda: run_together(lambda: self._write_bundle(replayable.micro_batches, finding, event)),
+                is_collective=True,
+            )
             event = replace(event, facts={"bundle": bundle} if bundle else {})
         self.recovery.files.write_event(event)
         self.recovery.files.say(f"guard: step {step}: {message}")
@@ -172,46 +182,61 @@ class GradientWatch:
             choose_checkpointing(self.setup)
             raise RolledBackError(step - 1)
 
-    def _select_gradients(self, finding: CauseFinding) -> dict[str, torch.Tensor]:
-        """The step's gradient by parameter; if the ranks have different ones, that of the first wrong rank.
+    def _write_bundle(self, micro_batches: Sequence[MicroBatch], finding: CauseFinding, event: Event) -> str | None:
+        """Write a bundle of a step with a wrong gradient: if ranks have different ones, that of the first wrong rank.
 
-        Collective.
+        Returns its path on the main process, or None. Collective.
         """
-        parameters = self.setup.transformer.named_parameters()
-        gradients = {name: p.grad for name, p in parameters if p.requires_grad and p.grad is not None}
-        faulty_ranks = finding.evidence.get("ranks")
-        # Equal gradients, or it is not known which are wrong.
-        if not faulty_ranks:
-            return gradients
         # The main process writes the bundle, and its own gradient may be right.
-        return broadcast_object({name: gradient.cpu() for name, gradient in gradients.items()}, faulty_ranks[0])
+        source = (finding.evidence.get("ranks") or [0])[0]
+
+        def copy_gradients() -> dict[str, torch.Tensor]:
+            if get_process_index() != source:
+                return {}
+            parameters = self.setup.transformer.named_parameters()
+            return {name: p.grad.cpu() for name, p in parameters if p.requires_grad and p.grad is not None}
+
+        gradients = gather_or_raise("gradients", copy_gradients)[source]
+        return self.recovery.files.write_gradient_bundle(micro_batches, gradients, event)
 
     def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
-        """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective."""
-        with raise_together():
-            # First: ranks with different gradients would take different decisions below.
-            unequal = compare_ranks(step)
-            if unequal is not None:
-                return unequal
-            report = check_gradient(
-                step.compute_terms,
-                step.parameters,
-                dtype=self.setup.dtype,
-                groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
-                step_loss=gather_loss_terms(lambda: losses).double().sum().item(),
-            )
-        if report.result != "differs":
-            return report, CauseFinding("unknown", "")
-        model = self.setup.transformer
+        """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective.
+
+        The result is `cannot tell` on all ranks after an error on one of them.
+        """
         try:
-            with raise_together():
-                context = self.recovery.diagnosis_context
-                return report, find_gradient_cause(step, report, context, list_gradient_fallbacks(model))
+            report, finding = run_together(lambda: self._compare(step, losses))
+        except GradientCheckError as error:
+            # Left out from here on.
+            if is_out_of_memory(error):
+                raise
+            return GradientReport("cannot tell", (), 0, reason=str(error)), CauseFinding("unknown", "")
+        if report.result != "differs" or finding is not None:
+            return report, finding or CauseFinding("unknown", "")
+        context, fallbacks = self.recovery.diagnosis_context, list_gradient_fallbacks(self.setup.transformer)
+        try:
+            return report, run_together(lambda: find_gradient_cause(step, report, context, fallbacks))
         # That the gradient is wrong is known already, and must not be lost.
-        except torch.OutOfMemoryError:
-            return report, CauseFinding("unknown", "; a replay to find the cause does not fit into memory")
-        except RankError as error:
-            return report, CauseFinding("unknown", f"; a replay to find the cause failed: {error}")
+        except GradientCheckError as error:
+            reason = "does not fit into memory" if is_out_of_memory(error) else f"failed: {error}"
+            return report, CauseFinding("unknown", f"; a replay to find the cause {reason}")
+
+    def _compare(
+        self, step: ReplayableStep, losses: Sequence[torch.Tensor]
+    ) -> tuple[GradientReport, CauseFinding | None]:
+        """Compare a step's gradient with those of other ranks, which are a cause if they differ, and with the loss."""
+        # First: ranks with different gradients would take different decisions below.
+        unequal = compare_ranks(step)
+        if unequal is not None:
+            return unequal
+        report = check_gradient(
+            step.compute_terms,
+            step.parameters,
+            dtype=self.setup.dtype,
+            groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
+            step_loss=gather_loss_terms(lambda: losses).double().sum().item(),
+        )
+        return report, None
 
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
         """Note that a step's gradient agrees with the loss, and say so the first time."""

@@ -23,6 +23,7 @@ from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext, Event, make_event
 from dit_lora.guard.fallbacks import Fallback, find_fallback
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
+from dit_lora.guard.gradient_check.ranks import gather_or_raise
 from dit_lora.guard.recovery import (
     BAD_STATE_KINDS,
     STATE_CAUSES,
@@ -477,16 +478,19 @@ class RecoveryFiles:
     ) -> str | None:
         """Write a bundle of a step with a wrong gradient: the micro-batches of all ranks, and the gradient.
 
-        Returns its path as `write_bundle` does, on the main process only. Collective.
+        Returns its path as `write_bundle` does, on the main process only. Collective; see `run_together`.
         """
         if not self._count_bundle():
             return None
-        # Pickled on their way, which would keep a tensor's device.
-        sent = [
-            (_describe_micro_batch(batch), {name: tensor.cpu() for name, tensor in batch.tensors.items()})
-            for batch in micro_batches
-        ]
-        received = gather_object(sent)
+
+        def describe_micro_batches() -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+            # Pickled on their way, which would keep a tensor's device.
+            return [
+                (_describe_micro_batch(batch), {name: tensor.cpu() for name, tensor in batch.tensors.items()})
+                for batch in micro_batches
+            ]
+
+        received = [item for items in gather_or_raise("micro-batches", describe_micro_batches) for item in items]
         # All ranks have the same weights, and the main process has all micro-batches.
         if not self.setup.session.is_main:
             return None

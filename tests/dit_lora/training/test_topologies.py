@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from topologies import Case, Engine, Fault, Seen, run_all
 
 from dit_lora.errors import DitLoraError
+from dit_lora.guard.gradient_check.directions import Displacement
+from dit_lora.numerics.ranks import get_num_processes, get_process_index
 
 pytestmark = pytest.mark.slow
 
@@ -158,10 +160,24 @@ def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
 def resumed(table: Table, engine: Engine, ranks: int, accumulate: int, start: str) -> dict[str, Case]:
     """The second half of a run, from where another was."""
     name = f"{engine}_{ranks}_from_{start}"
-    # The first step of a DDP run is checked: the bits must be those of the other run.
-    checks = ("guard.gradient_every=9",) if engine == "ddp" else ()
+    # The first step is checked, if the engine supports that: the bits must be those of the other run.
+    checks = ("guard.gradient_every=9",) if engine != "fsdp2" else ()
     more = (*QUICK, f"train.resume={table.checkpoint(start, STEPS // 2)}", *checks)
     return {name: Case(engine, table.args(name, ranks, accumulate, *more), prepare=without_verification)}
+
+
+def fail_in_gradient_check(patches: pytest.MonkeyPatch) -> None:
+    """An error on the last rank while the weights are displaced."""
+    without_verification(patches)
+    move_to = Displacement.move_to
+
+    def fail(displacement: Displacement, position: int) -> float:
+        predicted = move_to(displacement, position)
+        if position == 2 and get_process_index() == get_num_processes() - 1:
+            raise TypeError("no such weight")
+        return predicted
+
+    patches.setattr(Displacement, "move_to", fail)
 
 
 def require_whole(table: Table, name: str, ranks: int) -> None:
@@ -302,6 +318,9 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
         table.launch(4, healthy(table, "fsdp2", 4, [1]))
         common_overrides |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
     cases = dict(common_overrides)
+    (case,) = resumed(table, "ddp", ranks, 1, f"ddp_{ranks}_1").values()
+    args = (*case.args[:-1], f"run.dir={table.run('failing_check')}")
+    cases["failing_check"] = replace(case, args=args, prepare=fail_in_gradient_check)
     # DDP on two ranks recovers above, where the two share each sample's tokens.
     engines_with_faults = [engine for engine in engines if ranks > 2 or engine != "ddp"]
     for engine in engines_with_faults:
@@ -317,8 +336,11 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
         require_same_state(table, f"{engine}_{ranks}_from_{name}", name)
         resumed_run = table.run(f"{engine}_{ranks}_from_{name}")
         phases = json.loads((resumed_run / "phases.json").read_text())
-        assert ("gradient check" in str(phases)) is (engine == "ddp")
+        assert ("gradient check" in str(phases)) is (engine != "fsdp2")
         assert not any(event["kind"] == "gradient_check" for event in lines(resumed_run, "events.jsonl"))
+    require_same_state(table, "failing_check", f"ddp_{ranks}_1")
+    (event,) = lines(table.run("failing_check"), "events.jsonl")
+    assert event["verdict"]["words"].endswith("against the loss: TypeError: no such weight")
     for engine in engines_with_faults:
         # The first block's parameters are among the first ranks' parts of ZeRO's flat groups.
         require_faults_named(table, f"{engine}_{ranks}", ranks, block=int(engine == "zero2"))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compare_ranks, find_gradient_cause
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
-from dit_lora.guard.gradient_check.ranks import RankError, gather_or_raise, raise_together
+from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 
@@ -64,14 +64,13 @@ class RankedStep:
         return (self.ddp(batch.tensors["x"]) - batch.tensors["y"]).square().mean() / 2
 
     def examine(self) -> tuple[GradientReport, CauseFinding]:
-        with raise_together():
-            unequal = compare_ranks(self.step)
-            if unequal is not None:
-                return unequal
-            report = check_gradient(self.step.compute_terms, self.step.parameters)
-            if report.result != "differs":
-                return report, CauseFinding("unknown", "")
-            return report, find_gradient_cause(self.step, report, DiagnosisContext(self.model))
+        unequal = compare_ranks(self.step)
+        if unequal is not None:
+            return unequal
+        report = check_gradient(self.step.compute_terms, self.step.parameters)
+        if report.result != "differs":
+            return report, CauseFinding("unknown", "")
+        return report, find_gradient_cause(self.step, report, DiagnosisContext(self.model))
 
 
 def run_rank() -> tuple[dict[str, tuple[GradientReport, CauseFinding]], list[str]]:
@@ -88,7 +87,7 @@ def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
         change()
         gradients = [p.grad for p in ranked.step.parameters.values()]
         copies = [g.clone() for g in gradients if g is not None]
-        results[name] = ranked.examine()
+        results[name] = run_together(ranked.examine)
         assert all(p.grad is g for p, g in zip(ranked.step.parameters.values(), gradients, strict=True))
         assert all(g is not None and torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
 
@@ -116,29 +115,31 @@ def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
 def fail_on_one_rank(rank: int) -> list[str]:
     """The errors that this rank raises where rank 1 fails, or decides otherwise."""
 
-    def compute() -> int:
+    def fail(error: Exception) -> int:
         if rank == 1:
-            raise RuntimeError("no memory")
+            raise error
         return rank
 
     def exchange() -> None:
-        gather_or_raise("loss", compute)
+        gather_or_raise("loss", lambda: fail(TypeError("no\nnumber")))
 
     def fail_outside() -> None:
-        if rank == 1:
-            raise RuntimeError("no memory left")
+        fail(RuntimeError("no memory left"))
         gather_or_raise("loss", lambda: rank)
+
+    def fail_at_the_end() -> None:
+        gather_or_raise("loss", lambda: rank)
+        fail(ValueError("no such module"))
 
     def decide_otherwise() -> None:
         if rank == 1:
             gather_or_raise("loss", lambda: rank)
 
     errors = []
-    for run in (exchange, fail_outside, decide_otherwise):
+    for run in (exchange, fail_outside, fail_at_the_end, decide_otherwise):
         try:
-            with raise_together():
-                run()
-        except RankError as error:
+            run_together(run)
+        except GradientCheckError as error:
             errors.append(str(error))
     return errors
 
@@ -172,7 +173,18 @@ def test_two_ranks_find_the_same_and_name_what_is_not_the_mean_over_them() -> No
     # An error of one rank is raised on all.
     assert first_errors == second_errors
     assert first_errors == [
-        "RuntimeError: no memory",
+        "TypeError: no number",
         "RuntimeError: no memory left",
+        "ValueError: no such module",
         "the ranks do not take the same decisions in the gradient check",
     ]
+
+
+def test_one_process_contains_errors_and_no_interrupt() -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with pytest.raises(GradientCheckError, match="TypeError: no number"):
+        run_together(lambda: fail(TypeError("no number")))
+    with pytest.raises(KeyboardInterrupt):
+        run_together(lambda: fail(KeyboardInterrupt()))

@@ -99,7 +99,6 @@ def test_a_run_that_is_too_short_for_an_automatic_check_says_so() -> None:
     ("options", "name"),
     [
         ({"engine": ShardedEngine}, "FSDP2"),
-        ({"engine": Zero2}, "DeepSpeed"),
         ({"engine": ContextParallel}, "train.context_parallel"),
         ({"fp8": "on"}, "kernels.fp8=on"),
     ],
@@ -109,7 +108,8 @@ def test_what_cannot_be_checked_is_refused_by_name(options: dict[str, Any], name
     assert watch.unsupported_reason is not None
     assert f"not checked with {name}: " in watch.unsupported_reason
     assert list_due_steps(watch) == []
-    # DDP and DoRA are supported.
+    # DDP, ZeRO-2 and DoRA are supported.
     assert make_watch(1, num_processes=2, adapter="dora").unsupported_reason is None
+    assert make_watch(1, engine=Zero2, num_processes=2).unsupported_reason is None
     # Without a check there is nothing to refuse.
     assert make_watch(0, **options).unsupported_reason is None
