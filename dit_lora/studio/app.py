@@ -53,9 +53,8 @@ def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None])
 
 def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report of a run until Ctrl-C; `say` receives the link and the closing message."""
-    LiveReportPage(folder, export_adapter).get_page(
-        ""
-    )  # raises for a folder that is not a run, before a port is opened
+    # Raises for a folder that is not a run, before a port is opened.
+    LiveReportPage(folder, export_adapter).get_page("")
     app = build_app(list_pages(RunLibrary([folder])))
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 

@@ -109,15 +109,33 @@ class DataPages:
             runs={run_id: self._library.get_name(folder) for run_id, folder in self._library.list_runs().items()},
         )
 
-    def show_change(self, request: Request) -> Response:
-        return self._show_change(request, request.query_params)
+    def show_change(
+        self, request: Request, values: Mapping[str, Any] | None = None, *, is_stale: bool = False
+    ) -> Response:
+        """A page with each caption that would change. `values` are those of a form."""
+        values = request.query_params if values is None else values
+        query, change = _read_query(values), _read_change(values)
+        edits, _ = self._get_edits(request, query)
+        preview = edits.preview(change, _read_filter(query))
+        return studio_page(
+            request,
+            "studio_change.html",
+            409 if is_stale else 200,
+            is_stale=is_stale,
+            name=self._library.get_name(edits.root),
+            query=query,
+            change=asdict(change),
+            total=len(preview.captions),
+            version=preview.version,
+            shown=list(preview.captions.items())[:_MAX_SHOWN_CHANGES],
+        )
 
     def change_captions(self, request: Request, values: Mapping[str, Any]) -> Response:
         query, change = _read_query(values), _read_change(values)
         edits, _ = self._get_edits(request, query)
         version = str(values.get("version"))
         if edits.apply(change, _read_filter(query), version).version != version:
-            return self._show_change(request, values, is_stale=True)
+            return self.show_change(request, values, is_stale=True)
         return RedirectResponse(f"./?{urlencode(query)}" if query else "./", 303)
 
     def undo(self, request: Request, values: Mapping[str, Any]) -> Response:
@@ -215,24 +233,6 @@ class DataPages:
         for old_key in list(self._edits)[:-_MAX_EDITS]:
             self._edits.pop(old_key, None)
         return edits, note
-
-    def _show_change(self, request: Request, values: Mapping[str, Any], *, is_stale: bool = False) -> Response:
-        """A page with each caption that would change."""
-        query, change = _read_query(values), _read_change(values)
-        edits, _ = self._get_edits(request, query)
-        preview = edits.preview(change, _read_filter(query))
-        return studio_page(
-            request,
-            "studio_change.html",
-            409 if is_stale else 200,
-            is_stale=is_stale,
-            name=self._library.get_name(edits.root),
-            query=query,
-            change=asdict(change),
-            total=len(preview.captions),
-            version=preview.version,
-            shown=list(preview.captions.items())[:_MAX_SHOWN_CHANGES],
-        )
 
     def _start(self, request: Request, arguments: list[str], *, needs_gpu: bool) -> Response:
         page = f"/data/{request.path_params['data_id']}/"

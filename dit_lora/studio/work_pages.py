@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ from dit_lora.studio.pages import format_path, parse_whole_number, studio_page
 
 _MAX_PROMPT_LENGTH = 10_000
 _MAX_NUMBERS = 16  # maximum number of strengths
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A save that can be chosen in a form."""
-
-    value: str
-    """Its step, and the version that the page shows."""
-    label: str
 
 
 class WorkPages:
@@ -163,10 +153,11 @@ def _list_formats(run: RunFiles) -> list[str]:
     return ["peft"] if is_peft_only else ["diffusers", "comfyui", "kohya", "peft"]
 
 
-def _build_choice(folder: Path, save: SavedAdapter) -> Choice:
+def _build_choice(folder: Path, save: SavedAdapter) -> tuple[str, str]:
+    """Value and label of a save in a form: the value is its step, and the version that the page shows."""
     label = f"step {save.step:,}" + (f", eval loss {save.eval_loss:.4g}" if save.eval_loss is not None else "")
     label += ", marked as best" if save.is_marked else ""
-    return Choice(f"{save.step}@{_get_save_version(_get_save_folder(folder, save.step))}", label)
+    return f"{save.step}@{_get_save_version(_get_save_folder(folder, save.step))}", label
 
 
 def _get_save_folder(folder: Path, step: int) -> Path:

@@ -12,6 +12,7 @@ from studio_client import StudioClient, ask, serving
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.report.captions.page import compute_caption_version
 from dit_lora.report.captions.rules import TextRules
+from dit_lora.studio import jobs
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
@@ -92,6 +93,14 @@ def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: P
             found, body, _ = ask(server, data_path + path)
             assert found == status, path
             assert b"secret" not in body
+
+
+def test_a_command_of_the_page_is_shown_on_it(app: ASGIApp, data_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.JobQueue, "_run", lambda *_: None)  # it stays waiting
+    client = StudioClient(app)
+    assert client.write(f"{data_path}audit").status_code == 303
+    page = client.get(data_path)
+    assert (page.status_code, ">waiting</span>" in page.text, "dit-lora audit" in page.text) == (200, True, True)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
