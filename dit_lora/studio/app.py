@@ -1,6 +1,6 @@
 """The studio's web app: its routes, and what it answers if one fails."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
-from dit_lora.studio.pages import list_asset_routes
+from dit_lora.studio.pages import list_asset_routes, studio_page
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import RunPages, export_adapter
 from dit_lora.studio.server import serve_until_interrupted
@@ -27,7 +27,7 @@ from dit_lora.studio.work_pages import WorkPages
 
 
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
-    """An app of these routes that answers each failure with a line of text and a status."""
+    """An app of these routes that answers each failure with a message and a status."""
     return Starlette(
         routes=[*routes, *list_asset_routes()],
         exception_handlers={HTTPException: _show_refusal, DitLoraError: _show_error, OSError: _show_error},
@@ -68,10 +68,19 @@ def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str
 
 def _show_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return PlainTextResponse(f"{error.detail}\n", error.status_code, error.headers)
+    return _show_message(request, error.status_code, error.detail, error.headers)
 
 
 def _show_error(request: Request, error: Exception) -> Response:
-    # A write that is refused says why. Reading fails only if the folder has changed.
-    text = f"{error}\n".encode(errors="backslashreplace")
-    return PlainTextResponse(text, 500 if request.method in ("GET", "HEAD") else 422)
+    # An `OSError` while reading means that the folder has changed, or that the disk has a fault.
+    is_fault = isinstance(error, OSError) and request.method in ("GET", "HEAD")
+    return _show_message(request, 500 if is_fault else 422, str(error))
+
+
+def _show_message(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """A page for a browser's window, and a line of text for a script."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(f"{message}\n".encode(errors="backslashreplace"), status, headers)
+    response = studio_page(request, "studio_message.html", status, message=message)
+    response.headers.update(headers or {})
+    return response

@@ -69,6 +69,8 @@ class ContactSheet:
     """When the media were audited, in seconds since 1970; 0 if they were not."""
     undo: UndoStep | None
     rules: TextRules
+    other_list: str
+    """The list that has the captions, where they cannot be edited; empty where they can."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
         facts=count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()}),
         codes=sorted(codes.items(), key=lambda item: (-item[1], item[0])),
         audit_time=source.audit.time,
-        undo=table.undo_step,
+        undo=None if table.other_list else table.undo_step,
         rules=rules,
+        other_list=table.other_list,
     )
 
 

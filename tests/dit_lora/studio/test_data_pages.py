@@ -103,6 +103,37 @@ def test_a_command_of_the_page_is_shown_on_it(app: ASGIApp, data_path: str, monk
     assert (page.status_code, ">waiting</span>" in page.text, "dit-lora audit" in page.text) == (200, True, True)
 
 
+def test_captions_of_other_lists_are_shown_and_not_edited(app: ASGIApp, folder: Path, data_path: str) -> None:
+    client, table = StudioClient(app), CaptionTable.read(folder)
+    rows = "".join(f'{name},"a shape, number {number}"\n' for number, name in enumerate(table.media))
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text(f"file_name,text\n{rows}")
+    page = client.get(data_path).text
+    assert page.count("a shape, number ") >= len(table.media)
+    assert "metadata.csv, which are only shown" in page
+    assert page.count(" readonly>") == len(table.media)
+    assert "Find and replace" not in page
+    values = {"file": table.media[0], "caption": "mine", "version": compute_caption_version("a shape, number 0")}
+    for path, body in (("caption", values), ("undo", {}), ("change", {"find": "shape"})):
+        answer = client.write(data_path + path, **body)
+        assert (answer.status_code, "captions in metadata.csv" in answer.text) == (422, True), path
+    assert not (folder / "metadata.jsonl").exists()
+    # A list that cannot be read is a sentence, on a page for a browser's window.
+    (folder / "metadata.csv").write_text("a,b\n1,2\n")
+    answer = client.get(data_path, headers={"Accept": "text/html,*/*"})
+    assert (answer.status_code, "no column for the clip" in answer.text, "<nav" in answer.text) == (422, True, True)
+
+
+def test_a_folder_of_tars_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "00000.tar").write_bytes(b"")
+    client = StudioClient(build_app(list_pages(RunLibrary([tmp_path]))))
+    path = f"/data/{compute_run_id(tmp_path / 'tars')}/"
+    assert path in client.get("/data").text
+    answer = client.get(path)
+    assert (answer.status_code, "tar files, whose captions lie in them" in answer.text) == (422, True)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path, data_path: str) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
