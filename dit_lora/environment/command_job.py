@@ -11,8 +11,15 @@ from typing import Any, Literal
 
 from dit_lora.parsing import parse_json
 
-JobState = Literal["waiting", "running", "done", "failed", "stopped"]
-JOB_COLORS: dict[JobState, str] = {"waiting": "", "running": "ok", "done": "ok", "failed": "reject", "stopped": "warn"}
+JobState = Literal["waiting", "running", "stopping", "done", "failed", "stopped"]
+JOB_COLORS: dict[JobState, str] = {
+    "waiting": "",
+    "running": "ok",
+    "stopping": "warn",
+    "done": "ok",
+    "failed": "reject",
+    "stopped": "warn",
+}
 """Color class of each state."""
 _TAIL_BYTES = 4000  # bytes at the end of a command's output that are shown
 
@@ -44,7 +51,7 @@ class CommandJob:
 
     @property
     def is_active(self) -> bool:
-        return self.state in ("waiting", "running")
+        return self.state in ("waiting", "running", "stopping")
 
     @property
     def color(self) -> str:

@@ -19,7 +19,7 @@ from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
-from dit_lora.studio.pages import list_asset_routes, studio_page
+from dit_lora.studio.pages import ASSET_ROUTE, studio_page
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import RunPages, export_adapter
 from dit_lora.studio.server import serve_until_interrupted
@@ -29,7 +29,7 @@ from dit_lora.studio.work_pages import WorkPages
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app of these routes that answers each failure with a message and a status."""
     return Starlette(
-        routes=[*routes, *list_asset_routes()],
+        routes=[*routes, ASSET_ROUTE],
         exception_handlers={HTTPException: _show_refusal, DitLoraError: _show_error, OSError: _show_error},
     )
 
@@ -72,9 +72,11 @@ def _show_refusal(request: Request, error: Exception) -> Response:
 
 
 def _show_error(request: Request, error: Exception) -> Response:
+    status = 422
     # An `OSError` while reading means that the folder has changed, or that the disk has a fault.
-    is_fault = isinstance(error, OSError) and request.method in ("GET", "HEAD")
-    return _show_message(request, 500 if is_fault else 422, str(error))
+    if request.method in ("GET", "HEAD"):
+        status = 500 if isinstance(error, OSError) else 400
+    return _show_message(request, status, str(error))
 
 
 def _show_message(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

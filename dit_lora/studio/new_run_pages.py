@@ -75,8 +75,9 @@ class NewRunPages:
         # What was typed before its memory was planned.
         typed = self._planned_values.get(plan_id, {})
         fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
-        # Both are commands that end later; the page asks again until then.
-        plan, doctor = self._queue.find_job(plan_id), self._start_doctor()
+        # Both are commands that end later; the page asks again until then. The machine is checked once.
+        plan = {job.job_id: job for job in self._queue.list_jobs()}.get(plan_id)
+        self._doctor = doctor = self._doctor or self._queue.add(["doctor", "--json"], "", needs_gpu=False)
         return studio_page(
             request,
             "studio_new.html",
@@ -131,12 +132,6 @@ class NewRunPages:
         self._queue.add(["train", recipe, *overrides], f"/runs/{compute_run_id(run_dir)}/", needs_gpu=True)
         return RedirectResponse(JOBS_PAGE, 303)
 
-    def _start_doctor(self) -> CommandJob:
-        """The check of this machine, which is started when a form is first shown."""
-        if self._doctor is None:
-            self._doctor = self._queue.add(["doctor", "--json"], "", needs_gpu=False)
-        return self._doctor
-
     def _list_missing_examples(self, source: str) -> list[list[str]]:
         """Arguments of the commands that make what a shipped recipe trains on, where it is not there yet."""
         if source not in list_recipe_names():
@@ -165,8 +160,7 @@ class NewRunPages:
         name = str(values.get("name", ""))
         if _NAME_PATTERN.fullmatch(name) is None:
             raise DitLoraError("the name must have 1 to 100 letters, digits, dots, dashes or underscores")
-        roots = {str(root): root for root in self._library.roots}
-        root = roots.get(str(values.get("root")))
+        root = next((root for root in self._library.roots if str(root) == values.get("root")), None)
         if root is None:
             raise DitLoraError("choose one of the studio's folders")
         if (root / name).exists() or (root / name).is_symlink():

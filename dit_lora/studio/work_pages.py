@@ -130,9 +130,7 @@ class WorkPages:
         folder = self._library.get_folder(run_id)
         version = _get_run_version(RunReader(folder).read())
         if values.get("version") != version:
-            message = (
-                f"the run has changed since the page was loaded: it was {values.get('version')}, and is {version}"
-            )
+            message = f"the run has changed: it was {values.get('version')}, and is {version}"
             raise HTTPException(409, f"{message}; load the page again")
         # The run's own recipe: any other key would change what is continued.
         arguments = ["train", format_path(folder / "config.yaml"), "train.resume=auto"]
@@ -181,9 +179,7 @@ def _check_save(folder: Path, values: Mapping[str, Any]) -> Path:
     save = _get_save_folder(folder, int(match[1]))
     version = _get_save_version(save)
     if version != match[2] or save.is_symlink() or save.parent.is_symlink():
-        message = (
-            f"step {match[1]} has changed since the page was loaded: it was written {match[2]}, and now {version}"
-        )
+        message = f"step {match[1]} has changed: it was written {match[2]}, and now {version}"
         raise HTTPException(409, f"{message}; load the page again")
     return save
 

@@ -13,21 +13,13 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.data.sources.clips import Clip
+from dit_lora.report.captions.extra_files import RelatedFile
 from dit_lora.report.captions.page import compute_caption_version, count_captions, encode_address
 from dit_lora.report.captions.rules import TextRules
 from dit_lora.terminal import make_one_line
 
 CARDS_PER_PAGE = 60
 """Number of files on one page."""
-
-
-@dataclass(frozen=True)
-class RelatedFile:
-    """A mask, a reference or another file that a row of the table names."""
-
-    column: str
-    name: str
-    address: str
 
 
 @dataclass(frozen=True)

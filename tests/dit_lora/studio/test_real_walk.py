@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
     pytest.mark.thorough,
 ]
-TIMEOUT_MS = 900_000  # of a command on a busy machine
+PAGE_TIMEOUT_MS, COMMAND_TIMEOUT_MS = 60_000, 900_000  # on a busy machine
 OVERRIDES = "data.sources=[{path: demo/moons}]\nvalidation.inference_steps=2\nvalidation.every=10"
 
 
@@ -67,6 +67,12 @@ class Walk:
         jobs = self.page.locator(".job").filter(has=self.page.locator("code", has_text=text))
         return jobs.filter(has=self.page.locator(".pill", has_text=re.compile(state))).first
 
+    def wait_for_job(self, text: str, state: str) -> Any:
+        """Wait until a command with this text is in a state, and follow it on the page."""
+        job = self.find_job(text, state)
+        job.wait_for(timeout=COMMAND_TIMEOUT_MS)
+        return job
+
 
 @pytest.fixture(scope="module", params=SCREENS, ids=lambda screen: f"{screen[0]}-{screen[1]}")
 def walk(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
@@ -84,7 +90,7 @@ def walk(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.
         patch.chdir(root)
         with serving(build_app(list_pages(RunLibrary([Path("runs"), Path("demo")])))) as server:
             page, errors = open_page(browser, server, viewport={"width": width, "height": 900}, color_scheme=scheme)
-            page.set_default_timeout(TIMEOUT_MS)
+            page.set_default_timeout(PAGE_TIMEOUT_MS)
             yield Walk(page, errors, server, browser, root)
             page.context.close()
 
@@ -97,17 +103,18 @@ def test_a_training_is_stopped_by_the_button_and_saved(walk: Walk) -> None:
     check_page(page, "real_form")
     steps = {"train.steps": "40", "train.save_every": "20", "validation.prompts": "a red moon grows"}
     walk.start_run("demo/moon", "first", **steps, overrides=OVERRIDES)
-    walk.find_job("run.dir=", "running").locator("pre", has_text=re.compile(r"step +\d")).wait_for()
+    first_step = walk.wait_for_job("run.dir=", "running").locator("pre", has_text=re.compile(r"step +\d"))
+    first_step.wait_for(timeout=COMMAND_TIMEOUT_MS)
     check_page(page, "real_training")
     page.goto("/")
     page.locator(".run .pill", has_text="running").wait_for()
     check_page(page, "real_runs_running")
     page.goto("/jobs")
     walk.find_job("run.dir=").locator("button:has-text('Stop')").click()
-    walk.find_job("run.dir=", "stopped").wait_for()
+    walk.find_job("run.dir=", "stopping|stopped").wait_for()
+    # It ends when the run is saved, and says so.
+    walk.wait_for_job("run.dir=", "stopped").locator("pre", has_text="train.resume=auto").wait_for()
     check_page(page, "real_stopped")
-    page.goto(walk.get_run_page("first"))
-    page.locator("text=interrupted").or_(page.locator("text=stopped")).first.wait_for()
     saves = [path.name for path in Path("runs/first/checkpoints").glob("step_*")]
     assert len(saves) == 1
     assert walk.errors == []
@@ -124,7 +131,7 @@ def test_three_runs_wait_for_each_other(walk: Walk) -> None:
     walk.find_job("rank_8", "waiting").wait_for()
     assert page.locator(".pill", has_text="waiting").count() == 2
     check_page(page, "real_queue")
-    walk.find_job("rank_8", "done|failed").wait_for()
+    walk.wait_for_job("rank_8", "done|failed")
     assert page.locator(".pill", has_text="done").count() == 3
     check_page(page, "real_queue_done")
     rows = [json.loads(line) for line in Path("runs/first/metrics.jsonl").read_text().splitlines()]
@@ -166,7 +173,7 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
     page.click("form[action$=export] button")
     page.wait_for_url("**/jobs")
     for command in ("dit-lora export", "dit-lora sample"):
-        walk.find_job(command, "done|failed").wait_for()
+        walk.wait_for_job(command, "done|failed")
         assert walk.find_job(command, "done").count() == 1
     assert walk.find_job("dit-lora sample").locator("video, img").count() >= 2
     check_page(page, "real_sampled")
@@ -214,7 +221,7 @@ def test_the_media_are_audited(walk: Walk) -> None:
     page.goto(walk.data_page)
     page.click("text=Audit the media")
     page.click("button:has-text('Audit')")
-    walk.find_job("dit-lora audit", "done|failed").wait_for()
+    walk.wait_for_job("dit-lora audit", "done|failed")
     page.goto(walk.data_page)
     assert page.locator(".figure", has_text="Media audit").locator(".value").inner_text() == "done"
     check_page(page, "real_sheet")
