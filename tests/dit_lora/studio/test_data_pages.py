@@ -139,7 +139,11 @@ def test_masks_and_references_in_folders_of_their_own_are_shown(
     for name in ("clips", "masks", "before"):
         write_without_captions(root / name, clips=2, stills=1)
     write_without_captions(tmp_path / "outside", clips=2, stills=1)
+    odd_name = "caf\udce9 50%25 \n'\"<b>.png"
+    for name in ("clips", "masks", "before"):
+        (root / name / "stills" / "00_red_disc.png").rename(root / name / odd_name)
     names = CaptionTable.read(root / "clips").media
+    assert odd_name in names
     run = write_run(root / "run")
     recipe: dict[str, Any] = yaml.safe_load(dump_recipe(load_recipe(RECIPE)))
     recipe["data"] |= {"path": str(root / "clips")}
@@ -158,7 +162,7 @@ def test_masks_and_references_in_folders_of_their_own_are_shown(
     for role, folder in (("mask", "masks"), ("reference", "before")):
         assert text.count(f"<span>{role}</span>") == len(names)
         for name in names:
-            address = f"/data/{compute_run_id(root / folder)}/thumbnail/{quote(name)}"
+            address = f"/data/{compute_run_id(root / folder)}/thumbnail/{quote(os.fsencode(name))}"
             assert f'src="{address}"' in text
             assert client.get(address).headers["content-type"] == "image/jpeg"
     assert "<span>mask</span>" not in client.get(page.partition("?")[0]).text
@@ -169,6 +173,16 @@ def test_masks_and_references_in_folders_of_their_own_are_shown(
         text = show()
         assert text.count("<span>mask</span>") == 0
         assert f"start the studio with their folders: {outside}" in text
+    # A mask that is a link to another folder is not read, and a recipe that is a pipe is not waited for.
+    recipe["data"]["mask_folder"] = str(root / "masks")
+    (root / "masks" / names[0]).unlink()
+    (root / "masks" / names[0]).symlink_to(tmp_path / "outside" / names[0])
+    address = f"/data/{compute_run_id(root / 'masks')}/thumbnail/{quote(os.fsencode(names[0]))}"
+    assert (address in show(), client.get(address).status_code) == (True, 404)
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    assert "<span>mask</span>" not in client.get(page).text
+    (run / "config.yaml").unlink()
     # A recipe of other data, and one that cannot be read.
     recipe["data"]["path"] = str(root / "masks")
     assert "<span>reference</span>" not in show()

@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.thorough,
 ]
 PAGE_TIMEOUT_MS, COMMAND_TIMEOUT_MS = 60_000, 900_000  # on a busy machine
+EDITED_DATA = Path("demo/edited")
+"""Not the data of the runs: a run whose captions have changed is not continued."""
 OVERRIDES = "data.sources=[{path: demo/moons}]\nvalidation.inference_steps=2\nvalidation.every=10"
 
 
@@ -51,7 +53,7 @@ class Walk:
 
     @property
     def data_page(self) -> str:
-        return f"/data/{compute_run_id(Path('demo/moons'))}/"
+        return f"/data/{compute_run_id(EDITED_DATA)}/"
 
     def start_run(self, source: str, name: str, **fields: str) -> None:
         """Fill the form of a new run, and press Start."""
@@ -81,9 +83,10 @@ def walk(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.
     root = (Path(kept) if kept else tmp_path_factory.mktemp("walk")) / f"{width}_{scheme}"
     if not root.exists():
         (root / "runs").mkdir(parents=True)
-        (root / "demo" / "moons").mkdir(parents=True)
         copy_trained_base(root / "demo" / "model")
-        write_scenes(root / "demo" / "moons", spread_scenes("moon", 6), torch.Generator().manual_seed(0))
+        for folder in (root / "demo" / "moons", root / EDITED_DATA):
+            folder.mkdir(parents=True)
+            write_scenes(folder, spread_scenes("moon", 6), torch.Generator().manual_seed(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         # The recipe's paths are those of the folder in which the studio was started.
@@ -201,7 +204,7 @@ def test_a_stale_caption_of_a_second_tab_is_shown_and_not_written(walk: Walk) ->
     other.locator(".said.wrong", has_text="changed elsewhere").wait_for()
     assert other.locator(".now pre").first.inner_text() == texts[0]
     assert other.locator(".sample textarea").first.input_value() == texts[1]
-    table = CaptionTable.read(Path("demo/moons"))
+    table = CaptionTable.read(EDITED_DATA)
     assert table.captions[table.media[0]] == texts[0]
     check_page(other, "real_two_tabs")
     # So is a change of many captions that was previewed before the edit.
