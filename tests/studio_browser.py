@@ -15,7 +15,11 @@ SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 _SCREENSHOTS = os.environ.get("STUDIO_SCREENSHOTS")
 _LOAD_PICTURES = """
 for (const picture of document.images) picture.loading = 'eager';
-Promise.all([...document.images].map((picture) => picture.decode()))
+const frames = [...document.querySelectorAll('video')].map((video) => {
+  video.preload = 'auto';
+  return video.readyState >= 2 || new Promise((resolve) => video.addEventListener('loadeddata', resolve));
+});
+Promise.all([...frames, ...[...document.images].map((picture) => picture.decode())]).then(() => null)
 """
 
 

@@ -54,7 +54,8 @@ class WorkPages:
         folder = self._library.get_folder(run_id)
         run = RunReader(folder).read()
         saves = list_saved_adapters(run)
-        prompts = get_sample_prompts(ensure_dict(run.config.get("validation")))
+        validation = ensure_dict(run.config.get("validation"))
+        prompts = get_sample_prompts(validation)
         return studio_page(
             request,
             "studio_work.html",
@@ -64,6 +65,7 @@ class WorkPages:
             saves=saves,
             choices=[_build_choice(folder, save) for save in reversed(saves)],
             prompt=prompts[0] if prompts else "",
+            inference_steps=validation.get("inference_steps", 50),
             can_sample=_can_sample(run),
             marked=read_marked_step(folder),
             formats=_list_formats(run),
