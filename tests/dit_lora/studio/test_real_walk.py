@@ -182,8 +182,8 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
     check_page(page, "real_sampled")
     # The marked save is what `--best` takes.
     out = Path("best")
-    command = [sys.executable, "-m", "dit_lora", "export", str(run), "--best", "--to", "diffusers", "--out", str(out)]
-    subprocess.run(command, check=True)
+    arguments = ["export", str(run), "--best", "--to", "diffusers", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "dit_lora", *arguments], check=True)
     files = [folder / "pytorch_lora_weights.safetensors" for folder in (out, run / "exports/step_000010_diffusers")]
     best, exported = map(load_file, files)
     assert best.keys() == exported.keys()
