@@ -28,6 +28,7 @@ def open_page(browser: Any, server: StudioServer, **options: Any) -> tuple[Any, 
     keys = server.keys
     context = browser.new_context(base_url=f"http://{keys.host_names[0]}", **options)
     context.add_cookies([{"name": keys.cookie_name, "value": keys.session, "domain": "127.0.0.1", "path": "/"}])
+    context.set_default_timeout(60_000)  # on a busy machine
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
