@@ -11,16 +11,10 @@ from typing import Any, Literal
 
 from dit_lora.parsing import parse_json
 
+# A training that is stopping finishes its step and saves.
 JobState = Literal["waiting", "running", "stopping", "done", "failed", "stopped"]
-JOB_COLORS: dict[JobState, str] = {
-    "waiting": "",
-    "running": "ok",
-    "stopping": "warn",
-    "done": "ok",
-    "failed": "reject",
-    "stopped": "warn",
-}
-"""Color class of each state."""
+JOB_COLORS: dict[JobState, str] = {"waiting": "", "stopping": "warn", "failed": "reject", "stopped": "warn"}
+"""Color class of a state; `ok` for the others."""
 _TAIL_BYTES = 4000  # bytes at the end of a command's output that are shown
 
 
@@ -55,7 +49,7 @@ class CommandJob:
 
     @property
     def color(self) -> str:
-        return JOB_COLORS[self.state]
+        return JOB_COLORS.get(self.state, "ok")
 
     @property
     def output(self) -> str:

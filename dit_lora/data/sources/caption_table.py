@@ -88,7 +88,12 @@ class CaptionTable:
             return previous
         table = cls(root, {}, listing.media, listing, other_list=" and ".join(other_lists), _stamp=stamp)
         if other_lists:
-            table._read_other_list()
+            # The readers of all kinds of lists, which other folders do not need.
+            from dit_lora.data.sources.scan import read_folder
+
+            scanned = read_folder(root, SourceConfig(path=str(root)), None)
+            table.captions = {clip.id: clip.caption for clip in scanned.clips}
+            table._update_media()
         elif (root / TABLE_NAME).is_file():
             table._read_rows()
         else:
@@ -196,14 +201,6 @@ class CaptionTable:
                     if key not in (file_column, caption_column) and isinstance(text, str) and text:
                         related = resolve_below(self.root, text) or ""
                         self.related_files.setdefault(name, []).append((key, related))
-        self._update_media()
-
-    def _read_other_list(self) -> None:
-        # The readers of all kinds of lists, which other folders do not need.
-        from dit_lora.data.sources.scan import read_folder
-
-        scanned = read_folder(self.root, SourceConfig(path=str(self.root)), None)
-        self.captions = {clip.id: clip.caption for clip in scanned.clips}
         self._update_media()
 
     def _update_media(self) -> None:

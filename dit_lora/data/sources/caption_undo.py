@@ -59,7 +59,12 @@ class CaptionUndo:
         self._folder.mkdir(parents=True, exist_ok=True)
         # JSON escapes lone surrogates, which UTF-8 cannot hold.
         write_atomically(self._folder / f"{max(numbers, default=0) + 1:08d}.json", json.dumps(step))
-        self._delete_old_steps()
+        num_bytes = 0
+        # The newest first: what is too old or too much is at the end.
+        for age, path in enumerate(reversed(self._list_files())):
+            num_bytes += path.lstat().st_size
+            if age >= _MAX_STEPS or (age > 0 and num_bytes > _MAX_BYTES):
+                path.unlink(missing_ok=True)
 
     def find_step(self) -> UndoStep | None:
         """The step that would be undone; None if there is none, or if the table has changed since the last one."""
@@ -107,13 +112,6 @@ class CaptionUndo:
             if later.name >= path.name:
                 later.unlink(missing_ok=True)
         return undo_step
-
-    def _delete_old_steps(self) -> None:
-        num_bytes = 0
-        for age, path in enumerate(reversed(self._list_files())):
-            num_bytes += path.lstat().st_size
-            if age >= _MAX_STEPS or (age > 0 and num_bytes > _MAX_BYTES):
-                path.unlink(missing_ok=True)
 
     def _restore(self, step: dict[str, Any]) -> bytes:
         """The bytes of the table before a step."""

@@ -11,6 +11,8 @@ from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.data.sources.clips import MASK, REFERENCE
 from dit_lora.report.captions.page import encode_address
 
+_MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+
 
 @dataclass(frozen=True)
 class RelatedFile:
@@ -41,40 +43,30 @@ def find_extra_files(
     Raises:
         DitLoraError: If the recipe cannot be read.
     """
+    real, folders = root.resolve(), []
+    for source in load_recipe(recipe).data.all_sources:
+        # A recipe may write the path of the data set in another way, with `~` or a link.
+        if Path(source.path).expanduser().resolve() == real:
+            folders += [(REFERENCE, name) for name in source.reference_folders]
+            folders += [(MASK, source.mask_folder)] if source.mask_folder else []
     files: dict[str, list[RelatedFile]] = {name: [] for name in names}
     hidden = []
-    for role, folder in _list_extra_folders(recipe, root):
+    for role, text in folders:
+        folder = Path(text).expanduser()
         page = pages.get(folder.resolve())
+        # The studio reads no folder that it was not given, whatever a recipe names.
         if page is None:
-            hidden.append(str(folder))
+            hidden.append(text)
             continue
-        listed: dict[str, dict[str, str]] = {}
+        # Only the subfolders with files of this page are listed: a mask has the path of its sample, with any suffix.
+        matches: dict[str, str] = {}
+        for parent in {os.path.dirname(name) for name in names}:
+            with suppress(OSError):
+                listed = [os.path.join(parent, file) for file in sorted(os.listdir(folder / parent))]
+                parts = [os.path.splitext(path) for path in listed]
+                matches |= {stem: stem + suffix for stem, suffix in parts if suffix.lower() in _MEDIA_SUFFIXES}
         for name in names:
-            parent, file = os.path.split(name)
-            if parent not in listed:
-                listed[parent] = _list_media_by_stem(folder / parent)
-            match = listed[parent].get(os.path.splitext(file)[0])
-            if match is not None:
-                path = os.path.join(parent, match)
+            path = matches.get(os.path.splitext(name)[0])
+            if path is not None:
                 files[name].append(RelatedFile(role, path, encode_address(path), page))
     return files, hidden
-
-
-def _list_extra_folders(recipe: Path, root: Path) -> list[tuple[str, Path]]:
-    """Role and path of the folders that a recipe names for a data set."""
-    real = root.resolve()
-    folders = []
-    for source in load_recipe(recipe).data.all_sources:
-        if Path(source.path).expanduser().resolve() == real:
-            folders += [(REFERENCE, Path(name).expanduser()) for name in source.reference_folders]
-            folders += [(MASK, Path(source.mask_folder).expanduser())] if source.mask_folder else []
-    return folders
-
-
-def _list_media_by_stem(folder: Path) -> dict[str, str]:
-    """Names of a folder's pictures and clips by their names without suffix."""
-    with suppress(OSError):
-        names = [name for name in os.listdir(folder) if not name.startswith(".")]
-        suffixes = IMAGE_SUFFIXES | VIDEO_SUFFIXES
-        return {stem: stem + end for stem, end in map(os.path.splitext, sorted(names)) if end.lower() in suffixes}
-    return {}
