@@ -117,6 +117,12 @@ class PackagedRecipe:
         lines = [line.lstrip("# ") for line in joined.splitlines() if line.startswith("#   ")]
         return [re.sub(r"  +# .*", "", line) for line in lines]
 
+    @property
+    def example_commands(self) -> dict[str, list[str]]:
+        """Arguments of the `dit-lora tiny` commands in the header, by the folder of model or clips that each makes."""
+        commands = [shlex.split(command) for command in self.commands]
+        return {arguments[3]: arguments[1:] for arguments in commands if arguments[:2] == ["dit-lora", "tiny"]}
+
     @cached_property
     def values(self) -> dict[str, Any]:
         """Contents of a packaged recipe's YAML file as plain values, not validated."""

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from dit_lora.parsing import parse_json
 
-JobState = Literal["waiting", "running", "done", "failed", "stopped"]
-JOB_COLORS: dict[JobState, str] = {"waiting": "", "running": "ok", "done": "ok", "failed": "reject", "stopped": "warn"}
-"""Color class of each state."""
+# A training that is stopping finishes its step and saves.
+JobState = Literal["waiting", "running", "stopping", "done", "failed", "stopped"]
+JOB_COLORS: dict[JobState, str] = {"waiting": "", "stopping": "warn", "failed": "reject", "stopped": "warn"}
+"""Color class of a state; `ok` for the others."""
 _TAIL_BYTES = 4000  # bytes at the end of a command's output that are shown
 
 
@@ -44,11 +45,11 @@ class CommandJob:
 
     @property
     def is_active(self) -> bool:
-        return self.state in ("waiting", "running")
+        return self.state in ("waiting", "running", "stopping")
 
     @property
     def color(self) -> str:
-        return JOB_COLORS[self.state]
+        return JOB_COLORS.get(self.state, "ok")
 
     @property
     def output(self) -> str:

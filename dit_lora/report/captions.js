@@ -27,9 +27,12 @@ for (const card of document.querySelectorAll('.sample')) {
   area.value = JSON.parse(card.dataset.caption);
   // A text area has its own line ends: what it shows of the caption is what an edit is compared with.
   let written = area.value;
+  const shown = area.value;
   const asShown = (text) => text.replace(/\r\n?/g, '\n');
   const changed = () => {
     button.disabled = area.value === written;
+    // Tokens are counted when the page is loaded.
+    card.querySelector('.row .count').hidden = area.value !== shown;
     unsaved[button.disabled ? 'delete' : 'add'](card);
     if (!button.disabled) status.textContent = '';
   };

@@ -10,7 +10,7 @@ from dit_lora.data.sources.caption_table import TABLE_NAME
 
 _MAX_DEPTH = 5  # of a folder below those that were named
 _MAX_FOLDERS = 20_000  # that are looked through
-_MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+_DATA_SUFFIXES = {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ".tar"}
 
 
 def find_folders(roots: Sequence[Path]) -> Iterator[tuple[bool, Path]]:
@@ -37,5 +37,5 @@ def find_folders(roots: Sequence[Path]) -> Iterator[tuple[bool, Path]]:
 
 
 def _is_data(entry: os.DirEntry[str]) -> bool:
-    is_named_so = entry.name == TABLE_NAME or os.path.splitext(entry.name)[1].lower() in _MEDIA_SUFFIXES
+    is_named_so = entry.name == TABLE_NAME or os.path.splitext(entry.name)[1].lower() in _DATA_SUFFIXES
     return is_named_so and entry.is_file(follow_symlinks=False)

@@ -8,6 +8,7 @@ from dit_lora.report.run.history import ensure_dict
 
 BAR_WIDTH = 600
 """Width of a memory bar in units of its view box."""
+_MIN_OVERHEAD_GIB = 1e-6  # less is rounding of the sum
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ def build_memory_bar(plan: Mapping[str, Any]) -> MemoryBar:
     """The bar of a plan's JSON."""
     # Parts that a run does not have, such as an average of weights, are 0.
     sizes = {name: float(size) for name, size in ensure_dict(plan.get("training")).items() if size}
-    needed_gib = max(map(float, ensure_dict(plan.get("phases")).values()), default=0.0)
+    phases = {name: float(size) for name, size in ensure_dict(plan.get("phases")).items()}
+    needed_gib = max(phases.values(), default=0.0)
+    # The parts are tensors; a GPU's phases also count its context and the allocator's rounding.
+    overhead_gib = phases.get("training", 0.0) - sum(sizes.values())
+    if overhead_gib > _MIN_OVERHEAD_GIB:
+        sizes["CUDA and rounding"] = overhead_gib
     limit_gib, fits = plan.get("gpu"), bool(plan.get("fits"))
     # The bar shows the card and everything that is needed, also where that is more than the card has.
     scale = BAR_WIDTH / max(needed_gib, sum(sizes.values()), limit_gib or 0.0, 1e-9)

@@ -1,6 +1,6 @@
 """The studio's web app: its routes, and what it answers if one fails."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
-from dit_lora.studio.pages import list_asset_routes
+from dit_lora.studio.pages import ASSET_ROUTE, studio_page
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import RunPages, export_adapter
 from dit_lora.studio.server import serve_until_interrupted
@@ -27,9 +27,9 @@ from dit_lora.studio.work_pages import WorkPages
 
 
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
-    """An app of these routes that answers each failure with a line of text and a status."""
+    """An app of these routes that answers each failure with a message and a status."""
     return Starlette(
-        routes=[*routes, *list_asset_routes()],
+        routes=[*routes, ASSET_ROUTE],
         exception_handlers={HTTPException: _show_refusal, DitLoraError: _show_error, OSError: _show_error},
     )
 
@@ -53,9 +53,8 @@ def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None])
 
 def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report of a run until Ctrl-C; `say` receives the link and the closing message."""
-    LiveReportPage(folder, export_adapter).get_page(
-        ""
-    )  # raises for a folder that is not a run, before a port is opened
+    # Raises for a folder that is not a run, before a port is opened.
+    LiveReportPage(folder, export_adapter).get_page("")
     app = build_app(list_pages(RunLibrary([folder])))
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 
@@ -69,10 +68,21 @@ def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str
 
 def _show_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return PlainTextResponse(f"{error.detail}\n", error.status_code, error.headers)
+    return _show_message(request, error.status_code, error.detail, error.headers)
 
 
 def _show_error(request: Request, error: Exception) -> Response:
-    # A write that is refused says why. Reading fails only if the folder has changed.
-    text = f"{error}\n".encode(errors="backslashreplace")
-    return PlainTextResponse(text, 500 if request.method in ("GET", "HEAD") else 422)
+    status = 422
+    # An `OSError` while reading means that the folder has changed, or that the disk has a fault.
+    if request.method in ("GET", "HEAD"):
+        status = 500 if isinstance(error, OSError) else 400
+    return _show_message(request, status, str(error))
+
+
+def _show_message(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """A page for a browser's window, and a line of text for a script."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(f"{message}\n".encode(errors="backslashreplace"), status, headers)
+    response = studio_page(request, "studio_message.html", status, message=message)
+    response.headers.update(headers or {})
+    return response

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from dit_lora.data.sources.made_captions import count_generated
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_inside
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
+from dit_lora.report.captions.extra_files import RelatedFile, find_extra_files
 from dit_lora.report.captions.page import decode_address
 from dit_lora.report.captions.rules import TextRules, load_text_rules
+from dit_lora.report.captions.sheet import ContactSheet
 from dit_lora.report.captions.thumbnails import get_thumbnail
 from dit_lora.studio.access import json_response, write_route
 from dit_lora.studio.jobs import JobQueue
@@ -86,7 +89,8 @@ class DataPages:
     def show_sheet(self, request: Request) -> Response:
         query = _read_query(request.query_params)
         edits, note = self._get_edits(request, query)
-        sheet = edits.build_sheet(_read_filter(query), parse_page_number(request))
+        sheet = edits.build_sheet(SampleFilter.from_values(query), parse_page_number(request))
+        extra_files, hidden_folders = self._find_extra_files(query, edits.root, sheet)
         page = f"/data/{request.path_params['data_id']}/"
         jobs = [job for job in self._queue.list_jobs() if job.page == page]
         return studio_page(
@@ -98,6 +102,8 @@ class DataPages:
             query={key: query.get(key, "") for key in _QUERY_NAMES},
             suffix=urlencode(query),
             note=note,
+            extra_files=extra_files,
+            hidden_folders=hidden_folders,
             codes=[("any", "any"), *((code, f"{code} ({count:,})") for code, count in sheet.codes)],
             shapes=[(shape, shape) for shape in SHAPES],
             lengths=[(length, length) for length in LENGTHS],
@@ -109,15 +115,33 @@ class DataPages:
             runs={run_id: self._library.get_name(folder) for run_id, folder in self._library.list_runs().items()},
         )
 
-    def show_change(self, request: Request) -> Response:
-        return self._show_change(request, request.query_params)
+    def show_change(
+        self, request: Request, values: Mapping[str, Any] | None = None, *, is_stale: bool = False
+    ) -> Response:
+        """A page with each caption that would change. `values` are those of a form."""
+        values = request.query_params if values is None else values
+        query, change = _read_query(values), _read_change(values)
+        edits, _ = self._get_edits(request, query)
+        preview = edits.preview(change, SampleFilter.from_values(query))
+        return studio_page(
+            request,
+            "studio_change.html",
+            409 if is_stale else 200,
+            is_stale=is_stale,
+            name=self._library.get_name(edits.root),
+            query=query,
+            change=asdict(change),
+            total=len(preview.captions),
+            version=preview.version,
+            shown=list(preview.captions.items())[:_MAX_SHOWN_CHANGES],
+        )
 
     def change_captions(self, request: Request, values: Mapping[str, Any]) -> Response:
         query, change = _read_query(values), _read_change(values)
         edits, _ = self._get_edits(request, query)
         version = str(values.get("version"))
-        if edits.apply(change, _read_filter(query), version).version != version:
-            return self._show_change(request, values, is_stale=True)
+        if edits.apply(change, SampleFilter.from_values(query), version).version != version:
+            return self.show_change(request, values, is_stale=True)
         return RedirectResponse(f"./?{urlencode(query)}" if query else "./", 303)
 
     def undo(self, request: Request, values: Mapping[str, Any]) -> Response:
@@ -128,8 +152,7 @@ class DataPages:
     def start_audit(self, request: Request, values: Mapping[str, Any]) -> Response:
         folder = self._library.get_data_folder(request.path_params["data_id"])
         path = format_path(folder)
-        arguments = ["audit", path, f"--json={path}/{AUDIT_FILE}"]
-        return self._start(request, arguments, needs_gpu=False)
+        return self._start(request, ["audit", path, f"--json={path}/{AUDIT_FILE}"], needs_gpu=False)
 
     def start_captioning(self, request: Request, values: Mapping[str, Any]) -> Response:
         folder = self._library.get_data_folder(request.path_params["data_id"])
@@ -145,8 +168,7 @@ class DataPages:
         # The body comes from the network, so every type is checked.
         name, caption, version = (values.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
-            message = "an edit needs a file, a caption, and the version of the caption that was edited"
-            raise HTTPException(400, message)
+            raise HTTPException(400, "an edit needs a file, a caption, and the version of the edited caption")
         edits, _ = self._get_edits(request, _read_query(request.query_params))
         try:
             return json_response(asdict(edits.save_caption(decode_address(name), caption, version)))
@@ -188,6 +210,19 @@ class DataPages:
             raise HTTPException(404, "this file does not exist, or is a link to another folder") from error
         return target
 
+    def _find_extra_files(
+        self, query: Mapping[str, str], root: Path, sheet: ContactSheet
+    ) -> tuple[dict[str, list[RelatedFile]], list[str]]:
+        """Masks and references in folders of their own, of the files on a page, where a recipe is chosen."""
+        if not query.get("recipe"):
+            return {}, []
+        pages = {folder.resolve(): f"/data/{data_id}/" for data_id, folder in self._library.list_data().items()}
+        names = [card.name for card in sheet.cards]
+        # Without masks where the recipe cannot be read, as the page's note says.
+        with suppress(DitLoraError):
+            return find_extra_files(self._library.get_folder(query["recipe"]) / "config.yaml", root, names, pages)
+        return {}, []
+
     def _get_edits(self, request: Request, query: Mapping[str, str]) -> tuple[CaptionEdits, str]:
         """The captions of a folder with the rules that an address asks for, and a note about these rules."""
         folder = self._library.get_data_folder(request.path_params["data_id"])
@@ -216,24 +251,6 @@ class DataPages:
             self._edits.pop(old_key, None)
         return edits, note
 
-    def _show_change(self, request: Request, values: Mapping[str, Any], *, is_stale: bool = False) -> Response:
-        """A page with each caption that would change."""
-        query, change = _read_query(values), _read_change(values)
-        edits, _ = self._get_edits(request, query)
-        preview = edits.preview(change, _read_filter(query))
-        return studio_page(
-            request,
-            "studio_change.html",
-            409 if is_stale else 200,
-            is_stale=is_stale,
-            name=self._library.get_name(edits.root),
-            query=query,
-            change=asdict(change),
-            total=len(preview.captions),
-            version=preview.version,
-            shown=list(preview.captions.items())[:_MAX_SHOWN_CHANGES],
-        )
-
     def _start(self, request: Request, arguments: list[str], *, needs_gpu: bool) -> Response:
         page = f"/data/{request.path_params['data_id']}/"
         self._queue.add(arguments, page, needs_gpu=needs_gpu)
@@ -246,13 +263,6 @@ def _read_query(values: Mapping[str, Any]) -> dict[str, str]:
     if any(len(text) > _MAX_TEXT_LENGTH for text in query.values()):
         raise HTTPException(400, f"a text can have at most {_MAX_TEXT_LENGTH:,} characters")
     return query
-
-
-def _read_filter(query: Mapping[str, str]) -> SampleFilter:
-    try:
-        return SampleFilter.from_values(query)
-    except DitLoraError as error:
-        raise HTTPException(400, str(error)) from error
 
 
 def _read_change(values: Mapping[str, Any]) -> CaptionChange:

@@ -34,10 +34,6 @@ class JobQueue:
         with self._lock:
             return list(reversed(self._jobs.values()))[:_MAX_JOBS]
 
-    def find_job(self, job_id: str) -> CommandJob | None:
-        with self._lock:
-            return self._jobs.get(job_id)
-
     def add(self, arguments: Sequence[str], page: str, *, needs_gpu: bool, results: Path | None = None) -> CommandJob:
         """Start a command, or put it behind the others that need a GPU."""
         with self._lock:
@@ -62,16 +58,17 @@ class JobQueue:
         """Take a waiting job out of the queue, or press Ctrl-C for a running one: a training saves and ends.
 
         Raises:
-            DitLoraError: If the job has ended.
+            DitLoraError: If the job has ended, or is ending.
         """
         with self._lock:
             job = self._jobs.get(job_id)
-            if job is None or not job.is_active:
-                raise DitLoraError("this command has ended already")
+            # A second Ctrl-C would end a training without saving it.
+            if job is None or job.state not in ("waiting", "running"):
+                raise DitLoraError("this command has ended already, or is about to")
             if job.process is not None:
                 # Its whole group, as a terminal does.
                 os.killpg(job.process.pid, signal.SIGINT)
-            job.state = "stopped"
+            job.state = "stopped" if job.process is None else "stopping"
 
     def _start_workers(self) -> None:
         for gpu in self._find_gpus() or [""]:
@@ -106,7 +103,9 @@ class JobQueue:
         code = job.process.wait()
         with self._lock:
             job.exit_code = code
-            if job.state == "running":
+            if job.state == "stopping":
+                job.state = "stopped"
+            elif job.state == "running":
                 # These exit with 1 if they have found something, which their output says.
                 is_answer = code == 1 and job.arguments[0] in ("audit", "plan", "doctor")
                 job.state = "failed" if code and not is_answer else "done"

@@ -23,7 +23,7 @@ class RunLibrary:
         return self._list_folders(is_run=True)
 
     def list_data(self) -> dict[str, Path]:
-        """The folders by id that hold a table of captions, clips or pictures, and are no part of a run."""
+        """The folders by id that hold a table of captions, clips, pictures or tar files, and are no part of a run."""
         return self._list_folders(is_run=False)
 
     def get_folder(self, run_id: str) -> Path:

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from dit_lora.config.catalog import find_packaged_files, list_recipe_names
+from dit_lora.config.catalog import PackagedRecipe, find_packaged_files, list_recipe_names
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe_form import list_fields, list_overrides
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES
@@ -57,7 +58,11 @@ class NewRunPages:
         self._doctor: CommandJob | None = None
 
     def list_routes(self) -> list[BaseRoute]:
-        return [Route(_NEW_PAGE, self.show), write_route(_NEW_PAGE, self.start)]
+        return [
+            Route(_NEW_PAGE, self.show),
+            write_route(_NEW_PAGE, self.start),
+            write_route(f"{_NEW_PAGE}/examples", self.make_examples),
+        ]
 
     def show(self, request: Request) -> Response:
         source = request.query_params.get("from", "")
@@ -70,8 +75,9 @@ class NewRunPages:
         # What was typed before its memory was planned.
         typed = self._planned_values.get(plan_id, {})
         fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
-        # Both are commands that end later; the page asks again until then.
-        plan, doctor = self._queue.find_job(plan_id), self._start_doctor()
+        # Both are commands that end later; the page asks again until then. The machine is checked once.
+        plan = {job.job_id: job for job in self._queue.list_jobs()}.get(plan_id)
+        self._doctor = doctor = self._doctor or self._queue.add(["doctor", "--json"], "", needs_gpu=False)
         return studio_page(
             request,
             "studio_new.html",
@@ -85,7 +91,18 @@ class NewRunPages:
             bar=build_memory_bar(answer) if plan and (answer := plan.read_answer()) else None,
             doctor=doctor,
             problems=list_machine_problems(doctor.read_answer() or {}),
+            examples=[shlex.join(["dit-lora", *arguments]) for arguments in self._list_missing_examples(source)],
+            # Those that are done have nothing more to say.
+            example_jobs=[job for job in self._list_example_jobs(source) if job.state != "done"],
+            folder=Path.cwd(),
         )
+
+    def make_examples(self, request: Request, values: Mapping[str, Any]) -> Response:
+        source = str(values.get("from", ""))
+        page = _get_form_page(source)
+        for arguments in self._list_missing_examples(source):
+            self._queue.add(arguments, page, needs_gpu=False)
+        return RedirectResponse(page, 303)
 
     def start(self, request: Request, values: Mapping[str, Any]) -> Response:
         source = str(values.get("from", ""))
@@ -105,6 +122,9 @@ class NewRunPages:
             # The form is shown again with what was typed, next to the plan.
             self._planned_values[job.job_id] = {name: str(value) for name, value in values.items()}
             return RedirectResponse(f"{_NEW_PAGE}?{urlencode({'from': source, 'plan': job.job_id})}", 303)
+        # A training would start with the clips that are there already.
+        if any(job.is_active for job in self._list_example_jobs(source)):
+            raise DitLoraError("the recipe's model and clips are still being made; start the run when they are there")
         run_dir = self._choose_run_dir(values)
         # The last override counts: the folder is not one of the other keys.
         overrides.append(f"run.dir={json.dumps(format_path(run_dir))}")
@@ -112,11 +132,18 @@ class NewRunPages:
         self._queue.add(["train", recipe, *overrides], f"/runs/{compute_run_id(run_dir)}/", needs_gpu=True)
         return RedirectResponse(JOBS_PAGE, 303)
 
-    def _start_doctor(self) -> CommandJob:
-        """The check of this machine, which is started when a form is first shown."""
-        if self._doctor is None:
-            self._doctor = self._queue.add(["doctor", "--json"], "", needs_gpu=False)
-        return self._doctor
+    def _list_missing_examples(self, source: str) -> list[list[str]]:
+        """Arguments of the commands that make what a shipped recipe trains on, where it is not there yet."""
+        if source not in list_recipe_names():
+            return []
+        started = [job.arguments for job in self._list_example_jobs(source) if job.is_active]
+        commands = PackagedRecipe.from_name(source).example_commands
+        return [
+            arguments for folder, arguments in commands.items() if not (Path(folder).exists() or arguments in started)
+        ]
+
+    def _list_example_jobs(self, source: str) -> list[CommandJob]:
+        return [job for job in self._queue.list_jobs() if job.page == _get_form_page(source)]
 
     def _read_base(self, source: str) -> BaseRecipe:
         """The shipped recipe, or the recipe of the run, that an address names."""
@@ -133,8 +160,7 @@ class NewRunPages:
         name = str(values.get("name", ""))
         if _NAME_PATTERN.fullmatch(name) is None:
             raise DitLoraError("the name must have 1 to 100 letters, digits, dots, dashes or underscores")
-        roots = {str(root): root for root in self._library.roots}
-        root = roots.get(str(values.get("root")))
+        root = next((root for root in self._library.roots if str(root) == values.get("root")), None)
         if root is None:
             raise DitLoraError("choose one of the studio's folders")
         if (root / name).exists() or (root / name).is_symlink():
@@ -142,3 +168,8 @@ class NewRunPages:
                 f"{root / name} exists already; choose another name, or continue that run from its page"
             )
         return root / name
+
+
+def _get_form_page(source: str) -> str:
+    """Address of the form of a recipe or a run."""
+    return f"{_NEW_PAGE}?{urlencode({'from': source})}"

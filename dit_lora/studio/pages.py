@@ -8,13 +8,12 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from dit_lora.errors import DitLoraError
 from dit_lora.report.pages import render_page
 from dit_lora.studio.access import get_page_token
 
-_MAX_DIGITS = 9  # maximum digits of a page number
 _ASSETS = {
     "studio.css": (("style.css", "studio.css"), "text/css"),
     "studio.js": (("studio.js",), "text/javascript"),
@@ -29,18 +28,9 @@ def studio_page(request: Request, template: str, status: int = 200, **values: An
     return HTMLResponse(page.encode(errors="backslashreplace"), status)
 
 
-def list_asset_routes() -> list[BaseRoute]:
-    """The routes of the style and the script."""
-    return [Route("/static/{name}", _send_asset)]
-
-
 def parse_page_number(request: Request) -> int:
-    """The number in `?page=`. Raises `HTTPException` if it is not a number."""
-    number = request.query_params.get("page", "1")
-    # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
-    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
-        raise HTTPException(400, f"page must be a number of at most {_MAX_DIGITS} digits")
-    return int(number)
+    """The number in `?page=`, 1 without it. Raises `DitLoraError` as `parse_whole_number` does."""
+    return parse_whole_number({"page": "1", **request.query_params}, "page", 0, 10**9)
 
 
 def format_path(path: Path) -> str:
@@ -49,8 +39,9 @@ def format_path(path: Path) -> str:
 
 
 def parse_whole_number(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """A number of a form. Raises `DitLoraError` for another text, and for one that is out of range."""
+    """A number of a form or an address. Raises `DitLoraError` for another text, and for one that is out of range."""
     text = str(values.get(name, ""))
+    # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
         raise DitLoraError(f"{name.replace('_', ' ')} must be a whole number from {low} to {high}; got {text[:40]!r}")
     return int(text)
@@ -63,3 +54,7 @@ def _send_asset(request: Request) -> Response:
     files, media_type = asset
     folder = resources.files("dit_lora.report")
     return Response("\n".join(folder.joinpath(name).read_text("utf-8") for name in files), media_type=media_type)
+
+
+ASSET_ROUTE = Route("/static/{name}", _send_asset)
+"""The route of the style and the scripts."""

@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ _MAX_PROMPT_LENGTH = 10_000
 _MAX_NUMBERS = 16  # maximum number of strengths
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A save that can be chosen in a form."""
-
-    value: str
-    """Its step, and the version that the page shows."""
-    label: str
-
-
 class WorkPages:
     """The routes of the page that works with a run."""
 
@@ -64,7 +54,8 @@ class WorkPages:
         folder = self._library.get_folder(run_id)
         run = RunReader(folder).read()
         saves = list_saved_adapters(run)
-        prompts = get_sample_prompts(ensure_dict(run.config.get("validation")))
+        validation = ensure_dict(run.config.get("validation"))
+        prompts = get_sample_prompts(validation)
         return studio_page(
             request,
             "studio_work.html",
@@ -74,6 +65,7 @@ class WorkPages:
             saves=saves,
             choices=[_build_choice(folder, save) for save in reversed(saves)],
             prompt=prompts[0] if prompts else "",
+            inference_steps=validation.get("inference_steps", 50),
             can_sample=_can_sample(run),
             marked=read_marked_step(folder),
             formats=_list_formats(run),
@@ -140,9 +132,7 @@ class WorkPages:
         folder = self._library.get_folder(run_id)
         version = _get_run_version(RunReader(folder).read())
         if values.get("version") != version:
-            message = (
-                f"the run has changed since the page was loaded: it was {values.get('version')}, and is {version}"
-            )
+            message = f"the run has changed: it was {values.get('version')}, and is {version}"
             raise HTTPException(409, f"{message}; load the page again")
         # The run's own recipe: any other key would change what is continued.
         arguments = ["train", format_path(folder / "config.yaml"), "train.resume=auto"]
@@ -163,10 +153,11 @@ def _list_formats(run: RunFiles) -> list[str]:
     return ["peft"] if is_peft_only else ["diffusers", "comfyui", "kohya", "peft"]
 
 
-def _build_choice(folder: Path, save: SavedAdapter) -> Choice:
+def _build_choice(folder: Path, save: SavedAdapter) -> tuple[str, str]:
+    """Value and label of a save in a form: the value is its step, and the version that the page shows."""
     label = f"step {save.step:,}" + (f", eval loss {save.eval_loss:.4g}" if save.eval_loss is not None else "")
     label += ", marked as best" if save.is_marked else ""
-    return Choice(f"{save.step}@{_get_save_version(_get_save_folder(folder, save.step))}", label)
+    return f"{save.step}@{_get_save_version(_get_save_folder(folder, save.step))}", label
 
 
 def _get_save_folder(folder: Path, step: int) -> Path:
@@ -190,9 +181,7 @@ def _check_save(folder: Path, values: Mapping[str, Any]) -> Path:
     save = _get_save_folder(folder, int(match[1]))
     version = _get_save_version(save)
     if version != match[2] or save.is_symlink() or save.parent.is_symlink():
-        message = (
-            f"step {match[1]} has changed since the page was loaded: it was written {match[2]}, and now {version}"
-        )
+        message = f"step {match[1]} has changed: it was written {match[2]}, and now {version}"
         raise HTTPException(409, f"{message}; load the page again")
     return save
 

@@ -4,12 +4,13 @@ An edit changes only the characters of the caption. Every writer holds `lock_tab
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import resolve_below
 from dit_lora.data.sources.caption_lines import set_value, to_json_text
 from dit_lora.data.sources.caption_undo import CaptionUndo, UndoStep
@@ -49,21 +50,25 @@ class CaptionTable:
     _columns: tuple[str, str] = (FILE_COLUMNS[0], CAPTION_COLUMNS[0])
     related_files: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """Column and name of the files that a file's row names in other columns, such as masks and references."""
+    other_list: str = ""
+    """The list that has the captions, such as metadata.csv, where it is not a metadata.jsonl: it is only read."""
     _bom: bytes = b""
     _stamp: tuple[object, ...] = ()
     _is_locked: bool = False
 
     @classmethod
-    def read(cls, root: Path, previous: "CaptionTable | None" = None) -> "CaptionTable":
+    def read(
+        cls, root: Path, previous: "CaptionTable | None" = None, *, allow_other_lists: bool = False
+    ) -> "CaptionTable":
         """Read the media files and captions of a folder.
 
         Parts of `previous`, an earlier result, are reused if their files have not changed. Raises `DitLoraError` if
-        the folder is missing, has no media, or keeps its captions in another list.
+        the folder is missing, has no media, or keeps its captions in another list, unless `allow_other_lists`.
         """
         if not root.is_dir():
             raise DitLoraError(f"{root} is not a folder; give the folder with your clips and pictures")
         other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
-        if other_lists:
+        if other_lists and not allow_other_lists:
             raise DitLoraError(
                 f"{root} has its captions in {' and '.join(other_lists)}, which a {TABLE_NAME} would replace; "
                 f"move them to a {TABLE_NAME} first, or edit them there"
@@ -75,14 +80,21 @@ class CaptionTable:
             contents = "tar files, whose captions lie in them" if listing.tars else "no clip and no picture"
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
         # Take the stamp before reading the bytes, so that a change in between is noticed next time.
-        stamp = _compute_stamp(root, listing)
+        stamp = _compute_stamp(root, listing, other_lists)
         if previous is not None and stamp == previous._stamp:
             previous.listing = listing
             # Files may have been added, although the table is the same.
             previous._update_media()
             return previous
-        table = cls(root, {}, listing.media, listing, _stamp=stamp)
-        if (root / TABLE_NAME).is_file():
+        table = cls(root, {}, listing.media, listing, other_list=" and ".join(other_lists), _stamp=stamp)
+        if other_lists:
+            # The readers of all kinds of lists, which other folders do not need.
+            from dit_lora.data.sources.scan import read_folder
+
+            scanned = read_folder(root, SourceConfig(path=str(root)), None)
+            table.captions = {clip.id: clip.caption for clip in scanned.clips}
+            table._update_media()
+        elif (root / TABLE_NAME).is_file():
             table._read_rows()
         else:
             table._read_texts()
@@ -248,11 +260,13 @@ def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[Cap
         os.close(handle)
 
 
-def _compute_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
+def _compute_stamp(root: Path, listing: Listing, other_lists: Sequence[str] = ()) -> tuple[object, ...]:
     """Values that differ if the captions on disk may have changed.
 
-    They are those of metadata.jsonl, or without it of the .txt files.
+    They are those of other lists, of metadata.jsonl, or without any list of the .txt files.
     """
+    if other_lists:
+        return tuple(_read_file_stamp(root / name) for name in other_lists)
     with suppress(OSError):
         return _read_file_stamp(root / TABLE_NAME)
     stamps: list[object] = []

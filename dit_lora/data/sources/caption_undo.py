@@ -18,6 +18,7 @@ from dit_lora.parsing import parse_json
 UNDO_FOLDER = "undo"
 """Folder of the steps below the hidden work folder."""
 _MAX_STEPS = 50  # that are kept; older ones are deleted
+_MAX_BYTES = 64 * 2**20  # of the kept steps together; the latest one is kept whatever its size
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,12 @@ class CaptionUndo:
         self._folder.mkdir(parents=True, exist_ok=True)
         # JSON escapes lone surrogates, which UTF-8 cannot hold.
         write_atomically(self._folder / f"{max(numbers, default=0) + 1:08d}.json", json.dumps(step))
-        for number in sorted(numbers)[: 1 - _MAX_STEPS]:
-            (self._folder / f"{number:08d}.json").unlink(missing_ok=True)
+        num_bytes = 0
+        # The newest first: what is too old or too much is at the end.
+        for age, path in enumerate(reversed(self._list_files())):
+            num_bytes += path.lstat().st_size
+            if age >= _MAX_STEPS or (age > 0 and num_bytes > _MAX_BYTES):
+                path.unlink(missing_ok=True)
 
     def find_step(self) -> UndoStep | None:
         """The step that would be undone; None if there is none, or if the table has changed since the last one."""

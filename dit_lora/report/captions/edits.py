@@ -137,7 +137,7 @@ class CaptionEdits:
 
     def _read_table(self) -> CaptionTable:
         # Parses only what has changed since the last time.
-        self._table = CaptionTable.read(self.root, self._table)
+        self._table = CaptionTable.read(self.root, self._table, allow_other_lists=True)
         return self._table
 
     def _read_source(self, table: CaptionTable) -> SheetSource:

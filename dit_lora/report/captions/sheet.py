@@ -13,21 +13,13 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.data.sources.clips import Clip
+from dit_lora.report.captions.extra_files import RelatedFile
 from dit_lora.report.captions.page import compute_caption_version, count_captions, encode_address
 from dit_lora.report.captions.rules import TextRules
 from dit_lora.terminal import make_one_line
 
 CARDS_PER_PAGE = 60
 """Number of files on one page."""
-
-
-@dataclass(frozen=True)
-class RelatedFile:
-    """A mask, a reference or another file that a row of the table names."""
-
-    column: str
-    name: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,8 @@ class ContactSheet:
     """When the media were audited, in seconds since 1970; 0 if they were not."""
     undo: UndoStep | None
     rules: TextRules
+    other_list: str
+    """The list that has the captions, where they cannot be edited; empty where they can."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +114,9 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
         facts=count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()}),
         codes=sorted(codes.items(), key=lambda item: (-item[1], item[0])),
         audit_time=source.audit.time,
-        undo=table.undo_step,
+        undo=None if table.other_list else table.undo_step,
         rules=rules,
+        other_list=table.other_list,
     )
 
 

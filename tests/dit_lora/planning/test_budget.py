@@ -29,6 +29,7 @@ from dit_lora.planning import search
 from dit_lora.planning.budget import GIB, Launch, MemoryBudget, _compute_disk_bytes, compute_budget
 from dit_lora.planning.search import open_estimator, plan_memory
 from dit_lora.planning.subject import MemoryEstimator
+from dit_lora.report.machine import BAR_WIDTH, build_memory_bar
 from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
 from dit_lora.training.execution.fake_step import AllocationTracker
 
@@ -265,6 +266,14 @@ def test_what_does_not_fit_is_told_a_change_with_which_it_does(bare: Path) -> No
     change = record["cheapest_change"]
     assert (code, record["fits"], record["phases"]["training"]) == (1, False, needs)
     assert change["overrides"] == ["train.checkpointing=selective"]
+    # The studio draws the same record: its parts fill the bar up to what training needs, just past the end of the GPU.
+    bar = build_memory_bar(record)
+    assert (bar.fits, bar.changes) == (False, "train.checkpointing=selective")
+    assert bar.headline == f"does not fit: {needs:.3g} of {needs - 1e-4:.3g} GiB"
+    tensors = [name.replace("_", " ") for name, size in record["training"].items() if size]
+    assert [part.name for part in bar.parts] == [*tensors, "CUDA and rounding"]
+    assert bar.parts[-1].x + bar.parts[-1].width == pytest.approx(BAR_WIDTH, abs=0.2)
+    assert bar.limit_x == pytest.approx(BAR_WIDTH * (needs - 1e-4) / needs, abs=0.1)
     code, output = invoke(*command, *change["overrides"], "--gpu", f"{needs - 1e-4}GiB")
     assert code == 0
     assert json.loads(output)["phases"]["training"] == pytest.approx(change["needs"])

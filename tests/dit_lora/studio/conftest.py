@@ -1,11 +1,14 @@
 """Pages of the studio that take edits: a run's report, and captions."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bare_media import write_without_captions
 from report_runs import write_run
 from starlette.types import ASGIApp
+from studio_browser import CHROMIUM
 
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
@@ -33,3 +36,12 @@ def both_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ASGIApp, dict[
         "captions": f"/data/{compute_run_id(root / 'clips')}/caption",
     }
     return app, paths
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()

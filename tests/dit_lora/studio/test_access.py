@@ -129,7 +129,7 @@ def test_forms_are_read_and_odd_ones_answered(both_pages: Pages) -> None:
 def test_odd_addresses_are_answered(both_pages: Pages, query: str) -> None:
     answer = StudioClient(both_pages[0]).get(f"{both_pages[1]['captions'].removesuffix('caption')}?{query}")
     assert answer.status_code == 400
-    assert answer.text.startswith("page must be a number")
+    assert answer.text.startswith("page must be a whole number")
 
 
 def test_only_who_opened_the_printed_link_gets_a_page(both_pages: Pages) -> None:

@@ -221,6 +221,18 @@ def _ask_at_once(server: StudioServer, count: int) -> None:
     assert results == [200] * count
 
 
+def test_a_refusal_shows_texts_as_they_are(app: Starlette, data_path: str) -> None:
+    client = StudioClient(app)
+    window = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    for text in ("</pre><script>1</script>", "\ud800", "{{ 7 * 7 }}", HUGE):
+        address = f"{data_path}?length={quote(text, errors='surrogatepass')}"
+        answer = client.get(address, headers=window)
+        assert (answer.status_code, "<script>1" in answer.text, "49" in answer.text) == (400, False, False), text
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+        assert client.get(address).headers["content-type"].startswith("text/plain")  # for a script
+    assert client.get("/none", headers=window).status_code == 404
+
+
 def test_a_stale_write_is_refused_and_shown(tmp_path: Path) -> None:
     folder = write_captioned_folder(tmp_path / "data")
     client = StudioClient(build_app(list_pages(RunLibrary([folder]))))

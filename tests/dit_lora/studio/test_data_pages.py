@@ -1,20 +1,29 @@
 """The pages of data sets in the studio: which edits they take, which files they give, and an edit in a browser."""
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
-from bare_media import HOSTILE_CAPTION, write_captioned_folder
+import yaml
+from bare_media import HOSTILE_CAPTION, write_captioned_folder, write_without_captions
+from report_runs import write_run
 from starlette.types import ASGIApp
 from studio_client import StudioClient, ask, serving
 
+from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.report.captions.page import compute_caption_version
 from dit_lora.report.captions.rules import TextRules
+from dit_lora.studio import jobs
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
+RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -92,6 +101,103 @@ def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: P
             found, body, _ = ask(server, data_path + path)
             assert found == status, path
             assert b"secret" not in body
+
+
+def test_a_command_of_the_page_is_shown_on_it(app: ASGIApp, data_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.JobQueue, "_run", lambda *_: None)  # it stays waiting
+    client = StudioClient(app)
+    assert client.write(f"{data_path}audit").status_code == 303
+    page = client.get(data_path)
+    assert (page.status_code, ">waiting</span>" in page.text, "dit-lora audit" in page.text) == (200, True, True)
+
+
+def test_captions_of_other_lists_are_shown_and_not_edited(app: ASGIApp, folder: Path, data_path: str) -> None:
+    client, table = StudioClient(app), CaptionTable.read(folder)
+    rows = "".join(f'{name},"a shape, number {number}"\n' for number, name in enumerate(table.media))
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text(f"file_name,text\n{rows}")
+    page = client.get(data_path).text
+    assert page.count("a shape, number ") >= len(table.media)
+    assert "metadata.csv, which are only shown" in page
+    assert page.count(" readonly>") == len(table.media)
+    assert "Find and replace" not in page
+    values = {"file": table.media[0], "caption": "mine", "version": compute_caption_version("a shape, number 0")}
+    for path, body in (("caption", values), ("undo", {}), ("change", {"find": "shape"})):
+        answer = client.write(data_path + path, **body)
+        assert (answer.status_code, "captions in metadata.csv" in answer.text) == (422, True), path
+    assert not (folder / "metadata.jsonl").exists()
+    # A list that cannot be read is a sentence, on a page for a browser's window.
+    (folder / "metadata.csv").write_text("a,b\n1,2\n")
+    answer = client.get(data_path, headers={"Accept": "text/html,*/*"})
+    assert (answer.status_code, "no column for the clip" in answer.text, "<nav" in answer.text) == (400, True, True)
+
+
+def test_masks_and_references_in_folders_of_their_own_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    for name in ("clips", "masks", "before"):
+        write_without_captions(root / name, clips=2, stills=1)
+    write_without_captions(tmp_path / "outside", clips=2, stills=1)
+    odd_name = "caf\udce9 50%25 \n'\"<b>.png"
+    for name in ("clips", "masks", "before"):
+        (root / name / "stills" / "00_red_disc.png").rename(root / name / odd_name)
+    names = CaptionTable.read(root / "clips").media
+    assert odd_name in names
+    run = write_run(root / "run")
+    recipe: dict[str, Any] = yaml.safe_load(dump_recipe(load_recipe(RECIPE)))
+    recipe["data"] |= {"path": str(root / "clips")}
+    recipe["data"] |= {"mask_folder": str(root / "masks"), "reference_folders": [str(root / "before")]}
+    monkeypatch.setattr("dit_lora.studio.data_pages.load_text_rules", lambda *_: TextRules())
+    client = StudioClient(build_app(list_pages(RunLibrary([root]))))
+    page = f"/data/{compute_run_id(root / 'clips')}/?recipe={compute_run_id(run)}"
+
+    def show() -> str:
+        (run / "config.yaml").write_text(json.dumps(recipe))
+        answer = client.get(page)
+        assert answer.status_code == 200
+        return answer.text
+
+    text = show()
+    for role, folder in (("mask", "masks"), ("reference", "before")):
+        assert text.count(f"<span>{role}</span>") == len(names)
+        for name in names:
+            address = f"/data/{compute_run_id(root / folder)}/thumbnail/{quote(os.fsencode(name))}"
+            assert f'src="{address}"' in text
+            assert client.get(address).headers["content-type"] == "image/jpeg"
+    assert "<span>mask</span>" not in client.get(page.partition("?")[0]).text
+    # Links and folders that the studio was not given are named, and not read.
+    (root / "link").symlink_to(tmp_path / "outside")
+    for outside in (tmp_path / "outside", root / "link", root / ".." / "outside"):
+        recipe["data"]["mask_folder"] = str(outside)
+        text = show()
+        assert text.count("<span>mask</span>") == 0
+        assert f"start the studio with their folders: {outside}" in text
+    # A mask that is a link to another folder is not read, and a recipe that is a pipe is not waited for.
+    recipe["data"]["mask_folder"] = str(root / "masks")
+    (root / "masks" / names[0]).unlink()
+    (root / "masks" / names[0]).symlink_to(tmp_path / "outside" / names[0])
+    address = f"/data/{compute_run_id(root / 'masks')}/thumbnail/{quote(os.fsencode(names[0]))}"
+    assert (address in show(), client.get(address).status_code) == (True, 404)
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    assert "<span>mask</span>" not in client.get(page).text
+    (run / "config.yaml").unlink()
+    # A recipe of other data, and one that cannot be read.
+    recipe["data"]["path"] = str(root / "masks")
+    assert "<span>reference</span>" not in show()
+    recipe["data"]["path"] = 7
+    assert "<span>reference</span>" not in show()
+
+
+def test_a_folder_of_tars_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "00000.tar").write_bytes(b"")
+    client = StudioClient(build_app(list_pages(RunLibrary([tmp_path]))))
+    path = f"/data/{compute_run_id(tmp_path / 'tars')}/"
+    assert path in client.get("/data").text
+    answer = client.get(path)
+    assert (answer.status_code, "tar files, whose captions lie in them" in answer.text) == (400, True)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")

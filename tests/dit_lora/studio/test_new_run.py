@@ -184,3 +184,32 @@ def test_the_form_shows_the_memory_on_the_card_and_what_doctor_says(
     queue.answers["plan"] = "an error"
     answer = post(client, "smoke/cogvideox", action="plan")
     assert "could not be planned" in client.get(answer.headers["location"]).text
+
+
+def test_the_files_of_a_shipped_recipe_are_made_first(
+    client: StudioClient, queue: RecordingQueue, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    command = "dit-lora tiny shapes clips"
+    assert command in client.get("/new?from=smoke/cogvideox").text
+    (root / "tiny" / "cogvideox-2b").mkdir(parents=True)
+
+    def make(source: str) -> int:
+        body = {"token": client.keys.page_token, "from": source}
+        return client.post("/new/examples", data=body, headers={"Origin": ORIGIN}).status_code
+
+    # An earlier run and other paths name no recipe of the package.
+    assert [make(source) for source in (compute_run_id(root / "earlier"), "../../x", "", "smoke/cogvideox")] == [
+        303
+    ] * 4
+    page = "/new?from=smoke%2Fcogvideox"
+    assert queue.commands == [(["tiny", "shapes", "clips"], page, False)]
+    job = queue.list_jobs()[0]
+    job.state = "running"
+    # The page shows the command, a second press starts nothing, and a training would begin with half of the clips.
+    assert (client.get(page).text.count(command), make("smoke/cogvideox"), len(queue.commands)) == (1, 303, 1)
+    assert "still being made" in post(client, "smoke/cogvideox", root=str(root)).text  # type: ignore[attr-defined]
+    job.state = "done"
+    (root / "clips").mkdir()
+    assert command not in client.get(page).text
+    assert post(client, "smoke/cogvideox", root=str(root)).status_code == 303

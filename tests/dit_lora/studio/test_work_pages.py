@@ -88,7 +88,10 @@ def get_choice(client: StudioClient, work: str, step: int) -> str:
 
 def test_a_save_is_sampled_again(client: StudioClient, folder: Path, run_path: str) -> None:
     work = f"{run_path}work"
+    recipe = folder / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("validation:\n", "validation:\n  inference_steps: 12\n"))
     page = client.get(work).text
+    assert '<input name="inference_steps" inputmode="numeric" value="12" required>' in page
     assert "step 20, eval loss 2" in page
     assert "Continue training from the last save" in page
     save = f"10@{get_choice(client, work, 10)}"

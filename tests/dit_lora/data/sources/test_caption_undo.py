@@ -67,6 +67,21 @@ def test_a_table_that_was_made_from_texts_is_removed_again(tmp_path: Path) -> No
     assert CaptionTable.read(tmp_path).captions == {"a.png": "from a text"}
 
 
+def test_old_steps_are_deleted_by_number_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path, TABLES[0]) / ".captions" / "undo"
+    for number in range(60):
+        write(tmp_path, a=f"text {number}")
+    assert [path.stem for path in sorted(folder.iterdir())] == [f"{number:08d}" for number in range(11, 61)]
+    # Three steps fit; a long one takes the space of all others, and can still be undone.
+    monkeypatch.setattr("dit_lora.data.sources.caption_undo._MAX_BYTES", 3 * 500)
+    write(tmp_path, a="x" * 2000)
+    assert 1 < len(list(folder.iterdir())) <= 5
+    write(tmp_path, a="short")
+    assert len(list(folder.iterdir())) == 1
+    assert undo(tmp_path) == 1
+    assert CaptionTable.read(tmp_path).captions["a.png"] == "x" * 2000
+
+
 def test_what_others_have_written_since_stays(tmp_path: Path) -> None:
     path = write_folder(tmp_path, TABLES[0]) / "metadata.jsonl"
     write(tmp_path, a="new")
