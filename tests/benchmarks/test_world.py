@@ -17,6 +17,7 @@ from dit_lora.data.synthetic.scenes import (
     COLOURS,
     MOTIONS,
     SHAPES,
+    Scene,
     draw_scene,
     render_scene,
     spread_scenes,
@@ -50,6 +51,19 @@ def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side(
     chroma = np.ptp(neighbours, axis=-1)
     thick = np.take_along_axis(neighbours, chroma.argmax(0)[None, ..., None], 0)[0]
     assert compare(scenes, thick)["all"] >= 0.95
+
+
+@pytest.mark.parametrize("shape", ["moon", "triangle", "disc"])
+def test_the_judge_lets_every_shape_be_stretched_by_the_same_factor(shape):
+    generator = torch.Generator().manual_seed(5)
+    scene = Scene(shape, "red", "moves up", "dark")
+    video = render_scene(scene, generator, height=96, width=96).numpy()
+    for factor, expected in ((1.25, shape), (1 / 1.25, shape), (1.6, "unclear"), (1 / 1.6, "unclear")):
+        # Sampled more or less densely along the height, and the rest cut off or dark.
+        rows = np.arange(96)
+        source = np.round((rows - 48) / factor + 48).astype(int)
+        stretched = video[:, np.clip(source, 0, 95)] * ((source >= 0) & (source < 96))[None, :, None, None]
+        assert judge_clip(stretched.astype(np.uint8)).shape == expected, factor
 
 
 def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
