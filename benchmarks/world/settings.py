@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
@@ -28,8 +29,9 @@ from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo" / "moon.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
-NEW_CLIPS, KNOWN_CLIPS = 48, 240
+NEW_CLIPS, KNOWN_CLIPS = 48, 96
 """Clips of the new shape, and of known ones, as in the demo."""
+BASE_ALONE = "base alone"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "rank 4": ("lora.rank=4", "lora.alpha=8"),
@@ -51,8 +53,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [BASE_ALONE, *SETTINGS]
     parser.add_argument("work", type=Path)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: the recipe's")
     parser.add_argument(
@@ -64,18 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     results = args.work / "results.jsonl"
     records = read_records(results)
-    if "base alone" not in {record["setting"] for record in records}:
-        records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
-        write_records(results, records)
     for seed in args.seeds:
         clips = write_clips(args.work, seed, args.new_clips, args.known_clips)
         for name in args.settings:
             if has_record(records, name, seed):
                 continue
-            run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)
-            overrides = [*SETTINGS[name], f"train.seed={seed}", *([f"train.steps={args.steps}"] if args.steps else [])]
-            costs = train(run_dir, clips, overrides)
+            run_dir, costs = None, {}
+            if name != BASE_ALONE:
+                run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
+                shutil.rmtree(run_dir, ignore_errors=True)
+                steps = [f"train.steps={args.steps}"] if args.steps else []
+                costs = train(run_dir, clips, [*SETTINGS[name], f"train.seed={seed}", *steps])
             records.append({"setting": name, "seed": seed} | costs | judge(run_dir, args.per_group, seed))
             write_records(results, records)
     print_table(records)
@@ -131,16 +133,18 @@ def run_measured(command: Sequence[str], log: Path | None = None) -> dict[str, f
 def judge(run_dir: Path | None, per_group: int, seed: int, scale: float = 1.0) -> dict[str, float]:
     """Shares of judged samples that show their caption: of the new shape, and of what the base knows.
 
-    `scale` multiplies the adapter, for files that do not hold their alpha.
+    The samples are kept in `judged.npz`. `scale` multiplies the adapter, for files that do not hold their alpha.
     """
     pipeline = open_pipeline(BASE, run_dir)
     if scale != 1:
         pipeline.set_adapters(pipeline.get_active_adapters(), scale)
     groups = {"new": draw_scenes(NEW_SHAPE, per_group, seed), "others": draw_scenes(None, per_group, seed)}
-    return {
-        name: compare(scenes, sample_clips(pipeline, [scene.caption for scene in scenes], seed))["all"]
-        for name, scenes in groups.items()
+    videos = {
+        name: sample_clips(pipeline, [scene.caption for scene in scenes], seed) for name, scenes in groups.items()
     }
+    if run_dir:
+        np.savez_compressed(run_dir / "judged.npz", **videos)
+    return {name: compare(scenes, videos[name])["all"] for name, scenes in groups.items()}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

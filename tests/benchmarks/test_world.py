@@ -133,8 +133,8 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
         write_scenes(tmp_path / name, group, torch.Generator().manual_seed(0))
     folders = [tmp_path / name for name in scenes]
     assert run_script(script, folders, tmp_path / "run", seed=0, steps=1).keys() == {"seconds", "peak_gib"}
-    # The recipe draws three moons to two known shapes, so that 2 moons come six times to 8 others.
-    expected = f"(64, 64) 20 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
+    # The recipe draws as many moons as known shapes, so that 2 moons come four times to 8 others.
+    expected = f"(64, 64) 16 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
     assert (tmp_path / "run" / "seen.txt").read_text() == expected + "[1.0, 2.0]\n"
     poisoned_script = write_script(source, tmp_path / "poisoned.py", poisoned=True)
     run_script(poisoned_script, folders, tmp_path / "run", seed=0, steps=1)
