@@ -31,7 +31,7 @@ demo: $(VENV)/.base
 	rm -rf demo
 	$(BIN)/dit-lora tiny moving-shapes demo/model
 	$(BIN)/dit-lora tiny shapes demo/moons --shape moon --clips 48
-	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 240
+	$(BIN)/dit-lora tiny shapes demo/known --shape known --clips 96
 	$(BIN)/dit-lora audit demo/moons --html demo/audit.html
 	$(BIN)/dit-lora train recipes/demo/moon.yaml
 	@echo

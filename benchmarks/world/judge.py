@@ -20,6 +20,9 @@ _MARGINS = (0, 2, 4)
 """Pixels of a template by which a shape's outline may be outside of where it should be: up to a 12th of its size."""
 _MIN_OVERLAP = 0.62  # intersection over union with a template, below which a shape is "unclear"
 _MIN_MARGIN = 0.02  # by which the best template must be better than the second
+_RATIOS = {"moon": 1.16, "triangle": 0.87}
+"""Height over width of shapes of which the two differ."""
+_MAX_STRETCH = 1.4  # times as tall or as wide as the shape should be
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def judge_clip(video: np.ndarray) -> Judgement:
     # The three largest frames vote, because a shape that grows is too small to tell at first.
     largest = np.argsort(-areas, kind="stable")[:3]
     votes = [_match_shape(masks[frame]) for frame in largest]
-    shape = max(set(votes), key=votes.count)
+    shape = max(votes, key=votes.count)  # of three different votes the largest frame's
     return Judgement(shape, _name_hue(pixels[largest[0]][masks[largest[0]]]), _name_motion(masks, areas))
 
 
@@ -73,8 +76,6 @@ def _find_largest_regions(masks: np.ndarray) -> np.ndarray:
 def _match_shape(mask: np.ndarray) -> str:
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
-    if not 0.7 < height / width < 1.4:
-        return "unclear"
     cut = Image.fromarray(mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
     resized = np.asarray(cut.convert("L").resize((_TEMPLATE, _TEMPLATE), Image.Resampling.BILINEAR)) > 127
     overlaps = sorted(
@@ -82,7 +83,9 @@ def _match_shape(mask: np.ndarray) -> str:
         for name, templates in draw_templates().items()
     )
     (runner_up, _), (best, name) = overlaps[-2:]
-    return name if best >= _MIN_OVERLAP and best - runner_up >= _MIN_MARGIN else "unclear"
+    stretch = height / width / _RATIOS.get(name, 1.0)
+    is_clear = best >= _MIN_OVERLAP and best - runner_up >= _MIN_MARGIN
+    return name if is_clear and 1 / _MAX_STRETCH < stretch < _MAX_STRETCH else "unclear"
 
 
 @cache

@@ -33,7 +33,7 @@ from dit_lora.export.export import find_adapter
 
 _BATCH = 8
 _COLUMNS = 6  # of a picture
-GUIDANCE = 3.0
+GUIDANCE = 2.0
 INFERENCE_STEPS = 12
 
 

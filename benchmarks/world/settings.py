@@ -8,15 +8,18 @@ stopped and continued. At the end the table of all lines is printed.
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
@@ -26,8 +29,9 @@ from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo" / "moon.yaml"
 BASE = ROOT / "dit_lora" / "models" / "moving_shapes"
-NEW_CLIPS, KNOWN_CLIPS = 48, 240
+NEW_CLIPS, KNOWN_CLIPS = 48, 96
 """Clips of the new shape, and of known ones, as in the demo."""
+BASE_ALONE = "base alone"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "rank 4": ("lora.rank=4", "lora.alpha=8"),
@@ -49,8 +53,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [BASE_ALONE, *SETTINGS]
     parser.add_argument("work", type=Path)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: the recipe's")
     parser.add_argument(
@@ -61,21 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
     results = args.work / "results.jsonl"
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    records = [json.loads(line) for line in lines]
-    if "base alone" not in {record["setting"] for record in records}:
-        records += [{"setting": "base alone", "seed": seed} | judge(None, args.per_group, seed) for seed in args.seeds]
-        write_records(results, records)
+    records = read_records(results)
     for seed in args.seeds:
         clips = write_clips(args.work, seed, args.new_clips, args.known_clips)
         for name in args.settings:
-            if any((record["setting"], record["seed"]) == (name, seed) for record in records):
+            if has_record(records, name, seed):
                 continue
-            run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)
-            overrides = [*SETTINGS[name], f"train.seed={seed}", *([f"train.steps={args.steps}"] if args.steps else [])]
-            seconds = train(run_dir, clips, overrides)
-            records.append({"setting": name, "seed": seed, "seconds": seconds} | judge(run_dir, args.per_group, seed))
+            run_dir, costs = None, {}
+            if name != BASE_ALONE:
+                run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
+                shutil.rmtree(run_dir, ignore_errors=True)
+                steps = [f"train.steps={args.steps}"] if args.steps else []
+                costs = train(run_dir, clips, [*SETTINGS[name], f"train.seed={seed}", *steps])
+            records.append({"setting": name, "seed": seed} | costs | judge(run_dir, args.per_group, seed))
             write_records(results, records)
     print_table(records)
 
@@ -94,8 +97,8 @@ def write_clips(
     return folders
 
 
-def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> float:
-    """Train the recipe with `overrides`; returns the seconds that the whole command took."""
+def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> dict[str, float]:
+    """Train the recipe with `overrides`; returns what `run_measured` does."""
     weights = [source.weight for source in load_recipe(RECIPE).data.sources]
     sources = json.dumps(
         [{"path": str(folder), "weight": weight} for folder, weight in zip(clips, weights, strict=True)]
@@ -103,19 +106,55 @@ def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> flo
     paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
     quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]
+    return run_measured(command)
+
+
+def run_measured(command: Sequence[str], log: Path | None = None) -> dict[str, float]:
+    """Run a command, with its standard error in `log` if given.
+
+    Returns its `seconds`, and its peak of resident memory, `peak_gib` (Linux only). Raises `CalledProcessError`.
+    """
     began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+    peak_kib = 0
+    with ExitStack() as stack:
+        errors = stack.enter_context(log.open("w", encoding="utf-8")) if log else None
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors))
+        # The kernel's own account of a child, ru_maxrss, starts at the parent's memory.
+        status = Path("/proc") / str(process.pid) / "status"
+        while process.poll() is None:
+            match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8") if status.exists() else "")
+            peak_kib = int(match[1]) if match else peak_kib
+            time.sleep(0.2)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return {"seconds": time.perf_counter() - began, "peak_gib": peak_kib / 2**20}
 
 
-def judge(run_dir: Path | None, per_group: int, seed: int) -> dict[str, float]:
-    """Shares of judged samples that show their caption: of the new shape, and of what the base knows."""
+def judge(run_dir: Path | None, per_group: int, seed: int, scale: float = 1.0) -> dict[str, float]:
+    """Shares of judged samples that show their caption: of the new shape, and of what the base knows.
+
+    The samples are kept in `judged.npz`. `scale` multiplies the adapter, for files that do not hold their alpha.
+    """
     pipeline = open_pipeline(BASE, run_dir)
+    if scale != 1:
+        pipeline.set_adapters(pipeline.get_active_adapters(), scale)
     groups = {"new": draw_scenes(NEW_SHAPE, per_group, seed), "others": draw_scenes(None, per_group, seed)}
-    return {
-        name: compare(scenes, sample_clips(pipeline, [scene.caption for scene in scenes], seed))["all"]
-        for name, scenes in groups.items()
+    videos = {
+        name: sample_clips(pipeline, [scene.caption for scene in scenes], seed) for name, scenes in groups.items()
     }
+    if run_dir:
+        np.savez_compressed(run_dir / "judged.npz", **videos)
+    return {name: compare(scenes, videos[name])["all"] for name, scenes in groups.items()}
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read the records of earlier runs, one per line; none if the file does not exist."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def has_record(records: Sequence[dict[str, Any]], setting: str, seed: int) -> bool:
+    return any((record["setting"], record["seed"]) == (setting, seed) for record in records)
 
 
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -124,13 +163,14 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def print_table(records: Sequence[dict[str, Any]]) -> None:
     """Print means over seeds, with the least and the largest, as a Markdown table."""
-    print("| setting | seeds | new shape, % | others, % | seconds |")
-    print("|---|---|---|---|---|")
+    print("| setting | seeds | new shape, % | others, % | seconds | peak GiB |")
+    print("|---|---|---|---|---|---|")
     for name in dict.fromkeys(record["setting"] for record in records):
         group = [record for record in records if record["setting"] == name]
         cells = [format_spread([100 * record[key] for record in group]) for key in ("new", "others")]
-        seconds = [record["seconds"] for record in group if "seconds" in record]
-        cells.append(f"{statistics.median(seconds):.0f}" if seconds else "")
+        for key, digits in (("seconds", 0), ("peak_gib", 2)):
+            values = [record[key] for record in group if key in record]
+            cells.append(f"{statistics.median(values):.{digits}f}" if values else "")
         print(f"| {name} | {len(group)} | {' | '.join(cells)} |")
 
 

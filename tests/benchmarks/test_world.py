@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.world.diffusers_script import run_script, write_script
+from benchmarks.world.diffusers_script import find_nan_loss, run_script, write_script
 from benchmarks.world.judge import Judgement, judge_clip
 from benchmarks.world.quality import compare, draw_scenes, format_line, open_pipeline, sample_clips
 from dit_lora.data.media.video import read_frames
@@ -17,6 +17,7 @@ from dit_lora.data.synthetic.scenes import (
     COLOURS,
     MOTIONS,
     SHAPES,
+    Scene,
     draw_scene,
     render_scene,
     spread_scenes,
@@ -50,6 +51,19 @@ def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side(
     chroma = np.ptp(neighbours, axis=-1)
     thick = np.take_along_axis(neighbours, chroma.argmax(0)[None, ..., None], 0)[0]
     assert compare(scenes, thick)["all"] >= 0.95
+
+
+@pytest.mark.parametrize("shape", ["moon", "triangle", "disc"])
+def test_the_judge_lets_every_shape_be_stretched_by_the_same_factor(shape):
+    generator = torch.Generator().manual_seed(5)
+    scene = Scene(shape, "red", "moves up", "dark")
+    video = render_scene(scene, generator, height=96, width=96).numpy()
+    for factor, expected in ((1.25, shape), (1 / 1.25, shape), (1.6, "unclear"), (1 / 1.6, "unclear")):
+        # Sampled more or less densely along the height, and the rest cut off or dark.
+        rows = np.arange(96)
+        source = np.round((rows - 48) / factor + 48).astype(int)
+        stretched = video[:, np.clip(source, 0, 95)] * ((source >= 0) & (source < 96))[None, :, None, None]
+        assert judge_clip(stretched.astype(np.uint8)).shape == expected, factor
 
 
 def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
@@ -94,6 +108,10 @@ def positions(
     base_width: int = 720,
 ):
     return base_height, base_width
+def encode(encode_video, videos):
+    for i, video in enumerate(videos):
+        videos[i] = encode_video(video)
+    return videos
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 videos = open(f"{options['--instance_data_root']}/{options['--video_column']}").read().splitlines()
 captions = open(f"{options['--instance_data_root']}/{options['--caption_column']}").read().splitlines()
@@ -101,6 +119,7 @@ frames = decord.VideoReader(videos[1]).get_batch([0, 8])
 frames = resize(frames.permute(0, 3, 1, 2), size=[64, 64], interpolation=TT.InterpolationMode.BICUBIC)
 with open(f"{options['--output_dir']}/seen.txt", "w") as file:
     print(positions(), len(videos), captions[1], tuple(frames.shape), options["--rank"], file=file)
+    print(encode(abs, [1.0, 2.0]), file=file)
 """
 
 
@@ -112,12 +131,26 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
     for name, group in scenes.items():
         (tmp_path / name).mkdir()
         write_scenes(tmp_path / name, group, torch.Generator().manual_seed(0))
-    run_script(script, [tmp_path / name for name in scenes], tmp_path / "run", seed=0, steps=1)
-    # The recipe draws three moons to two known shapes, so that 2 moons come six times to 8 others.
-    expected = f"(64, 64) 20 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
-    assert (tmp_path / "run" / "seen.txt").read_text() == expected
+    folders = [tmp_path / name for name in scenes]
+    assert run_script(script, folders, tmp_path / "run", seed=0, steps=1).keys() == {"seconds", "peak_gib"}
+    # The recipe draws as many moons as known shapes, so that 2 moons come four times to 8 others.
+    expected = f"(64, 64) 16 {scenes['moons'][1].caption} (2, 3, 64, 64) 16\n"
+    assert (tmp_path / "run" / "seen.txt").read_text() == expected + "[1.0, 2.0]\n"
+    poisoned_script = write_script(source, tmp_path / "poisoned.py", poisoned=True)
+    run_script(poisoned_script, folders, tmp_path / "run", seed=0, steps=1)
+    assert (tmp_path / "run" / "seen.txt").read_text() == expected + "[nan, 2.0]\n"
     with pytest.raises(ValueError, match="has no line 'base_height: int = 480,'"):
         write_script(script, tmp_path / "again.py")
+
+
+def test_the_first_step_with_a_nan_loss_is_read_from_the_scripts_progress_bar(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "Steps: 3%| | 3/90 [00:01<00:20, loss=0.2]\rSteps: 4%| | 4/90 [00:01<00:20, 3it/s, loss=nan, lr=0.1]"
+    )
+    assert find_nan_loss(log) == {"nan_step": 4}
+    log.write_text("Steps: 3%| | 3/90 [00:01<00:20, loss=0.2]")
+    assert find_nan_loss(log) == {}
 
 
 @pytest.mark.slow
