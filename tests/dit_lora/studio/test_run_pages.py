@@ -196,5 +196,5 @@ def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
     assert (answer.status_code, answer.text) == (500, "[Errno 5] Input/output error\n")
     (run_dir / "config.yaml").write_text("- 1")
     answer = client.get(run_path)
-    assert answer.status_code == 500
+    assert answer.status_code == 400
     assert "is not a recipe" in answer.text
