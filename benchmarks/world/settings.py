@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,8 @@ def run_measured(command: Sequence[str], log: Path | None = None) -> dict[str, f
     """
     began = time.perf_counter()
     peak_kib = 0
-    with ExitStack() as stack:
-        errors = stack.enter_context(log.open("w", encoding="utf-8")) if log else None
-        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors))
+    with log.open("w", encoding="utf-8") if log else nullcontext() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         # The kernel's own account of a child, ru_maxrss, starts at the parent's memory.
         status = Path("/proc") / str(process.pid) / "status"
         while process.poll() is None:

@@ -136,7 +136,7 @@ SMALL_RUNS = (
     SmallRun(
         "world.settings",
         "{work} --settings 'rank 4' --seeds 0 --steps 1 --new-clips 2 --known-clips 2 --per-group 1",
-        r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \|",
+        r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \| N \|",
     ),
     SmallRun(
         "world.quality",
