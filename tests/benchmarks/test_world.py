@@ -154,7 +154,7 @@ def test_the_first_step_with_a_nan_loss_is_read_from_the_scripts_progress_bar(tm
 
 
 @pytest.mark.slow
-def test_the_base_shows_what_captions_say_and_does_not_know_a_heart():
+def test_the_base_shows_what_captions_say_and_does_not_know_a_moon():
     pipeline = open_pipeline(BASE, None)
     known_scenes, new_scenes = draw_scenes(None, 16, 7), draw_scenes("moon", 8, 7)
     assert compare(known_scenes, sample_clips(pipeline, [scene.caption for scene in known_scenes], 7))["all"] >= 0.9
