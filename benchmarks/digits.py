@@ -285,12 +285,13 @@ def report(label: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
 
 
 def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, per_class: int = 6) -> None:
-    """One row per class: real digits, samples from scratch and with the LoRA; grey where a class has no sample."""
+    """One row per class: real digits, samples from scratch and with the LoRA; grey where a class has too few."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []
     for label, name in enumerate(NAMES):
         real = [np.asarray(enlarged(d).convert("L")) for d in digits[classes == label][:per_class]]
-        columns = [real, *([*sample_set.get(name, []), *[blank] * per_class][:per_class] for sample_set in sets)]
+        images = [real, *(sample_set.get(name, []) for sample_set in sets)]
+        columns = [[*column, *[blank] * per_class][:per_class] for column in images]
         parts = [np.concatenate([*column, gap], 1) for column in columns]
         rows.append(np.concatenate(parts, 1))
     grid = Image.fromarray(np.concatenate(rows))

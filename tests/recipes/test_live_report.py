@@ -34,7 +34,7 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
     assert reports == [("running", step, "running") for step in (0, 1, 3, 4, 6)] + [(None, 6, "finished")]
     output = capsys.readouterr().err
     assert output.count("warning: cannot write the report: ZeroDivisionError: a chart") == 1
-    assert "or open its report.html" in output
+    assert "or open report.html" in output
     assert json.loads((run / "status.json").read_text()) == {
         "state": "finished",
         "recipe": "cogvideox.yaml",
