@@ -21,7 +21,7 @@ _MARGINS = (0, 2, 4)
 _MIN_OVERLAP = 0.62  # intersection over union with a template, below which a shape is "unclear"
 _MIN_MARGIN = 0.02  # by which the best template must be better than the second
 _RATIOS = {"moon": 1.16, "triangle": 0.87}
-"""Height over width of shapes of which the two differ."""
+"""Height over width of shapes that are not as tall as wide."""
 _MAX_STRETCH = 1.4  # times as tall or as wide as the shape should be
 
 

@@ -33,7 +33,7 @@ _OVERRIDES = (
     "train.keep=9",
     "train.keep_best=0",
     "train.stop_after=null",
-    # What training does not depend on.
+    # Training does not depend on these.
     "validation.prompts=[]",
     "validation.images=[]",
     "validation.last_images=[]",
@@ -193,7 +193,7 @@ def run_script(arguments: Sequence[str], num_ranks: int) -> subprocess.Completed
     # Also on CPUs, where Accelerate's own launcher starts one process.
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     if num_ranks == 1:
-        # Of several GPUs, only one.
+        # Use only one of several GPUs.
         options = choose_launch_options(min(torch.cuda.device_count(), 1))
         launcher = ["accelerate.commands.launch", "--quiet", *options]
     script = find_packaged_files() / "recipes" / "lora.py"
@@ -233,7 +233,7 @@ def _check_gradient(run: _ShortRun) -> CheckResult:
             return CheckResult(name, "differs" if is_wrong else "cannot tell", _join_messages([event]))
     if match := re.search(r"^guard: step \d+: (the gradient agrees .*)", run.log, re.MULTILINE):
         return CheckResult(name, "passed", match[1])
-    # Of engines and kernels that the check does not support.
+    # The gradient check does not support every engine and kernel.
     if match := re.search(r"gradients are not checked.*", run.log):
         return CheckResult(name, "not run", match[0])
     # Out of memory, or for the step's gate.

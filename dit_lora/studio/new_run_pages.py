@@ -92,7 +92,7 @@ class NewRunPages:
             doctor=doctor,
             problems=list_machine_problems(doctor.read_answer() or {}),
             examples=[shlex.join(["dit-lora", *arguments]) for arguments in self._list_missing_examples(source)],
-            # Those that are done have nothing more to say.
+            # Finished commands have made their folders.
             example_jobs=[job for job in self._list_example_jobs(source) if job.state != "done"],
             folder=Path.cwd(),
         )
