@@ -8,7 +8,8 @@ from typing import Any
 
 from dit_lora.config.records import read_typed_json
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import list_files
+from dit_lora.files import list_files, read_regular
+from dit_lora.parsing import parse_json
 
 INDEX_FILE = "model_index.json"
 # The files of a component that `from_pretrained` reads: configs, safetensors and tokenizer files.
@@ -51,6 +52,19 @@ def copy_checkpoint_files(base: Path, output_folder: Path, should_copy: Callable
         if should_copy(name):
             (output_folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base / name, output_folder / name)
+
+
+def require_valid_json(folder: Path) -> None:
+    """Raise `DitLoraError` that lists all JSON files of the checkpoint that cannot be parsed, as torn downloads."""
+    problems = []
+    for name in list_checkpoint_files(folder):
+        if name.endswith(".json"):
+            try:
+                parse_json(read_regular(folder / name))
+            except (DitLoraError, OSError) as error:
+                problems.append(f"{name}: {error}")
+    if problems:
+        raise DitLoraError(format_list(f"{folder} is damaged; download these files again", problems))
 
 
 def require_inside(folder: Path, paths: list[Path]) -> None:

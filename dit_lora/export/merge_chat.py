@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from dit_lora.adapters.attach import ADAPTER_NAME, find_tied_layers
 from dit_lora.adapters.changed_weight import get_weight_changes
 from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, read_run_metadata
-from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.adapters.own_files import copy_checkpoint_files, require_valid_json
 from dit_lora.adapters.peft_format import find_chat_adapter_file, load_chat_adapter
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
@@ -58,6 +58,7 @@ def merge_adapter(
         raise DitLoraError(f"{output_dir} already exists; choose another folder, or remove it")
     # Read the header before the long load, so that a wrong folder fails at once.
     provenance = read_run_metadata(find_chat_adapter_file(adapter_dir))
+    require_valid_json(base)
     config = read_typed_json(base / "config.json", dict[str, Any])
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")

@@ -10,7 +10,7 @@ import torch
 
 from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
-from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.adapters.own_files import copy_checkpoint_files, require_valid_json
 from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json, write_json
@@ -54,10 +54,11 @@ def write_merged_pipeline(
         progress: Progress bar over the tensors.
 
     Raises:
-        DitLoraError: The base is quantized or lacks a layer.
+        DitLoraError: The base is quantized, lacks a layer, or has a torn JSON file.
         CheckFailedError: A merged weight is not finite.
     """
     # Check everything first: nothing is written for a base that cannot be merged into.
+    require_valid_json(base)
     source = base / part
     base_config = read_json(source / "config.json")
     files = _require_mergeable(source, base_config, changes, weights)

@@ -171,6 +171,12 @@ def test_what_cannot_be_merged_leaves_nothing(
     with pytest.raises(DitLoraError, match="is quantised; give --model the checkpoint"):
         merged(trained_adapter)
     (base / "transformer" / "config.json").write_text(json.dumps(config))
+    torn_config = base / "text_encoder" / "config.json"
+    whole = torn_config.read_bytes()
+    torn_config.write_bytes(whole[:-9])
+    with pytest.raises(DitLoraError, match=r"is damaged; .* again\n  - text_encoder/config.json: "):
+        merged(trained_adapter)
+    torn_config.write_bytes(whole)
     small = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)
     monkeypatch.setattr(merge_pipeline, "_merge_tensor", lambda _name, tensor, *_: tensor)
     with pytest.raises(CheckFailedError, match=r"are not base plus adapter.*\n  - .*to_k\.weight"):
