@@ -214,6 +214,12 @@ class TrainConfig(Section):
     guidance. Samples take theirs from `validation.guidance_scale`."""
     timesteps: TimestepsConfig | None = None
     """Noise levels of models that are trained by flow matching; null for the family's."""
+    target: Literal["data", "guided"] = "data"
+    """What the model learns to predict. `data`: the data, as every base model was trained. `guided`: what guidance
+    makes of it, for distilled checkpoints, whose samples need no guidance and would lose it: the base's prediction for
+    an empty caption, plus `guided_scale` times the data's difference from it. 1.3 times more compute."""
+    guided_scale: Annotated[float, Field(gt=1)] | None = None
+    """The guidance of `target: guided`; null for 3."""
     preserve: PreserveConfig | None = None
     """Also train each sample on its caption without the trigger, with the base's prediction as the target: a second
     loss, for twice the activations and 1.2 times more compute. Null for none. Prior preservation, with pictures that
@@ -221,6 +227,13 @@ class TrainConfig(Section):
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""
+
+    @property
+    def effective_guided_scale(self) -> float | None:
+        """Guidance of the target: `guided_scale`, or 3 if it is not set; None with `target: data`."""
+        if self.target == "data":
+            return None
+        return 3.0 if self.guided_scale is None else self.guided_scale
 
     @property
     def effective_high_noise_share(self) -> float:

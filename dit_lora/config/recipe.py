@@ -250,8 +250,16 @@ class Recipe(Section):
                 "train.preserve needs an adapter, and train.mode: full has none; remove it, or use "
                 "data.sources.generate (prior preservation)"
             )
-        if self.train.preserve is not None and self.train.context_parallel > 1:
-            raise ValueError("train.preserve does not work with train.context_parallel; remove one of them")
+        if self.train.target == "guided" and self.train.mode == "full":
+            raise ValueError("train.target: guided needs an adapter, and train.mode: full has none; remove it")
+        if self.train.guided_scale is not None and self.train.target == "data":
+            raise ValueError("train.guided_scale has no effect without train.target: guided; add it or remove this")
+        for option, is_set in (
+            ("train.preserve", self.train.preserve is not None),
+            ("train.target: guided", self.train.target == "guided"),
+        ):
+            if is_set and self.train.context_parallel > 1:
+                raise ValueError(f"{option} does not work with train.context_parallel; remove one of them")
         # A second checkpoint that makes the samples.
         second = self.validation.model is not None
         if second and not prompts:

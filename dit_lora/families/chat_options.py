@@ -65,6 +65,7 @@ def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         # Options of training that need noise levels, a variance or two networks.
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
+        "train.target": (train.target != "data", "there is no guidance"),
         "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
         "lora.init": (recipe.lora.has_file_init, "a chat model's adapter starts from kaiming or gaussian"),
         "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),

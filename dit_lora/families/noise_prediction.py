@@ -47,6 +47,8 @@ class NoiseDenoiser(Denoiser):
             )
         # By default (None in the recipe) a variance that the network predicts is trained too.
         trains_variance = self.has_learned_variance and recipe.train.vlb is not False
+        if trains_variance and recipe.train.target == "guided":
+            raise DitLoraError("train.target: guided has no target for the variance; add train.vlb: false")
         return replace(super().apply_training_options(recipe), should_train_variance=trains_variance)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:

@@ -17,7 +17,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.buckets.buckets import list_buckets
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.loading.encoded import build_preserve_spec
+from dit_lora.data.loading.encoded import build_guided_spec, build_preserve_spec
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.without_weights import build_from_configs, build_text_encoders, is_data_available
@@ -189,7 +189,8 @@ class MemoryEstimator:
         encoded, _ = self._encode_fake_sample(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in encoded.items()}
         text = self.checkpoint.encoders.text_spec(self.dtype)
-        return video | text | (build_preserve_spec(text) if self.recipe.train.preserve else {})
+        preserved = build_preserve_spec(text) if self.recipe.train.preserve else {}
+        return video | text | preserved | (build_guided_spec(text) if self.recipe.train.target == "guided" else {})
 
     def _encode_fake_sample(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """Encode one fake sample of this shape. Returns the video encoder's outputs and its peak in bytes."""

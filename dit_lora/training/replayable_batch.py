@@ -5,6 +5,9 @@ preservation loss on captions without the trigger word (`train.preserve`), times
 
 The preservation loss is also known as differential output preservation. Its target is the base's own prediction, for
 the same latents, noise and timestep.
+
+With `train.target: guided` the family's losses are taken after guidance has been removed from the model's output
+(`dit_lora.training.guided_target`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +16,21 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from dit_lora.adapters.under import disable_trained_adapter
-from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch
+from dit_lora.data.loading.batch import (
+    EMPTY_PREFIX,
+    GUIDED_SCALE,
+    LOSS_WEIGHT,
+    PRESERVE_PREFIX,
+    PRESERVE_WEIGHT,
+    Batch,
+)
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.guided_target import OutputRows, record_outputs, remove_guidance
 
 LossFunction = Callable[[nn.Module, Batch, RandomStreams], LossOutput]
 
@@ -75,50 +85,58 @@ def compute_training_losses(
     # One weight per sample, (rows,).
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
-        return checkpoint.losses(model, batch, streams)
-    main_batch = {n: t for n, t in batch.items() if n != PRESERVE_WEIGHT and not n.startswith(PRESERVE_PREFIX)}
+        return compute_data_losses(checkpoint, model, batch, streams)
+    main_batch, preserved_batch = _replace_caption(batch, PRESERVE_PREFIX, PRESERVE_WEIGHT)
     # First: activations kept for backward would take the memory that this pass needs.
-    preserved_batch = main_batch | {
-        n.removeprefix(PRESERVE_PREFIX): t for n, t in batch.items() if n.startswith(PRESERVE_PREFIX)
-    }
     with disable_trained_adapter(model), torch.no_grad():
         base = _collect_predictions(checkpoint, model, preserved_batch, streams)
-    main_output = checkpoint.losses(model, main_batch, streams)
+    main_output = compute_data_losses(checkpoint, model, main_batch, streams)
     preservation_loss = mean_squared_difference(
-        _collect_predictions(checkpoint, model, preserved_batch, streams), base, len(weight)
+        _collect_predictions(checkpoint, model, preserved_batch, streams), base
     )
     return LossOutput(main_output.losses + weight * preservation_loss, main_output.timesteps)
 
 
-def mean_squared_difference(
-    outputs: list[torch.Tensor], target_outputs: list[torch.Tensor], num_samples: int
-) -> torch.Tensor:
-    """Mean squared difference of each sample, fp32 (rows,), summed over outputs such as pictures and sound.
+def compute_data_losses(
+    checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
+) -> LossOutput:
+    """The family's losses of a batch against its data; of an output without guidance if the batch has a guided scale.
 
-    Each list holds one tensor per output, (rows, ...), or one tensor per sample and output.
+    They are comparable with those of a model that needs guidance.
     """
-    # One entry per output: (rows, ...), or (...) for models that return one tensor per sample.
-    pairs = zip(outputs, target_outputs, strict=True)
-    squares = [(output.float() - target.float()).square() for output, target in pairs]
-    # Batched outputs: the mean over all but the sample, then the sum over outputs.
-    if all(len(square) == num_samples for square in squares):
-        return torch.stack([square.flatten(1).mean(1) for square in squares]).sum(0)
-    # One tensor per sample: (outputs * rows,) to (outputs, rows), summed over outputs.
-    return torch.stack([square.mean() for square in squares]).view(-1, num_samples).sum(0)
+    scale = batch.get(GUIDED_SCALE)
+    if scale is None:
+        return checkpoint.losses(model, batch, streams)
+    main_batch, empty_batch = _replace_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
+    with disable_trained_adapter(model), torch.no_grad():
+        base = _collect_predictions(checkpoint, model, empty_batch, streams)
+    with remove_guidance(model, base, scale):
+        return checkpoint.losses(model, main_batch, streams)
+
+
+def _replace_caption(
+    batch: Mapping[str, torch.Tensor], prefix: str, weight_name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The batch without the tensors of a second caption, and the batch with that caption instead of its own."""
+    main_batch = {n: t for n, t in batch.items() if n != weight_name and not n.startswith(prefix)}
+    return main_batch, main_batch | {n.removeprefix(prefix): t for n, t in batch.items() if n.startswith(prefix)}
+
+
+def mean_squared_difference(outputs: OutputRows, target_outputs: OutputRows) -> torch.Tensor:
+    """Mean squared difference of each sample, fp32 (rows,), summed over outputs such as pictures and sound."""
+    means = [
+        torch.stack([(row.float() - target.float()).square().mean() for row, target in zip(*pair, strict=True)])
+        for pair in zip(outputs, target_outputs, strict=True)
+    ]
+    return torch.stack(means).sum(0)
 
 
 def _collect_predictions(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-) -> list[torch.Tensor]:
-    """The tensors that the model outputs during the family's loss computation, which uses the batch's random seeds."""
-    outputs: list[torch.Tensor] = []
-
-    def record_output(_module: nn.Module, _args: object, output: object) -> None:
-        outputs.extend(
-            leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        )
-
-    with model.register_forward_hook(record_output):
+) -> OutputRows:
+    """What the model outputs during the family's loss computation, which uses the batch's random seeds."""
+    outputs: OutputRows = []
+    with record_outputs(model, outputs):
         checkpoint.losses(model, batch, streams)
     return outputs
 

@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError
 
 Main = Callable[[list[str]], None]
 PRESERVE = "train.preserve={trigger: red, class_words: painted}"
+GUIDED = "train.target=guided"
 
 
 def test_it_is_trained_and_resumes_bit_for_bit(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
@@ -28,6 +29,23 @@ def test_it_is_trained_and_resumes_bit_for_bit(lora_main: Main, smoke: list[str]
     assert ours[-1][1] != theirs[-1][1]
     with pytest.raises(DitLoraError, match=r"train\.preserve"):
         lora_main([*smoke, "train.steps=6", f"run.dir={parts}", "train.resume=auto"])
+
+
+def test_a_guided_target_resumes_bit_for_bit_and_counts_in_the_eval_loss(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    uninterrupted, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
+    common = [*smoke, "data.caption_dropout=0.5", "validation.eval_draws=1", "validation.eval_clips=1"]
+    guided = [*common, GUIDED]
+    lora_main([*guided, "train.steps=4", f"run.dir={uninterrupted}"])
+    lora_main([*guided, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*guided, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
+    assert same_adapter(uninterrupted, parts)
+    lora_main([*common, "train.steps=1", f"run.dir={plain}"])
+    eval_losses = [lines(run, "eval_loss.jsonl")[0]["eval_loss"] for run in (uninterrupted, plain)]
+    assert eval_losses[0] != eval_losses[1]
+    with pytest.raises(DitLoraError, match=r"train\.target"):
+        lora_main([*guided, "train.guided_scale=2", "train.steps=6", f"run.dir={parts}", "train.resume=auto"])
 
 
 def test_a_bad_caption_without_the_trigger_is_its_samples_own(
@@ -56,6 +74,10 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
         (["train.preserve={trigger: sks, class_words: dog}"], "none of . captions contains the trigger"),
         ([PRESERVE, "train.mode=full", "optim.groups.adapter=null"], "needs an adapter"),
         ([PRESERVE, "train.context_parallel=2"], "train.preserve does not work with train.context_parallel"),
+        ([GUIDED, "train.mode=full", "optim.groups.adapter=null"], "train.target: guided needs an adapter"),
+        ([GUIDED, "train.context_parallel=2"], "train.target: guided does not work with train.context_parallel"),
+        ([GUIDED, "optim.groups.backbone.lr=1e-5"], "made from the base's own output, and .* base weights train too"),
+        (["train.guided_scale=2"], "no effect without train.target: guided"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(
@@ -77,6 +99,7 @@ def test_what_cannot_be_kept_is_refused_by_name(
         ["train.compile=true"],
         ["data.precompute=false"],
         ["kernels.lora_linear=on", "kernels.ada_norm=on"],
+        [GUIDED],
     ],
 )
 def test_it_goes_with_what_a_run_may_have(

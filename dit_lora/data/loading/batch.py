@@ -26,6 +26,10 @@ PRESERVE_PREFIX = "preserve."
 """Prefix of the names of tensors of captions without the trigger word (`train.preserve`)."""
 PRESERVE_WEIGHT = "preserve_weight"
 """Name of the tensor with the weight of the loss on those captions, fp32 (B,); only present with such captions."""
+EMPTY_PREFIX = "empty."
+"""Prefix of the names of tensors of the empty caption (`train.target: guided`)."""
+GUIDED_SCALE = "guided_scale"
+"""Name of the guidance of each sample's target, fp32 (samples,); 1 for a sample whose caption was dropped."""
 HOST_TENSORS = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
 """Names of tensors that stay on the host: caption masks, for example of Sana, Latte and Qwen-Image.
 
@@ -49,7 +53,9 @@ class Batch:
         """Move a batch to a device, except for the tensors in `HOST_TENSORS`."""
         # The masks of captions without the trigger word stay on the host too, hence the prefix is removed.
         moved = {
-            name: t if name.removeprefix(PRESERVE_PREFIX) in HOST_TENSORS else t.to(device, non_blocking=True)
+            name: t
+            if name.removeprefix(PRESERVE_PREFIX).removeprefix(EMPTY_PREFIX) in HOST_TENSORS
+            else t.to(device, non_blocking=True)
             for name, t in self.tensors.items()
         }
         return self._replace_tensors(moved, lambda draws: draws.to(device, non_blocking=True))

@@ -12,6 +12,8 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec, TensorCache
 from dit_lora.data.loading.batch import (
+    EMPTY_PREFIX,
+    GUIDED_SCALE,
     LOSS_WEIGHT,
     PRESERVE_PREFIX,
     PRESERVE_WEIGHT,
@@ -83,6 +85,12 @@ def build_preserve_spec(text_spec: Spec) -> Spec:
     return {**tensors, PRESERVE_WEIGHT: (torch.Size([]), torch.float32)}
 
 
+def build_guided_spec(text_spec: Spec) -> Spec:
+    """Shapes and dtypes of a sample's empty caption and of the guidance of its target."""
+    tensors = {f"{EMPTY_PREFIX}{name}": tensor_spec for name, tensor_spec in text_spec.items()}
+    return {**tensors, GUIDED_SCALE: (torch.Size([]), torch.float32)}
+
+
 @dataclass(frozen=True)
 class EncodedClips:
     """A training set of encoded clips and captions.
@@ -94,6 +102,8 @@ class EncodedClips:
     empty_text_key: str
     videos: Encodings
     texts: Encodings
+    guided_scale: float | None = None
+    """Guidance of the target (`train.target: guided`): samples then have the empty caption too."""
 
     def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
         """Order in which a run, whose steps take `samples_per_step` samples, reads the entries."""
@@ -128,6 +138,8 @@ class EncodedClips:
         spec = {**spec, **self.text_spec}
         if self.has_preserve_captions:
             spec |= build_preserve_spec(self.text_spec)
+        if self.guided_scale is not None:
+            spec |= build_guided_spec(self.text_spec)
         return shape, spec
 
     @cached_property
@@ -154,15 +166,21 @@ class EncodedClips:
         """Read one sample as a batch of one; its `faults` has a message if something is wrong."""
         spec = self.video_specs[entry.shape]
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
-        is_empty = text_key == self.empty_text_key
-        text, text_fault = self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
+        text, text_fault = self._read_text(text_key)
         tensors, preserved_fault = {**video, **text}, None
         # The caption without the trigger word is a second text input of the same sample.
         if (preserved_key := entry.choose_preserve_text_key(sample_seed)) is not None:
             preserved, preserved_fault = self.texts.read(preserved_key, self.text_spec)
             tensors |= {f"{PRESERVE_PREFIX}{name}": tensor for name, tensor in preserved.items()}
             tensors[PRESERVE_WEIGHT] = torch.tensor(entry.preserve_weight)
-        faults = [fault for fault in (video_fault, text_fault, preserved_fault) if fault]
+        empty_fault = None
+        if self.guided_scale is not None:
+            empty_key = entry.empty_text_key or self.empty_text_key
+            empty, empty_fault = self._read_text(empty_key)
+            tensors |= {f"{EMPTY_PREFIX}{name}": tensor for name, tensor in empty.items()}
+            # Without a caption there is nothing to guide towards.
+            tensors[GUIDED_SCALE] = torch.tensor(1.0 if text_key == empty_key else self.guided_scale)
+        faults = [fault for fault in (video_fault, text_fault, preserved_fault, empty_fault) if fault]
         if self.has_loss_weights:
             tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
         return Batch(
@@ -172,6 +190,10 @@ class EncodedClips:
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
+
+    def _read_text(self, key: str) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Tensors of a caption, and a message about a fault or None."""
+        return self.empty_text if key == self.empty_text_key else self.texts.read(key, self.text_spec)
 
     def select_example_entries(self) -> Sequence[Entry]:
         """Empty list of example entries, because every sample of a diffusion model uses the whole model."""

@@ -12,6 +12,7 @@ from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.ranks import gather_object, is_true_on_any_rank
 from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.replayable_batch import compute_data_losses
 from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import AnySetup
 
@@ -62,7 +63,7 @@ def measure_eval_loss(
                 continue
             batch = sample.to(accelerator.device)
             streams = RandomStreams(seed, batch.sample_seeds)
-            losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
+            losses = compute_data_losses(setup.checkpoint, model, batch.tensors, streams).losses
             sums.add_(torch.stack([losses.double().sum() * eval_sample.weight, sums.new_tensor(eval_sample.weight)]))
 
     with use_eval_mode(setup.model):

@@ -16,6 +16,7 @@ from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch
 from dit_lora.data.loading.encoded import Entry
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
+from dit_lora.training.guided_target import record_outputs
 from dit_lora.training.replayable_batch import compute_training_losses, mean_squared_difference
 
 ROWS, WIDTH = 3, 5
@@ -137,20 +138,32 @@ def test_frozen_adapters_stay_on_for_the_target() -> None:
     assert requires_grad["enter.lora_A.default.weight"]
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_every_tensor_that_a_model_gives_counts(by_row: bool) -> None:
-    """Pictures and sound are added; a list of pictures is a row each."""
+def test_every_output_of_a_model_counts() -> None:
+    """Pictures and sound are added."""
     generator = torch.Generator().manual_seed(1)
-    if by_row:
-        sizes = [(2, 3), (2, 5), (2, 4)]
-        ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
-        expected = [(a - b).square().mean() for a, b in zip(ours, theirs, strict=True)]
-    else:
-        sizes = [(3, 4, 2), (3, 7)]
-        ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
-        pairs = list(zip(ours, theirs, strict=True))
-        expected = [sum((a[i] - b[i]).square().mean() for a, b in pairs) for i in range(3)]
-    torch.testing.assert_close(mean_squared_difference(ours, theirs, 3), torch.stack(expected))
+    sizes = [(3, 4, 2), (3, 7)]
+    ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
+    pairs = list(zip(ours, theirs, strict=True))
+    expected = [sum((a[i] - b[i]).square().mean() for a, b in pairs) for i in range(3)]
+    rows, target_rows = ([list(tensor) for tensor in tensors] for tensors in (ours, theirs))
+    torch.testing.assert_close(mean_squared_difference(rows, target_rows), torch.stack(expected))
+
+
+@pytest.mark.parametrize("calls", ["batch", "rows", "list"])
+def test_samples_of_all_calls_are_recorded_in_order(calls: str) -> None:
+    """A list has a tensor for each sample, even if there are as many samples as channels."""
+    outputs = torch.randn(3, 3, 2)
+
+    class Model(nn.Module):
+        def forward(self, rows: list[int]) -> Any:
+            return ([outputs[row] for row in rows],) if calls == "list" else (outputs[rows],)
+
+    model, rows = Model(), list[list[torch.Tensor]]()
+    with record_outputs(model, rows):
+        for numbers in [[0], [1], [2]] if calls == "rows" else [[0, 1, 2]]:
+            model(numbers)
+    assert len(rows) == 1
+    assert torch.equal(torch.stack(rows[0]), outputs)
 
 
 def test_of_several_class_words_each_draw_has_one() -> None:

@@ -233,7 +233,7 @@ class PlannedSample:
     mirror: Job | None
     text: Job
     empty: Job | None = None
-    """The empty caption with the sample's references, if captions are encoded with them and dropped; else None."""
+    """The empty caption with the sample's references, if captions are encoded with them and an empty one is needed."""
     preserve: tuple[Job, ...] = ()
     """The captions without the trigger, for `train.preserve`."""
     preserve_weight: float = 0.0
@@ -359,7 +359,8 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     references = ReferenceMedia.from_sample(sample)
     text, empty = encoding.make_text_job(sample.clip.caption, references), None
     # Otherwise all samples share the empty caption.
-    if encoding.has_references_in_text and encoding.recipe.data.caption_dropout > 0:
+    needs_empty = encoding.recipe.data.caption_dropout > 0 or encoding.recipe.train.target == "guided"
+    if encoding.has_references_in_text and needs_empty:
         empty = encoding.make_text_job("", references)
     return PlannedSample(sample, video, mirror, text, empty, *_plan_preserved(encoding, sample))
 

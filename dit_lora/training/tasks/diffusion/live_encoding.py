@@ -56,6 +56,7 @@ def build_live_clips(
         plan.empty.key,
         LiveVideos(Decoder(plan.encoding, samples), encoders.load_video_encoder(*dtype_and_device, memory)),
         LiveTexts({job.key: job for job in texts}, encoders.load_text_encoder(*dtype_and_device)),
+        session.recipe.train.effective_guided_scale,
     )
 
 

@@ -234,7 +234,7 @@ def _fill_caches(
     }
     rejects.add(failed, "these clips cannot be used; all others are cached")
     entries = tuple(planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id))
-    return CachedClips(entries, empty.key, videos, texts)
+    return CachedClips(entries, empty.key, videos, texts, session.recipe.train.effective_guided_scale)
 
 
 def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:

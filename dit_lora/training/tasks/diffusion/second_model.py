@@ -44,13 +44,20 @@ def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoi
 
 
 def require_only_adapter_trains(recipe: Recipe, model: nn.Module) -> None:
-    """Raise `DitLoraError` if base weights train although `validation.model` or `train.preserve` needs them frozen."""
+    """Raise `DitLoraError` if base weights train although an option of the recipe needs them frozen.
+
+    These are `validation.model`, `train.preserve` and `train.target: guided`.
+    """
     trained = get_base_parameters(model)
-    if recipe.train.preserve is not None and trained:
-        raise DitLoraError(
-            f"train.preserve: its target is the base's own output, and {len(trained)} base weights train too, such as "
-            f"{next(iter(trained))}; leave one of them out"
-        )
+    for option, is_set in (
+        ("train.preserve", recipe.train.preserve is not None),
+        ("train.target: guided", recipe.train.target == "guided"),
+    ):
+        if is_set and trained:
+            raise DitLoraError(
+                f"{option}: its target is made from the base's own output, and {len(trained)} base weights train too, "
+                f"such as {next(iter(trained))}; leave one of them out"
+            )
     if recipe.validation.model is not None and trained:
         raise DitLoraError(
             f"validation.model: its samples use only the adapter, but {len(trained)} base weights train too, such "

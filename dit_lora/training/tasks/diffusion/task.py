@@ -127,6 +127,8 @@ class DiffusionTask:
             schedule["data.sound"] = True
         if recipe.train.preserve is not None:
             schedule["train.preserve"] = recipe.train.preserve.model_dump()
+        if recipe.train.target == "guided":
+            schedule["train.target"] = f"guided, scale {recipe.train.effective_guided_scale:g}"
         return {
             **schedule,
             "data.caption_dropout": recipe.data.caption_dropout,
