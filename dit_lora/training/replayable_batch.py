@@ -82,7 +82,8 @@ def compute_training_losses(
         n.removeprefix(PRESERVE_PREFIX): t for n, t in batch.items() if n.startswith(PRESERVE_PREFIX)
     }
     with disable_trained_adapter(model), torch.no_grad():
-        base = _collect_predictions(checkpoint, model, preserved_batch, streams)
+        # Trained weights outside of the adapter may change it.
+        base = [stop_gradient(t) for t in _collect_predictions(checkpoint, model, preserved_batch, streams)]
     main_output = checkpoint.losses(model, main_batch, streams)
     preservation_loss = mean_squared_difference(
         _collect_predictions(checkpoint, model, preserved_batch, streams), base, len(weight)

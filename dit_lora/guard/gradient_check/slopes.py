@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dit_lora.guard.gradient_check.directions import Direction, displace_weights
+from dit_lora.numerics.stop_gradient import StoppedValues
 
 CheckResult = Literal["agrees", "differs", "cannot tell"]
 LossTerms = Callable[[], torch.Tensor]
@@ -90,6 +91,7 @@ class LossEvaluator:
     base_noise: float = field(init=False)
     """Lower bound of the noise: of rounding the terms, and of two evaluations at the same weights."""
     _epsilon: float = field(init=False, default=0.0)
+    _stopped_values: StoppedValues = field(init=False, default_factory=StoppedValues)
 
     def evaluate_base(self) -> None:
         """Evaluate the loss twice at the original weights."""
@@ -115,7 +117,7 @@ class LossEvaluator:
         # that was cached without gradients also loses the gradient of the next step.
         torch.clear_autocast_cache()
         try:
-            with torch.no_grad(), torch.random.fork_rng(self.devices):
+            with torch.no_grad(), torch.random.fork_rng(self.devices), self._stopped_values.hold():
                 terms = self.compute_terms().detach()
         finally:
             torch.clear_autocast_cache()
