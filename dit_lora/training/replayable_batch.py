@@ -20,6 +20,7 @@ from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE_PREFIX, PRESERVE_W
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
+from dit_lora.numerics.stop_gradient import stop_gradient
 from dit_lora.numerics.streams import RandomStreams, derive_seed
 
 LossFunction = Callable[[nn.Module, Batch, RandomStreams], LossOutput]
