@@ -84,7 +84,8 @@ class BundleWriter:
         model = calls[0].owner
         assert model is not None  # set for every recorded call
         weights, missing_parts = self._select_weights(model)
-        packed_calls, replays, samples = [], [], {}
+        packed_calls, replays = [], []
+        samples: dict[str, torch.Tensor] = {}
         for number, call in enumerate(calls):
             writer = CallWriter(call.generator)
             packed = pack_call(call, writer)

@@ -35,8 +35,8 @@ _NOISE_FACTOR = 5.0
 MAX_SIZES = 6
 _SIZE_FACTOR = 2.5
 """Ratio of two step sizes that are tried in turn."""
-_DIFFERENCE_FACTOR = 2.0
-"""A difference of at least so many bounds is reported; below, nothing is known.
+_TRUNCATION_FACTOR = 2.0
+"""A difference is reported only if it is above its bound with so many times the truncation error.
 
 The truncation error is that of a smooth loss. ReLU makes it larger, by 1.2 bounds in a healthy check of Sana."""
 _REPEATS = (1.1, 0.9, 1.2)
@@ -176,6 +176,11 @@ class SlopeEstimate:
     @property
     def differs(self) -> bool:
         return abs(self.difference) > self.bound
+
+    @property
+    def is_reportable(self) -> bool:
+        """True if the difference is too large even for a loss that is not smooth."""
+        return abs(self.difference) > self.bound + (_TRUNCATION_FACTOR - 1) * self.truncation
 
 
 def divide(numerator: float, denominator: float) -> float:
@@ -383,7 +388,7 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
     best = _find_best(estimates)
     if not best.differs:
         return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
-    if abs(best.difference) <= _DIFFERENCE_FACTOR * best.bound:
+    if not best.is_reportable:
         return "cannot tell"
     # An average of four differs less often by chance: a second size need not exclude equality.
     confirming = [e for e in estimates if e is not best and (e.differs or best.is_average)]

@@ -113,7 +113,7 @@ def run_rank() -> tuple[list[str], list[dict[str, Any]], list[float]]:
         run.engine._flatten_gradient = flatten  # type: ignore[method-assign]
     # Training goes on.
     norms = run.engine.compute_gradient_norms(None)
-    run.engine.step(torch.tensor(False))
+    run.engine.step(torch.tensor(0.0))
     return run.lines, run.events, [norm.item() for norm in norms.values()]
 
 
