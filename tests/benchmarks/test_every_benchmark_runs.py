@@ -86,6 +86,11 @@ SMALL_RUNS = (
         r"1 faults: 1 found, 0 within the bound, 0 missed, 0 cannot tell; 0 with a wrong layer",
     ),
     SmallRun(
+        "gradient_check.cost",
+        "--work {work} --family latte --micro-batches 1 --checks 1",
+        r"\| fp32 \| N \| N \| \d+ \| \d+ \| N% \| N \|",
+    ),
+    SmallRun(
         "gradient_check.foreign_loops",
         "--loops plain/adamw --only none",
         r"\| plain/adamw \| healthy \| agrees \|  \|",
