@@ -22,28 +22,35 @@ class StoppedValues:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Context of one evaluation: the first records the values, and all later ones use them."""
+        # Each evaluation calls `stop_gradient` in the same order.
         self._num_used = 0
-        token = _HELD_VALUES.set(self)
+        token = _STOPPED_VALUES.set(self)
         try:
             yield
         finally:
-            _HELD_VALUES.reset(token)
+            _STOPPED_VALUES.reset(token)
+        # Only after an evaluation without an error.
         self._is_recorded = True
 
     def replace(self, tensor: torch.Tensor) -> torch.Tensor:
         """The first evaluation's value in place of `tensor`, which has no gradient."""
+        # The first evaluation defines the constants.
         if not self._is_recorded:
             self._values.append(tensor)
             return tensor
+        # Of the first evaluation, at the weights where the gradient was computed.
         value = self._values[self._num_used]
         self._num_used += 1
         return value
 
 
-_HELD_VALUES: ContextVar[StoppedValues | None] = ContextVar("held_values", default=None)
+_STOPPED_VALUES: ContextVar[StoppedValues | None] = ContextVar("stopped_values", default=None)
 
 
 def stop_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a constant of a loss; inside `StoppedValues.hold`, its value in the first evaluation."""
-    held = _HELD_VALUES.get()
-    return tensor.detach() if held is None else held.replace(tensor.detach())
+    stopped_values = _STOPPED_VALUES.get()
+    # Outside of a gradient check.
+    if stopped_values is None:
+        return tensor.detach()
+    return stopped_values.replace(tensor.detach())
