@@ -1,12 +1,10 @@
-"""Check gradients of tiny models: planted faults must be found, and healthy gradients must not be reported.
+"""Check gradients of tiny models in which faults are planted: each must be found.
 
     python -m benchmarks.gradient_check [--families wan sana] [--dtypes fp32] [--steps 0 3] [--only detached]
-        [--healthy 20] [--adapters lora dora] [--quantize int8] [--rounding] [--work FOLDER]
-        [--results FILE.jsonl] [--minutes 3]
+        [--rounding] [--work FOLDER] [--results FILE.jsonl] [--minutes 3]
 
-A long run can be made in parts: rows in FILE are not computed again, and `--minutes` ends a part. The whole is
-
-    python -m benchmarks.gradient_check --healthy 170 --adapters lora dora lokr loha oft --work FOLDER --results FILE
+A long run can be made in parts: rows in FILE are not computed again, and `--minutes` ends a part. Checks of right
+gradients are in `benchmarks.gradient_check.healthy`.
 
 All values of a step with a planted fault are finite, and its loss is right. For each fault it prints: how far the
 gradient is off (relative to the right one), the result, the direction that found it, slope / gradient with its bound,
@@ -14,14 +12,11 @@ the layer named and whether that layer's gradient is indeed wrong, and the evalu
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 
@@ -29,17 +24,13 @@ from benchmarks.gradient_check.faults import FAULTS, GradientFault
 from benchmarks.gradient_check.rounding import measure_largest_rounding
 from benchmarks.gradient_check.stored_rows import StoredRows
 from benchmarks.gradient_check.tiny_training import TinyTraining
-from dit_lora.config.lora import AdapterKind
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient, get_module_name
 from dit_lora.guard.gradient_check.directions import select_exact_parameters
 from dit_lora.numerics.precision import DTYPES
-from dit_lora.numerics.quantized_linear import Quantization
 
 FAMILIES = ("cogvideox", "wan", "flux", "sana", "sd3", "qwen_image")
-_MIN_ERROR = 0.01
-"""A layer's gradient is wrong from this relative error on, above the rounding of bf16 in a second backward pass."""
-_STEPS_OF_TRAINING = 25
-"""Healthy steps that are checked before a new training begins."""
+_MIN_ERRORS = {torch.float32: 1e-3, torch.bfloat16: 0.01}
+"""A layer's gradient is wrong from this relative error on, above the rounding of a second backward pass."""
 _OUTCOMES = ("found", "within the bound", "missed", "cannot tell")
 _HEADER = (
     "| fault | family | dtype | step | error | result | direction | slope / gradient | bound | layer | evaluations |\n"
@@ -47,33 +38,6 @@ _HEADER = (
 )
 
 Gradients = Mapping[str, torch.Tensor]
-
-
-@dataclass
-class HealthyChecks:
-    """What checks of right gradients reported."""
-
-    results: list[str] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
-    evaluations: list[int] = field(default_factory=list)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.results.append(row["result"])
-        self.evaluations.append(row["evaluations"])
-        self.ratios += row["ratios"]
-        self.bounds += row["bounds"]
-
-    def __str__(self) -> str:
-        count = self.results.count
-        text = f"{count('differs')} false alarms of {len(self.results)} checks, {count('cannot tell')} cannot tell"
-        if not self.ratios:
-            return text
-        return (
-            f"{text}; slope / gradient {min(self.ratios):.4f} to {max(self.ratios):.4f}, bound "
-            f"{statistics.median(self.bounds):.2g} (at most {max(self.bounds):.2g}); evaluations "
-            f"{statistics.median(self.evaluations):.0f} (at most {max(self.evaluations)})"
-        )
 
 
 def check_step(training: TinyTraining) -> GradientReport:
@@ -114,7 +78,7 @@ def judge_fault(fault: GradientFault, training: TinyTraining, family: str) -> st
     layer = ""
     if location is not None:
         layers = [location.layer] if location.layer else location.candidates
-        is_right = any(errors[name] > _MIN_ERROR for name in layers)
+        is_right = any(errors[name] > _MIN_ERRORS[training.dtype] for name in layers)
         layer = f"{location.layer or f'{len(layers)} layers'} ({'right' if is_right else 'wrong'})"
     found_by = (worst.direction, f"{worst.ratio:.4f}", f"{worst.bound:.2g}") if worst else ("", "", "")
     cells = (
@@ -148,60 +112,12 @@ def run_faults(arguments: argparse.Namespace, stored: StoredRows, family: str, d
                 yield row
 
 
-@dataclass(frozen=True)
-class HealthyRun:
-    """A training whose steps are all right."""
-
-    family: str
-    dtype: torch.dtype
-    adapter: AdapterKind
-    quantize: Quantization | None
-
-    @property
-    def name(self) -> str:
-        base = f" {self.quantize}" if self.quantize else ""
-        return f"{self.family} {_get_dtype_name(self.dtype)} {self.adapter}{base}"
-
-    def check(self, count: int, work: Path, stored: StoredRows) -> HealthyChecks:
-        """Check each step of a short training; each training starts with another adapter."""
-        checks = HealthyChecks()
-        training = None
-        for number in range(count):
-            key = ("healthy", self.name, number)
-            if not stored.has(*key):
-                if stored.is_time_over:
-                    break
-                start = number - number % _STEPS_OF_TRAINING
-                if training is None or training[0] != start:
-                    options = {"seed": start, "adapter": self.adapter, "quantize": self.quantize}
-                    training = (start, TinyTraining.from_family(self.family, work, self.dtype, **options))
-                training[1].train(number - start - training[1].step)
-                training[1].run_backward()
-                stored.add(key, _make_row(check_step(training[1])))
-            checks.add(stored.get(*key))
-        return checks
-
-
-def _make_row(report: GradientReport) -> dict[str, Any]:
-    sure = [c for c in report.comparisons if c.direction.startswith("gradient") and c.result != "cannot tell"]
-    return {
-        "result": report.result,
-        "evaluations": report.num_evaluations,
-        "ratios": [c.ratio for c in sure],
-        "bounds": [c.bound for c in sure],
-    }
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("fp32", "bf16"))
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--steps", nargs="+", type=int, default=(0, 3), help="steps trained before the planted fault")
     parser.add_argument("--only", default="", metavar="WORDS", help="faults with these words in their name")
-    parser.add_argument("--no-faults", action="store_true", help="healthy checks only")
-    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy checks for each family and dtype")
-    parser.add_argument("--adapters", nargs="+", choices=get_args(AdapterKind), default=("lora",))
-    parser.add_argument("--quantize", choices=("int8", "fp8"), help="the base of healthy checks")
     parser.add_argument("--rounding", action="store_true", help="measure rounding errors of right gradients only")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keeps rows for the next call")
     parser.add_argument("--minutes", type=float, metavar="N", help="stop after so many minutes")
@@ -222,25 +138,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rounding = measure_largest_rounding(family, arguments.work, dtype)
                 print(f"{family} {_get_dtype_name(dtype)}: {rounding}", flush=True)
             return 0
-        if not arguments.no_faults:
-            print(_HEADER)
-            for family, dtype in runs:
-                for row in run_faults(arguments, stored, family, dtype):
-                    print(row, flush=True)
-                    rows.append(row)
-        num_alarms = 0
-        healthy_runs = [(*run, adapter) for run in runs for adapter in arguments.adapters] if arguments.healthy else []
-        for family, dtype, adapter in healthy_runs:
-            run = HealthyRun(family, dtype, adapter, arguments.quantize)
-            checks = run.check(arguments.healthy, arguments.work, stored)
-            num_alarms += checks.results.count("differs")
-            print(f"{run.name}: {checks}", flush=True)
+        print(_HEADER)
+        for family, dtype in runs:
+            for row in run_faults(arguments, stored, family, dtype):
+                print(row, flush=True)
+                rows.append(row)
     if stored.is_time_over:
         print("time is over: the same command goes on from here")
     counts = [f"{sum(f'| {outcome} |' in row for row in rows)} {outcome}" for outcome in _OUTCOMES]
     num_wrong = sum("(wrong)" in row for row in rows)
-    print(f"{len(rows)} faults: {', '.join(counts)}; {num_wrong} with a wrong layer; {num_alarms} false alarms")
-    return 1 if num_alarms else 0
+    print(f"{len(rows)} faults: {', '.join(counts)}; {num_wrong} with a wrong layer")
+    return 0
 
 
 if __name__ == "__main__":

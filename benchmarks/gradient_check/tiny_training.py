@@ -22,6 +22,12 @@ MICRO_BATCHES, SAMPLES = 2, 2
 _CPU = torch.device("cpu")
 _FRAMES = {"cogvideox": 9, "wan": 5}
 _CAPTIONS = ("a red circle", "two blue squares", "a green line that moves", "yellow")
+# Models of classes take the names of theirs.
+_CLASSES = {
+    "dit": ("class 0", "class 2", "class 3", "class 4"),
+    "video_dit": ("blue disc", "blue square", "green disc", "red disc"),
+}
+_TEXT_TENSORS = ("prompt", "audio_prompt")
 
 Backward = Callable[["TinyTraining", list[Tensors]], None]
 """Computes a step's gradient into `grad` of the parameters."""
@@ -35,6 +41,7 @@ class TinyTraining:
     model: nn.Module
     dtype: torch.dtype
     data: list[Tensors]
+    num_micro_batches: int = MICRO_BATCHES
     step: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -52,8 +59,13 @@ class TinyTraining:
         seed: int = 0,
         adapter: AdapterKind = "lora",
         quantize: Quantization | None = None,
+        num_text_tokens: int | None = None,
+        num_micro_batches: int = MICRO_BATCHES,
     ) -> "TinyTraining":
-        """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter."""
+        """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter.
+
+        `num_text_tokens` shortens the captions' embeddings, which takes less time.
+        """
         family = get_family(family_name)
         variant = family.tiny_variants[0]
         path = folder / variant
@@ -67,7 +79,10 @@ class TinyTraining:
         # A rotation has a block size, and no rank.
         lora = LoraConfig(kind=adapter, dropout=dropout, rank=None if adapter == "oft" else 4)
         attach_lora(model, lora, family.lora_targets, seed=seed)
-        return cls(checkpoint, model.train(), dtype, _encode_samples(checkpoint, family_name))
+        data = _encode_samples(checkpoint, family_name)
+        if num_text_tokens is not None:
+            data = [_shorten_text(batch, num_text_tokens) for batch in data]
+        return cls(checkpoint, model.train(), dtype, data, num_micro_batches)
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -75,7 +90,7 @@ class TinyTraining:
 
     def make_micro_batches(self) -> list[Tensors]:
         """The present step's micro-batches; noise and timesteps differ from step to step."""
-        return [self.data[(self.step + k) % len(self.data)] for k in range(MICRO_BATCHES)]
+        return [self.data[(self.step + k) % len(self.data)] for k in range(self.num_micro_batches)]
 
     def compute_losses(self, batch: Tensors, micro_step: int) -> torch.Tensor:
         """Losses of a micro-batch's samples, equal at every call: all draws follow from step and micro-step."""
@@ -89,10 +104,11 @@ class TinyTraining:
         """The terms of the step's loss: each sample's loss divided by their number."""
         batches = self.make_micro_batches()
         losses = [self.compute_losses(batch, micro_step) for micro_step, batch in enumerate(batches)]
-        return torch.cat(losses) / (MICRO_BATCHES * SAMPLES)
+        return torch.cat(losses) / (self.num_micro_batches * SAMPLES)
 
-    def run_backward(self, weights: Sequence[float] = (1 / MICRO_BATCHES,) * MICRO_BATCHES) -> None:
-        """Accumulate the gradient of the step's loss; `weights` are those of the micro-batches."""
+    def run_backward(self, weights: Sequence[float] | None = None) -> None:
+        """Accumulate the gradient of the step's loss; `weights` are those of the micro-batches, by default equal."""
+        weights = weights or (1 / self.num_micro_batches,) * self.num_micro_batches
         self.optimizer.zero_grad(set_to_none=True)
         for micro_step, batch in enumerate(self.make_micro_batches()):
             (weights[micro_step] * self.compute_losses(batch, micro_step).mean()).backward()
@@ -112,9 +128,10 @@ def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:
     encode_video = checkpoint.encoders.load_video_encoder(torch.float32, _CPU)
     encode_text = checkpoint.encoders.load_text_encoder(torch.float32, _CPU)
     generator = torch.Generator().manual_seed(2)
-    size = (_FRAMES.get(family_name, 1), 3, 64, 96)
+    # DiT's position embedding is that of square pictures.
+    size = (_FRAMES.get(family_name, 1), 3, 64, 64 if family_name == "dit" else 96)
     rows = []
-    for caption in _CAPTIONS:
+    for caption in _CLASSES.get(family_name, _CAPTIONS):
         text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
         pixels = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
         # Masks of ones, as of captions of equal length.
@@ -122,3 +139,8 @@ def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:
         rows.append({**encode_video(pixels), **text})
     pairs = [rows[k : k + SAMPLES] for k in range(0, len(rows), SAMPLES)]
     return [{name: torch.stack([row[name] for row in pair]) for name in pair[0]} for pair in pairs]
+
+
+def _shorten_text(batch: Tensors, num_tokens: int) -> Tensors:
+    """The batch with the first tokens of its captions; their tensors are (B, tokens, ...)."""
+    return {name: t[:, :num_tokens] if name.startswith(_TEXT_TENSORS) else t for name, t in batch.items()}

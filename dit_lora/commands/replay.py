@@ -55,8 +55,8 @@ def replay_bundle(
     """
     hide_progress_bars()
     bundle = read_bundle(folder)
-    # Only a bundle of an external loop records the call of the model.
-    if "call" in bundle.facts:
+    # Only a bundle of an external loop records calls of the model.
+    if bundle.facts.keys() & {"call", "calls"}:
         if model is not None or device is not None:
             raise DitLoraError(
                 "--model and --device apply only to the bundle of a run; with --script, the script decides both"

@@ -3,7 +3,7 @@
 Its script runs up to the first call of the model, which is replaced by the bundle's call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
+from dit_lora.commands.replayed_gradient import replay_gradient
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.bundles import describe_parameters, unpack_call
+from dit_lora.guard.attach.bundles import describe_parameters, unpack_call, unpack_step
 from dit_lora.guard.attach.calls.call_batch import CallBatch
+from dit_lora.guard.attach.calls.gradient_check import make_micro_batch
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.guard_json import list_package_versions
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.run_script import run_as_main
+from dit_lora.guard.gradient_check.slopes import TOLERANCES
 from dit_lora.guard.repro_bundle import Bundle
 from dit_lora.numerics.dtensors import copy_full_values, get_original_class, needs_all_ranks
 from dit_lora.terminal import echo
@@ -66,7 +69,8 @@ class _ScriptReplay:
         self.problem: DitLoraError | None = None
         """Why the call could not be made."""
         self._bundle = bundle
-        self._replay_options: Mapping[str, Any] = {"fp32": fp32, "without": without}
+        self._fp32 = fp32
+        self._without = without
         self._expected_parameters: list[str] = bundle.facts["model"]["parameters"]
         self._class_name: str = bundle.facts["model"]["class"]
         self._other_models: dict[int, tuple[str, list[str]]] = {}
@@ -170,6 +174,9 @@ class _ScriptReplay:
             # Works for sharded parameters too, from the full weights.
             copy_full_values(parameters[name], weight)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        notes = describe_version_differences(bundle, list_package_versions())
+        if "calls" in bundle.facts:
+            return self._replay_gradient(model, device, notes)
         call = unpack_call(bundle, model, device)
         # Ranks that share sharded weights run it together, and the first one reports.
         rank = 0 if needs_all_ranks(model) else facts["rank"]
@@ -178,11 +185,34 @@ class _ScriptReplay:
             bundle,
             CallBatch.from_call(call, model, **position),
             model,
-            **self._replay_options,
+            fp32=self._fp32,
+            without=self._without,
             limit=None,
             masked_attention=None,
-            notes=describe_version_differences(bundle, list_package_versions()),
+            notes=notes,
         )
+
+    def _replay_gradient(self, model: nn.Module, device: torch.device, notes: Sequence[str]) -> ReplayResult:
+        """Repeat all calls of a step with a wrong gradient."""
+        facts = self._bundle.facts
+        dtypes = {str(dtype): dtype for dtype in TOLERANCES}
+        if facts["dtype"] not in dtypes:
+            raise DitLoraError(f"the bundle is torn: a gradient in {facts['dtype']} cannot be checked")
+        calls = unpack_step(self._bundle, model, device)
+        # The gradients of the outputs are in the bundle, so the loop's own loss is not needed.
+        batches = [make_micro_batch(call, facts["replay"]["step"], len(calls)) for call in calls]
+        with torch.enable_grad():
+            return replay_gradient(
+                self._bundle,
+                batches,
+                model,
+                dtype=dtypes[facts["dtype"]],
+                fp32=self._fp32,
+                disabled_names=self._without,
+                masked_attention=None,
+                notes=notes,
+                has_losses=False,
+            )
 
 
 def _find_differences(expected: Sequence[str], actual: Sequence[str]) -> list[str]:

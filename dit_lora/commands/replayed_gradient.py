@@ -75,8 +75,9 @@ def replay_gradient(
     dtype: torch.dtype,
     fp32: bool,
     disabled_names: Sequence[str],
-    masked_attention: bool,
+    masked_attention: bool | None,
     notes: Sequence[str],
+    has_losses: bool = True,
 ) -> GradientReplayResult:
     """Compare a bundle's gradient, and the one that is computed here, with the loss of its micro-batches.
 
@@ -87,8 +88,9 @@ def replay_gradient(
         dtype: The lowest precision of the model's forward pass in the run.
         fp32: Compute in fp32.
         disabled_names: Names of the guard's fallbacks to apply.
-        masked_attention: True if the model's attention has masks, which rules out cuDNN.
+        masked_attention: That of `run_and_diagnose`.
         notes: Messages to report with the result.
+        has_losses: False if the micro-batches have no losses of their own, as calls of another loop.
     """
     with ExitStack() as stack:
         fallbacks = apply_replay_options(
@@ -130,9 +132,14 @@ def replay_gradient(
         # Its own cause, which is one of a gradient, is in the finding.
         diagnosis = Diagnosis("unknown", message, micro_batches[0].step, micro_batches[0].rank, module=module)
     return GradientReplayResult(
-        Outcome(tuple(loss for values in losses for loss in values.tolist()), (), (), has_zero_gradient=False),
+        Outcome(
+            tuple(loss for values in losses for loss in values.tolist()) if has_losses else (),
+            (),
+            (),
+            has_zero_gradient=False,
+        ),
         diagnosis,
-        sample_ids=tuple(sample for batch in micro_batches for sample in batch.ids),
+        sample_ids=tuple(sample for batch in micro_batches for sample in batch.ids) if has_losses else (),
         recorded_event=bundle.facts["event"],
         notes=tuple(notes),
         recorded=recorded,

@@ -173,7 +173,8 @@ class CalledModel(_Class, _Record):
 class BundleFacts(_Record):
     """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`.
 
-    The bundle of a wrong gradient has `micro_batches`.
+    The bundle of a wrong gradient has `micro_batches`; an external loop's also has `calls` in place of `call`, and
+    `dtype` is the lowest precision of its forward pass.
     """
 
     format: Int64
@@ -187,6 +188,7 @@ class BundleFacts(_Record):
     dtype: NotRequired[str]
     transformer_digest: NotRequired[str]
     call: NotRequired[dict[str, Any]]
+    calls: NotRequired[list[dict[str, Any]]]
     model: NotRequired[CalledModel]
     micro_batches: NotRequired[list[Replay]]
 

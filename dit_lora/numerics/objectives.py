@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevelDistribution
+from dit_lora.numerics.stop_gradient import stop_gradient
 
 IGNORE_INDEX = -100
 """The label of a token that is not learned, as in Transformers and torch."""
@@ -231,8 +232,8 @@ class EpsilonPrediction:
         share = (variance_fraction.float() + 1) / 2
         # Interpolated between the two log variances, section 3.1 of the paper.
         log_variance = share * high + (1 - share) * low
-        # x_0 from the predicted noise; detached, because this loss trains only the variance.
-        guess = (noisy.float() - sigma * prediction.detach().float()) / alpha
+        # x_0 from the predicted noise; a constant, because this loss trains only the variance.
+        guess = (noisy.float() - sigma * stop_gradient(prediction).float()) / alpha
         mean = clean_share * guess + noisy_share * noisy.float()
         error = clean_share * (clean.float() - guess)  # of the mean
         # Divergence of the posterior (variance exp(low)) from the prediction (variance exp(log_variance)).

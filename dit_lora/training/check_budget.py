@@ -21,6 +21,11 @@ GRADIENT_CHECK_SHARE = 0.01
 _FORWARDS_PER_SAMPLE = 3
 """Cost of a training sample in forward passes: a backward pass takes about twice the time of a forward pass."""
 
+_FORWARDS_PER_EVALUATION = 1.5
+"""Cost of an evaluation of the loss in a gradient check, in forward passes: the weights are moved before each.
+
+In steps of 150 ms on a CPU (`python -m benchmarks.gradient_check.cost`); in longer steps it is less."""
+
 
 class EvalSize(NamedTuple):
     """Number of clips in the eval loss, and number of noise draws for each."""
@@ -94,5 +99,6 @@ def estimate_gradient_evaluations(dtype: torch.dtype) -> int:
 
 def count_paying_steps(num_evaluations: int) -> int:
     """Number of steps that pay for a gradient check: their `GRADIENT_CHECK_SHARE` is as long as the check."""
-    # An evaluation is a forward pass of all samples of a step.
-    return math.ceil(num_evaluations / _FORWARDS_PER_SAMPLE / GRADIENT_CHECK_SHARE)
+    # An evaluation has a forward pass of all samples of a step.
+    num_forwards = num_evaluations * _FORWARDS_PER_EVALUATION
+    return math.ceil(num_forwards / _FORWARDS_PER_SAMPLE / GRADIENT_CHECK_SHARE)

@@ -29,6 +29,7 @@ from dit_lora.data.loading.batch import (
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
+from dit_lora.numerics.stop_gradient import stop_gradient
 from dit_lora.numerics.streams import RandomStreams, derive_seed
 from dit_lora.training.guided_target import OutputRows, record_outputs, remove_guidance
 
@@ -88,8 +89,7 @@ def compute_training_losses(
         return compute_data_losses(checkpoint, model, batch, streams)
     main_batch, preserved_batch = _replace_caption(batch, PRESERVE_PREFIX, PRESERVE_WEIGHT)
     # First: activations kept for backward would take the memory that this pass needs.
-    with disable_trained_adapter(model), torch.no_grad():
-        base = _collect_predictions(checkpoint, model, preserved_batch, streams)
+    base = _predict_base(checkpoint, model, preserved_batch, streams)
     main_output = compute_data_losses(checkpoint, model, main_batch, streams)
     preservation_loss = mean_squared_difference(
         _collect_predictions(checkpoint, model, preserved_batch, streams), base
@@ -108,8 +108,7 @@ def compute_data_losses(
     if scale is None:
         return checkpoint.losses(model, batch, streams)
     main_batch, empty_batch = _replace_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
-    with disable_trained_adapter(model), torch.no_grad():
-        base = _collect_predictions(checkpoint, model, empty_batch, streams)
+    base = _predict_base(checkpoint, model, empty_batch, streams)
     with remove_guidance(model, base, scale):
         return checkpoint.losses(model, main_batch, streams)
 
@@ -129,6 +128,16 @@ def mean_squared_difference(outputs: OutputRows, target_outputs: OutputRows) -> 
         for pair in zip(outputs, target_outputs, strict=True)
     ]
     return torch.stack(means).sum(0)
+
+
+def _predict_base(
+    checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
+) -> OutputRows:
+    """What the model outputs without the trained adapter, without gradients."""
+    with disable_trained_adapter(model), torch.no_grad():
+        predictions = _collect_predictions(checkpoint, model, batch, streams)
+    # Trained weights outside of the adapter may change them.
+    return [[stop_gradient(row) for row in rows] for rows in predictions]
 
 
 def _collect_predictions(

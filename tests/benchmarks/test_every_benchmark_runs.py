@@ -82,13 +82,23 @@ SMALL_RUNS = (
     ),
     SmallRun(
         "gradient_check.__main__",
-        "--work {work} --families cogvideox --dtypes fp32 --steps 0 --only halved --healthy 1",
-        r"1 faults: 1 found, 0 within the bound, 0 missed, 0 cannot tell; 0 with a wrong layer; 0 false alarms",
+        "--work {work} --families cogvideox --dtypes fp32 --steps 0 --only halved",
+        r"1 faults: 1 found, 0 within the bound, 0 missed, 0 cannot tell; 0 with a wrong layer",
+    ),
+    SmallRun(
+        "gradient_check.cost",
+        "--work {work} --family latte --micro-batches 1 --checks 1",
+        r"\| fp32 \| N \| N \| \d+ \| \d+ \| N% \| N \|",
     ),
     SmallRun(
         "gradient_check.foreign_loops",
         "--loops plain/adamw --only none",
         r"\| plain/adamw \| healthy \| agrees \|  \|",
+    ),
+    SmallRun(
+        "gradient_check.healthy",
+        "--work {work} --families latte --dtypes fp32 --only dora --checks 1",
+        r"all fp32: 0 false alarms of 1 checks, 0 cannot tell; difference at most N bounds; evaluations \d+ .*",
     ),
     SmallRun(
         "guard_in_turns",

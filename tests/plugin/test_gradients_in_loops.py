@@ -98,7 +98,8 @@ def test_a_fault_is_found_at_the_next_check(
     assert (event["step"], event["kind"], event["action"]) == (4, "gradient_check", "report")
     assert (verdict["cause"], verdict.get("module")) == (cause, module)
     if cause == "stale":
-        assert verdict["words"] == "the gradient contains that of the step before, which was not cleared"
+        expected = "the gradient contains that of the step before, which was not cleared; no bundle is written: "
+        assert verdict["words"] == f"{expected}a replay has no gradient of the step before"
     else:
         assert "on purpose" in verdict["words"]
 

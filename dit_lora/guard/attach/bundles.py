@@ -1,8 +1,8 @@
 """Replay bundles for any training loop: the recorded call of a failed step, to be repeated by the same script."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,10 @@ class BundleWriter:
         With `is_shared`, every rank passes the same call, as sharded weights need, and the main process writes. A
         bundle must not end a run: failures are logged and raise nothing.
         """
-        # DeepSpeed's engine holds the weights.
-        if self.folder is None or self._num_written >= self.config.bundles or self.host.uses_deepspeed:
+        if not self._take_place():
             return None
-        if util.find_spec("safetensors") is None:
-            self._warn_once("no bundles are written, because safetensors is not installed")
-            return None
-        # Count the attempt, so that a full disk is not tried again at every failure.
-        self._num_written += 1
         assert call.owner is not None  # set for every recorded call
-        trained = {name: p for name, p in call.owner.named_parameters() if p.requires_grad}
-        size, missing_parts = sum(p.numel() * p.element_size() for p in trained.values()), []
-        if size > self.config.bundle_mib * 2**20:
-            # Do not gather them either: sharded weights may not fit into the memory of one rank.
-            trained, missing_parts = {}, [format_oversize_message(WEIGHTS, size)]
+        trained, missing_parts = self._select_weights(call.owner)
         # Collective: every rank takes part, and only the main process keeps the result.
         weights = gather_tensors(trained, keep_values=self.host.rank == 0) if is_shared else trained
         if is_shared and self.host.rank != 0:
@@ -73,17 +63,96 @@ class BundleWriter:
             "packages": list_package_versions(),
         }
         name = f"step_{event['step']:06d}_rank_{event['rank']}_micro_step_{event['micro_step']}"
+        missing_parts += writer.omitted_values
+        return self._store(name, metadata_facts, writer.tensors, weights, missing_parts=missing_parts)
+
+    def write_step(
+        self,
+        calls: Sequence[CapturedCall],
+        gradients: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        event: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> str | None:
+        """Write a replay bundle of a step with a wrong gradient: its calls of one model, and `gradients`.
+
+        Returns its relative path, or None. `dtype` is the lowest precision of the model's forward pass. Failures are
+        logged and raise nothing.
+        """
+        if not self._take_place():
+            return None
+        model = calls[0].owner
+        assert model is not None  # set for every recorded call
+        weights, missing_parts = self._select_weights(model)
+        packed_calls, replays = [], []
+        samples: dict[str, torch.Tensor] = {}
+        for number, call in enumerate(calls):
+            writer = CallWriter(call.generator)
+            packed = pack_call(call, writer)
+            packed["outputs"] = [writer.to_node(output.detach(), "output") for output in call.outputs]
+            packed_calls.append(packed)
+            position = {"step": event["step"], "micro_step": call.micro_step, "rank": event["rank"]}
+            replays.append({**position, "ids": list(call.ids)})
+            # Names begin with the number of the call, in the order of `micro_batches`.
+            samples |= {f"{number}/{name}": tensor for name, tensor in writer.tensors.items()}
+            missing_parts += writer.omitted_values
+        metadata_facts = {
+            **facts,
+            "event": dict(event),
+            "calls": packed_calls,
+            "dtype": str(dtype),
+            "micro_batches": replays,
+            "model": describe_model(model),
+            "replay": replays[0],
+            "packages": list_package_versions(),
+        }
+        name = f"step_{event['step']:06d}_gradient"
+        return self._store(name, metadata_facts, samples, weights, gradients, missing_parts=missing_parts)
+
+    def _take_place(self) -> bool:
+        """True if another bundle may be written, which is counted."""
+        # DeepSpeed's engine holds the weights.
+        if self.folder is None or self._num_written >= self.config.bundles or self.host.uses_deepspeed:
+            return False
+        if util.find_spec("safetensors") is None:
+            self._warn_once("no bundles are written, because safetensors is not installed")
+            return False
+        # Count the attempt, so that a full disk is not tried again at every failure.
+        self._num_written += 1
+        return True
+
+    def _select_weights(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """The trained weights that go into a bundle, and messages about those left out for their size."""
+        trained: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        size = sum(p.numel() * p.element_size() for p in trained.values())
+        if size <= self.config.bundle_mib * 2**20:
+            return trained, []
+        # Do not gather them either: sharded weights may not fit into the memory of one rank.
+        return {}, [format_oversize_message(WEIGHTS, size)]
+
+    def _store(
+        self,
+        name: str,
+        facts: Mapping[str, Any],
+        samples: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        *,
+        missing_parts: Sequence[str],
+    ) -> str | None:
+        assert self.folder is not None  # see `_take_place`
         # An earlier start of the script may have written to the same folder.
         num_earlier = len(list((self.folder / "bundles").glob(f"{name}*")))
         folder = self.folder / "bundles" / (f"{name}_again_{num_earlier}" if num_earlier else name)
         try:
             missing = write_bundle(
                 folder,
-                metadata_facts,
-                writer.tensors,
+                facts,
+                samples,
                 weights,
+                gradients=gradients,
                 limit_mib=self.config.bundle_mib,
-                missing_parts=[*writer.omitted_values, *missing_parts],
+                missing_parts=missing_parts,
             )
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", folder, error.strerror)
@@ -115,6 +184,29 @@ def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
     if call.generator is not None:
         packed["generator_device"] = call.generator[0].device.type
     return packed
+
+
+def unpack_step(bundle: Bundle, model: nn.Module, device: torch.device) -> list[CapturedCall]:
+    """Rebuild all calls, with their outputs, from the bundle of a wrong gradient so that they run on `model`.
+
+    Raises:
+        DitLoraError: If the bundle is incomplete or cannot be read.
+    """
+    pairs = bundle.micro_batches
+    packed_calls = bundle.facts["calls"]
+    if len(packed_calls) != len(pairs):
+        raise DitLoraError("the bundle is torn: its calls are not as many as its micro-batches")
+    calls = []
+    for packed, (position, tensors) in zip(packed_calls, pairs, strict=True):
+        facts = {**bundle.facts, "call": packed, "replay": position}
+        call = unpack_call(replace(bundle, facts=facts, samples=tensors), model, device)
+        reader = CallReader(tensors, device, None)
+        try:
+            outputs = tuple(reader.read_node(node) for node in packed["outputs"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DitLoraError(f"the bundle is torn: its outputs cannot be read ({error})") from error
+        calls.append(replace(call, outputs=outputs))
+    return calls
 
 
 def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:

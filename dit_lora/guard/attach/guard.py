@@ -113,7 +113,13 @@ class Guard:
         )
         self._config, self._checks = config, checks
         self._healthy_checks = HealthyStepChecks(
-            host, self._watched, config, folder, guard_id=self._file.id, write=self._recovery.write_event
+            host,
+            self._watched,
+            config,
+            folder,
+            guard_id=self._file.id,
+            write=self._recovery.write_event,
+            write_gradient_bundle=self._recovery.write_gradient_bundle,
         )
         self._step_hooks = StepHooks(host, self._watched, self._recovery, checks, self._healthy_checks)
         self._has_logged_summary = False

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError, format_kind, format_list, format_remaining_count
 from dit_lora.files import append_line
@@ -188,12 +190,21 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def write_bundle(self, source: CapturedCall, event: Event) -> str | None:
         if self._is_known_failure:  # a known sample already has a bundle
             return None
+        facts = self._make_bundle_facts(source)
+        return self._bundles.write(source, event.to_record(), facts, is_shared=self.collective_forward)
+
+    def write_gradient_bundle(
+        self, calls: Sequence[CapturedCall], gradients: Mapping[str, torch.Tensor], dtype: torch.dtype, event: Event
+    ) -> str | None:
+        """Write a bundle of a step whose gradient is wrong. Returns its relative path, or None."""
+        return self._bundles.write_step(calls, gradients, dtype, event.to_record(), self._make_bundle_facts(calls[0]))
+
+    def _make_bundle_facts(self, source: CapturedCall) -> dict[str, Any]:
         # Record the switches that were off before this event's action.
-        facts = {
+        return {
             "switched_off": sorted(self.watched.disabled_names),
             "start_peak": self.watched.contexts[id(source.owner)].start_peak,
         }
-        return self._bundles.write(source, event.to_record(), facts, is_shared=self.collective_forward)
 
     def apply_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
         # Snapshots hold no frozen weights, so this can only be reported.

@@ -20,7 +20,7 @@ from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.calls.gradient_check import LoopGradientCheck
+from dit_lora.guard.attach.calls.gradient_check import GradientBundleWriter, LoopGradientCheck
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard_json import STATISTICS_FILE
 from dit_lora.guard.attach.watched_models import WatchedModels
@@ -56,6 +56,7 @@ class HealthyStepChecks:
         *,
         guard_id: str,
         write: Callable[[Event], None],
+        write_gradient_bundle: GradientBundleWriter,
     ) -> None:
         if config.monitor_every and folder is None:
             raise DitLoraError("Guard: monitor_every needs folder=, where it writes statistics of modules")
@@ -85,7 +86,7 @@ class HealthyStepChecks:
             self._spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
         self.gradient_check: LoopGradientCheck | None = None
         if config.gradient_every:
-            self.gradient_check = LoopGradientCheck(host, watched, config.gradient_every, write)
+            self.gradient_check = LoopGradientCheck(host, watched, config.gradient_every, write, write_gradient_bundle)
         self._gradient_norm: torch.Tensor | None = None
         self._should_run_preflight = config.preflight
         self._attention_calls: Counter[AttentionCall] = Counter()

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dit_lora.guard.gradient_check.directions import Direction, displace_weights
+from dit_lora.numerics.stop_gradient import StoppedValues
 
 CheckResult = Literal["agrees", "differs", "cannot tell"]
 LossTerms = Callable[[], torch.Tensor]
@@ -34,8 +35,8 @@ _NOISE_FACTOR = 5.0
 MAX_SIZES = 6
 _SIZE_FACTOR = 2.5
 """Ratio of two step sizes that are tried in turn."""
-_DIFFERENCE_FACTOR = 2.0
-"""A difference of at least so many bounds is reported; below, nothing is known.
+_TRUNCATION_FACTOR = 2.0
+"""A difference is reported only if it is above its bound with so many times the truncation error.
 
 The truncation error is that of a smooth loss. ReLU makes it larger, by 1.2 bounds in a healthy check of Sana."""
 _REPEATS = (1.1, 0.9, 1.2)
@@ -90,6 +91,7 @@ class LossEvaluator:
     base_noise: float = field(init=False)
     """Lower bound of the noise: of rounding the terms, and of two evaluations at the same weights."""
     _epsilon: float = field(init=False, default=0.0)
+    _stopped_values: StoppedValues = field(init=False, default_factory=StoppedValues)
 
     def evaluate_base(self) -> None:
         """Evaluate the loss twice at the original weights."""
@@ -115,7 +117,7 @@ class LossEvaluator:
         # that was cached without gradients also loses the gradient of the next step.
         torch.clear_autocast_cache()
         try:
-            with torch.no_grad(), torch.random.fork_rng(self.devices):
+            with torch.no_grad(), torch.random.fork_rng(self.devices), self._stopped_values.hold():
                 terms = self.compute_terms().detach()
         finally:
             torch.clear_autocast_cache()
@@ -174,6 +176,11 @@ class SlopeEstimate:
     @property
     def differs(self) -> bool:
         return abs(self.difference) > self.bound
+
+    @property
+    def is_reportable(self) -> bool:
+        """True if the difference is too large even for a loss that is not smooth."""
+        return abs(self.difference) > self.bound + (_TRUNCATION_FACTOR - 1) * self.truncation
 
 
 def divide(numerator: float, denominator: float) -> float:
@@ -381,7 +388,7 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
     best = _find_best(estimates)
     if not best.differs:
         return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
-    if abs(best.difference) <= _DIFFERENCE_FACTOR * best.bound:
+    if not best.is_reportable:
         return "cannot tell"
     # An average of four differs less often by chance: a second size need not exclude equality.
     confirming = [e for e in estimates if e is not best and (e.differs or best.is_average)]

@@ -89,7 +89,11 @@ class Engine:
         return nullcontext()
 
     def keep_whole_gradients(self) -> AbstractContextManager[None]:
-        """Context in which `grad` of every trained parameter is the step's whole gradient, before the norms."""
+        """Context in which `grad` of every trained parameter is the step's whole gradient, before the norms.
+
+        If a rank fails before the gradients are exchanged, such as for lack of memory, all ranks raise
+        `GradientCheckError`, and no gradient has changed.
+        """
         # DDP has averaged the gradients.
         return nullcontext()
 

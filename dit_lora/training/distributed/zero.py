@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import distributed, nn
 
 from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.guard.gradient_check.ranks import gather_or_raise
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine, Tensors
 from dit_lora.training.optim.build import compute_gradient_norms
@@ -158,13 +159,25 @@ class Zero2(Engine):
 
     @contextmanager
     def keep_whole_gradients(self) -> Iterator[None]:
-        for index, part in enumerate(self._parts):
-            # Collective, in the same order of groups on every rank.
-            flat = self.accelerator.gather(self._flatten_gradient(index, part))
-            for name, location in part.slices_in_group().items():
-                parameter = part.parameters[name]
-                parameter.grad = flat[location].view(parameter.shape)
+        # This rank's part and memory for the whole gradient of each group, flat: (part,) and (ranks * part,).
+        flat_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def allocate() -> None:
+            for index, part in enumerate(self._parts):
+                local = self._flatten_gradient(index, part)
+                flat_gradients.append((local, local.new_empty(local.numel() * self.accelerator.num_processes)))
+
+        # A rank without enough memory must not leave the others waiting in an exchange.
+        gather_or_raise("memory for whole gradients", allocate)
         try:
+            for part, (local, whole) in zip(self._parts, flat_gradients, strict=True):
+                # Collective, in the same order of groups on every rank.
+                distributed.all_gather_into_tensor(whole, local)
+                for name, location in part.slices_in_group().items():
+                    parameter = part.parameters[name]
+                    parameter.grad = whole[location].view(parameter.shape)
+            # From here on only the parameters hold the gradients.
+            flat_gradients.clear()
             yield
         finally:
             # Outside of a backward pass, ZeRO has only the parts.

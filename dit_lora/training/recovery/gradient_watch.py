@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,7 +37,11 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
 
 _EVENT_KIND = "gradient_check"
-_ENGINE_NAMES = {ShardedEngine: "FSDP2", ContextParallel: "train.context_parallel"}
+_UNSUPPORTED_ENGINES = {
+    ShardedEngine: "FSDP2: each rank has only a shard of the weights and gradients, and the check moves whole ones",
+    ContextParallel: "train.context_parallel: in a replay, each rank has the gradient of its own tokens only",
+}
+"""Why an engine's gradients cannot be checked."""
 _ADVICE = {
     "recomputation": "; set train.checkpointing=none",
     "offload": "; set train.offload=none",
@@ -78,9 +83,8 @@ class GradientWatch:
             return None
         reason = None
         engine = type(self.setup.engine)
-        # Directions and displacements are those of whole tensors, and ranks of one sample have no loss each.
         if engine not in (Engine, Zero2):
-            reason = f"{_ENGINE_NAMES.get(engine, engine.__name__)}: the check needs one process, DDP or ZeRO-2"
+            reason = _UNSUPPORTED_ENGINES.get(engine, f"{engine.__name__}: it is not one process, DDP or ZeRO-2")
         # Rounding of activations to fp8 is no part of the gradient, so the two differ in a healthy run.
         elif recipe.kernels.fp8 != "off":
             reason = f"kernels.fp8={recipe.kernels.fp8}: its rounding makes the loss uneven"
@@ -131,12 +135,15 @@ class GradientWatch:
         Raises:
             RolledBackError: A component at fault was switched off, and the step is to be taken again.
         """
-        with self.setup.engine.keep_whole_gradients():
-            # On the unwrapped model, as all replays.
-            replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
-            self._check(step, replayable, losses)
+        # On the unwrapped model, as all replays.
+        replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
+        # Until the bundle is written.
+        with ExitStack() as whole_gradients:
+            self._check(step, replayable, losses, whole_gradients)
 
-    def _check(self, step: int, replayable: ReplayableStep, losses: Sequence[torch.Tensor]) -> None:
+    def _check(
+        self, step: int, replayable: ReplayableStep, losses: Sequence[torch.Tensor], whole_gradients: ExitStack
+    ) -> None:
         began = time.perf_counter()
         self._num_switched_off = len(self.recovery.state.switched_off)
         # The check is no part of training: whatever fails in it must not end the run.
@@ -144,7 +151,7 @@ class GradientWatch:
         outcome = optional_work.attempt(
             "gradient checks",
             step,
-            lambda: self._examine(replayable, losses),
+            lambda: self._examine(replayable, losses, whole_gradients),
             is_collective=self.setup.accelerator.num_processes > 1,
         )
         self._next_step = step + count_paying_steps(self._num_evaluations)
@@ -199,12 +206,17 @@ class GradientWatch:
         gradients = gather_or_raise("gradients", copy_gradients)[source]
         return self.recovery.files.write_gradient_bundle(micro_batches, gradients, event)
 
-    def _examine(self, step: ReplayableStep, losses: Sequence[torch.Tensor]) -> tuple[GradientReport, CauseFinding]:
+    def _examine(
+        self, step: ReplayableStep, losses: Sequence[torch.Tensor], whole_gradients: ExitStack
+    ) -> tuple[GradientReport, CauseFinding]:
         """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective.
+
+        `whole_gradients` keeps the gradients until it is closed.
 
         The result is `cannot tell` on all ranks after an error on one of them.
         """
         try:
+            run_together(lambda: whole_gradients.enter_context(self.setup.engine.keep_whole_gradients()))
             report, finding = run_together(lambda: self._compare(step, losses))
         except GradientCheckError as error:
             # Left out from here on.

@@ -7,14 +7,15 @@ loop does with gradients (clipping, scaling, penalties on weights) is its own bu
 that exactly contains that of the step before was not cleared.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
+from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.experiments import preserve_state
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnosis import Event
@@ -37,6 +38,9 @@ _MAX_CALLS = 32
 _MAX_RESIDUAL = 0.05
 """Share of this step's gradient that a stale gradient may leave unexplained: it is an exact sum."""
 _ON_PURPOSE = "; if the model detaches or estimates a gradient on purpose, this is expected"
+
+GradientBundleWriter = Callable[[Sequence[CapturedCall], Mapping[str, torch.Tensor], torch.dtype, Event], str | None]
+"""Writes the bundle of a wrong gradient: calls, gradients by parameter, the lowest precision, the event."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,12 +92,18 @@ class LoopGradientCheck:
     """Checks gradients of a loop's steps before they are taken. The loop's weights and gradients stay as they are."""
 
     def __init__(
-        self, host: Host, watched: WatchedModels, interval_steps: int, write: Callable[[Event], None]
+        self,
+        host: Host,
+        watched: WatchedModels,
+        interval_steps: int,
+        write: Callable[[Event], None],
+        write_bundle: GradientBundleWriter,
     ) -> None:
         self._host = host
         self._watched = watched
         self._interval_steps = interval_steps
         self._write = write
+        self._write_bundle = write_bundle
         self._is_first = True
         """True until a step with recorded calls was checked."""
         self._has_agreed = False
@@ -174,7 +184,7 @@ class LoopGradientCheck:
         if not dtypes <= TOLERANCES.keys():
             return f"{', '.join(sorted(str(dtype) for dtype in dtypes - TOLERANCES.keys()))} is not supported"
         dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        batches = [_make_micro_batch(call, step, len(calls)) for call in calls]
+        batches = [make_micro_batch(call, step, len(calls)) for call in calls]
         replayable = ReplayableStep(batches, model, dtype)
         with (
             preserve_state(self._watched.all_models()),
@@ -188,32 +198,66 @@ class LoopGradientCheck:
                 replayable.run_backward()
                 report = check_gradient(replayable.compute_terms, replayable.parameters, dtype=dtype)
                 finding = CauseFinding("unknown", "")
+                gradients: dict[str, torch.Tensor] = {}
                 if report.result == "differs":
                     finding = find_gradient_cause(replayable, report, self._watched.joint_context)
+                    # The loop gets its own gradients back below.
+                    gradients = _copy_gradients(model)
             if report.result == "agrees" and previous is not None and _is_stale(replayable, names, previous):
                 message = "the gradient contains that of the step before, which was not cleared"
                 report = GradientReport("differs", (), report.num_evaluations, reason=message)
                 finding = CauseFinding("stale", "")
         if report.result == "cannot tell":
             return report.message.partition(": ")[2]
-        self._report(step, report, finding)
-        return None
-
-    def _report(self, step: int, report: GradientReport, finding: CauseFinding) -> None:
         if report.result == "agrees":
             if not self._has_agreed:
                 self._host.log(f"guard: step {step}: {report.message} (backward passes of this step's model calls)")
             self._has_agreed = True
-            return
+            return None
+        self._report_wrong(step, calls, report, finding, gradients, dtype)
+        return None
+
+    def _report_wrong(
+        self,
+        step: int,
+        calls: Sequence[CapturedCall],
+        report: GradientReport,
+        finding: CauseFinding,
+        gradients: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
         message = f"{report.message}{finding.message}"
         # Without a component at fault, the code itself is such.
         if finding.fallback is None and finding.cause != "stale":
             message += _ON_PURPOSE
-        self._write(Event(step, EVENT_KIND, build_diagnosis_record(report, finding, message)))
+        obstacle = self._find_bundle_obstacle(calls, finding)
+        if obstacle is not None:
+            message += f"; no bundle is written: {obstacle}"
+        event = Event(step, EVENT_KIND, build_diagnosis_record(report, finding, message))
+        bundle = None
+        if obstacle is None:
+            # The finding must not be lost with the bundle.
+            bundle = try_or_warn(
+                lambda: self._write_bundle(calls, gradients, dtype, event), "bundle of a wrong gradient"
+            )
+        self._write(replace(event, facts={"bundle": bundle} if bundle else {}))
         self._host.log(f"guard: step {step}: {message}")
 
+    def _find_bundle_obstacle(self, calls: Sequence[CapturedCall], finding: CauseFinding) -> str | None:
+        """Why a replay could not repeat the result; None if it can."""
+        if finding.cause == "stale":
+            return "a replay has no gradient of the step before"
+        # A replay loads the weights of one model, and names its parameters as that model does.
+        if any(call.owner is not self._watched.joint_context.model for call in calls):
+            return "the loop trains several models, or calls parts of one"
+        return None
 
-def _make_micro_batch(call: CapturedCall, step: int, num_calls: int) -> WeightedOutputs:
+
+def _copy_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+def make_micro_batch(call: CapturedCall, step: int, num_calls: int) -> WeightedOutputs:
     # A recorded call has its model.
     assert call.owner is not None
     return WeightedOutputs(

@@ -19,6 +19,7 @@ from dit_lora.guard.gradient_check.directions import (
     select_exact_parameters,
 )
 from dit_lora.guard.gradient_check.slopes import LossEvaluator, compare_slopes, divide
+from dit_lora.numerics.stop_gradient import stop_gradient
 
 LAYERS = ("0", "3", "5")
 
@@ -124,6 +125,22 @@ def test_a_scaled_gradient_differs_by_its_factor(dtype: torch.dtype, factor: flo
         # Of all layers: the last one, and those before it.
         assert report.location is not None
         assert (report.location.layer, report.location.earlier_layers) == ("5", "differs")
+
+
+@pytest.mark.parametrize(("stop", "result"), [(stop_gradient, "agrees"), (torch.Tensor.detach, "differs")])
+def test_a_constant_computed_from_the_output_keeps_its_value(
+    stop: Callable[[torch.Tensor], torch.Tensor], result: str
+) -> None:
+    layer = nn.Linear(7, 4)
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+
+    def compute_terms() -> torch.Tensor:
+        output = layer(x)
+        return (output * (1 + stop(output).square())).mean(1)
+
+    compute_terms().sum().backward()
+    report = check_gradient(compute_terms, dict(layer.named_parameters()))
+    assert report.result == result
 
 
 def test_noise_that_hides_the_slope_allows_no_result() -> None:
