@@ -3,10 +3,11 @@
     python -m benchmarks.race [--script train_cogvideox_lora.py] [--work FOLDER] [--rounds 3] [--steps 12 200]
                               [--layers 12] [--size HEIGHT WIDTH]
 
-The model, clips and recipe are those of `benchmarks.first_step`. `script` is the file given by `--script`, which
-needs torchvision and decord, and else `benchmarks.bare_start`. `cold` finds no cache, `warm` the cache of the run
-before. The runs of a round follow each other; medians are taken over rounds. The ratio is of CPU time, which a busy
-machine does not change. The last column is the time outside of steps by phase.
+The model, clips and recipe are those of `benchmarks.first_step`. `script` is a copy of the file given by `--script`,
+with `benchmarks/stand_ins` where torchvision or decord is not installed; without the option, `benchmarks.bare_start`.
+`cold` finds no cache, `warm` the cache of the run before. The runs of a round follow each other; medians are taken
+over rounds. The ratio is of CPU time, which a busy machine does not change. The last column is the time outside of
+steps by phase.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.first_step import (
     run_in_work_folder,
     watch_process,
 )
+from benchmarks.world.diffusers_script import add_stand_ins
 
 LIMITS = {"cold": 1.5, "warm": 1.25}
 """Highest ratio that a run of `SHORT` steps should have."""
@@ -75,8 +77,10 @@ def race_script(
         (clips / "prompts.list").write_text("".join(f"{line['text']}\n" for line in lines))
         (clips / "videos.list").write_text("".join(f"{line['file_name']}\n" for line in lines))
         height, width = map(str, arguments.size)
+        copy = work / "train_cogvideox_lora.py"
+        copy.write_text(add_stand_ins(arguments.script.read_text(encoding="utf-8")), encoding="utf-8")
         command = [
-            str(arguments.script.absolute()), "--pretrained_model_name_or_path", str(model), "--output_dir",
+            str(copy.absolute()), "--pretrained_model_name_or_path", str(model), "--output_dir",
             str(folder), "--instance_data_root", str(clips), "--caption_column", "prompts.list", "--video_column",
             "videos.list", "--height", height, "--width", width, "--max_num_frames", "9", "--train_batch_size", "2",
             "--max_train_steps", str(steps), "--rank", "16", "--lora_alpha", "16", "--learning_rate", "1e-3",
