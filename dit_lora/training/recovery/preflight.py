@@ -49,8 +49,8 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 
-_NUM_CANDIDATE_BATCHES = 3
-"""Micro-batches' worth of samples, which is enough to find a healthy one among data with a few bad samples."""
+# Enough to find a healthy micro-batch among data with a few bad samples.
+_NUM_CANDIDATE_BATCHES = 3  # micro-batches
 
 
 def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
@@ -142,7 +142,7 @@ def _find_healthy_batch(
 
     If none is healthy, the findings are those of the first one.
 
-    The micro-batch is None if all data is bad: that is for the guard. It has no more samples than a training step's.
+    The micro-batch is None if all data is bad: that is for the guard. Uses no more samples than a training step.
     """
     candidates = _read_candidate_batches(setup, quarantine)
     # All ranks try the same samples: one that read a torn file would diverge.
@@ -170,17 +170,12 @@ def _find_healthy_batch(
 def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
     """A few micro-batches of good samples that are not left out, each sample with its own random seed.
 
-    They have the largest shape, and on a GPU the size of a training step's, so that lack of memory shows here. On a
-    CPU each has one sample. A small bucket's samples repeat with other seeds.
+    They have the largest shape, so that lack of memory shows here. A small bucket's samples repeat with other seeds.
     """
-    batch_size, entries = setup.recipe.train.batch_size, select_usable_entries(setup, quarantine)
-    # A CPU that lacks memory raises no error that could be answered, and gradients flow for one sample as for many.
-    size = 1 if setup.session.accelerator.device.type == "cpu" else batch_size
+    size, entries = setup.recipe.train.batch_size, select_usable_entries(setup, quarantine)
     # A smaller shape is tried only if no sample of a larger one is good.
     for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
-        samples = read_good_samples(
-            setup, [e for e in entries if e.shape == shape], _NUM_CANDIDATE_BATCHES * batch_size
-        )
+        samples = read_good_samples(setup, [e for e in entries if e.shape == shape], _NUM_CANDIDATE_BATCHES * size)
         if samples:
             return [samples[start : start + size] for start in range(0, len(samples), size)]
     return []
