@@ -263,6 +263,7 @@ _PREPARED: dict[str, Prepare] = {
 NOT_RUN: dict[str, list[str]] = {
     "CONTRIBUTING.md": ["the whole suite"],
     "README.md": ["they make or change an environment"],
+    "docs/benchmarks/other_trainers.md": ["it clones four repositories"],
     "docs/benchmarks/world.md": ["it trains for hours"],
     "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
     "docs/contributing.md": ["it builds the whole site"],
