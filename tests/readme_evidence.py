@@ -14,6 +14,7 @@ _LOOKED_UP = (
 )
 _FIGURES = f"{_README}::test_every_measured_figure_is_on_the_page_of_its_benchmark"
 _LINKS = "tests/docs/test_site.py"
+_RANKS = "tests/recipes/test_distributed.py"
 
 EVIDENCE: dict[str, tuple[str, ...]] = {
     "Loss is NaN?": (f"{_README}::test_the_symptom_comes_first_and_the_tables_after_one_screen",),
@@ -22,7 +23,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "`dit-lora` fine-tunes": (
         "tests/recipes/test_families.py",
         "tests/recipes/test_chat.py",
-        "tests/recipes/test_distributed.py::test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight",
+        f"{_RANKS}::test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight",
     ),
     "It reads the cause": (_READS_BLOCKS, "benchmarks.faults.__main__"),
     "If the clip was bad at its first use": (
@@ -92,7 +93,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
         "tests/dit_lora/training/tasks/diffusion/test_references.py",
     ),
     "| scales": (
-        "tests/recipes/test_distributed.py::test_two_ranks_with_half_the_batch_each_train_alike",
+        f"{_RANKS}::test_two_ranks_with_half_the_batch_each_train_alike",
         "tests/recipes/test_levers.py::test_two_ranks_train_as_one_process_does",
         "tests/dit_lora/training/distributed",
         "tests/recipes/test_quantize.py",
