@@ -264,7 +264,7 @@ NOT_RUN: dict[str, list[str]] = {
     "CONTRIBUTING.md": ["the whole suite"],
     "README.md": ["they make or change an environment"],
     "docs/benchmarks/other_trainers.md": ["it clones four repositories"],
-    "docs/benchmarks/world.md": ["it trains for hours"],
+    "docs/benchmarks/world.md": ["it trains for hours"] * 2,
     "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
     "docs/contributing.md": ["it builds the whole site"],
     "docs/evaluate_chat.md": ["lmms-eval downloads benchmarks from the Hub"] * 2,
