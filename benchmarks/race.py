@@ -48,17 +48,18 @@ def run(work: Path, model: Path, clips: Path, arguments: argparse.Namespace) -> 
     print("|---:|---|---:|---:|---:|---:|---|")
     for steps in arguments.steps:
         times: dict[str, list[tuple[float, float]]] = {}
+        phases = dict[str, str]()
         for _ in range(arguments.rounds):
             times.setdefault("script", []).append(race_script(work, model, clips, steps, arguments))
             if "cold" in arguments.caches:
                 shutil.rmtree(work / "cache_race", ignore_errors=True)
             for name in arguments.caches:
                 times.setdefault(name, []).append(race_recipe(work, model, clips, steps, arguments))
-                if len(times[name]) == arguments.rounds:
-                    if name == arguments.caches[0]:
-                        wall, cpu = map(statistics.median, zip(*times["script"], strict=True))
-                        print(f"| {steps} | script | {wall:.1f} | {cpu:.1f} | 1.00 | | |")
-                    print_row(name, steps, times, describe_phases(work / "run_race"))
+                phases[name] = describe_phases(work / "run_race")
+        wall, cpu = map(statistics.median, zip(*times["script"], strict=True))
+        print(f"| {steps} | script | {wall:.1f} | {cpu:.1f} | 1.00 | | |")
+        for name in arguments.caches:
+            print_row(name, steps, times, phases[name])
 
 
 def print_row(name: str, steps: int, times: dict[str, list[tuple[float, float]]], phases: str) -> None:
