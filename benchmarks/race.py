@@ -1,12 +1,13 @@
 """Whole time of a run with all its checks, over that of the script that Diffusers publishes.
 
     python -m benchmarks.race [--script train_cogvideox_lora.py] [--work FOLDER] [--rounds 3] [--steps 12 200]
-                              [--layers 12] [--size HEIGHT WIDTH]
+                              [--caches cold warm] [--layers 12] [--size HEIGHT WIDTH]
 
-The model, clips and recipe are those of `benchmarks.first_step`. `script` is the file given by `--script`, which
-needs torchvision and decord, and else `benchmarks.bare_start`. `cold` finds no cache, `warm` the cache of the run
-before. The runs of a round follow each other; medians are taken over rounds. The ratio is of CPU time, which a busy
-machine does not change. The last column is the time outside of steps by phase.
+The model, clips and recipe are those of `benchmarks.first_step`. `script` is a copy of the file given by `--script`,
+with `benchmarks/stand_ins` where torchvision or decord is not installed; without the option, `benchmarks.bare_start`.
+`cold` finds no cache, `warm` the cache of the run before; `--caches warm` takes that of an earlier race in FOLDER.
+The runs of a round follow each other; medians are taken over rounds. The ratio is of CPU time, which a busy machine
+does not change. The last column is the time outside of steps by phase.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.first_step import (
     run_in_work_folder,
     watch_process,
 )
+from benchmarks.world.diffusers_script import add_stand_ins
 
 LIMITS = {"cold": 1.5, "warm": 1.25}
 """Highest ratio that a run of `SHORT` steps should have."""
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, num_rounds=3)
     parser.add_argument("--script", type=Path, help="Diffusers' train_cogvideox_lora.py.")
     parser.add_argument("--steps", type=int, nargs="+", default=[SHORT], help="of each run; several: one race each")
+    parser.add_argument("--caches", choices=LIMITS, nargs="+", default=list(LIMITS), help="kinds of runs")
     run_in_work_folder(run, parser.parse_args(argv))
 
 
@@ -45,20 +48,23 @@ def run(work: Path, model: Path, clips: Path, arguments: argparse.Namespace) -> 
     print("|---:|---|---:|---:|---:|---:|---|")
     for steps in arguments.steps:
         times: dict[str, list[tuple[float, float]]] = {}
+        phases = dict[str, str]()
         for _ in range(arguments.rounds):
             times.setdefault("script", []).append(race_script(work, model, clips, steps, arguments))
-            shutil.rmtree(work / "cache_race", ignore_errors=True)
-            for name in ("cold", "warm"):
+            if "cold" in arguments.caches:
+                shutil.rmtree(work / "cache_race", ignore_errors=True)
+            for name in arguments.caches:
                 times.setdefault(name, []).append(race_recipe(work, model, clips, steps, arguments))
-                if len(times[name]) == arguments.rounds:
-                    print_row(name, steps, times, describe_phases(work / "run_race"))
+                phases[name] = describe_phases(work / "run_race")
+        wall, cpu = map(statistics.median, zip(*times["script"], strict=True))
+        print(f"| {steps} | script | {wall:.1f} | {cpu:.1f} | 1.00 | | |")
+        for name in arguments.caches:
+            print_row(name, steps, times, phases[name])
 
 
 def print_row(name: str, steps: int, times: dict[str, list[tuple[float, float]]], phases: str) -> None:
-    """Print the medians of one kind of run, after those of the script when it is the first kind."""
-    script_wall, script_cpu = (statistics.median(column) for column in zip(*times["script"], strict=True))
-    if name == "cold":
-        print(f"| {steps} | script | {script_wall:.1f} | {script_cpu:.1f} | 1.00 | | |")
+    """Print the medians of one kind of run."""
+    script_cpu = statistics.median(cpu for _, cpu in times["script"])
     wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
     limit = LIMITS[name] if steps <= SHORT else LONG_LIMIT
     print(f"| {steps} | {name} | {wall:.1f} | {cpu:.1f} | {cpu / script_cpu:.2f} | {limit} | {phases} |", flush=True)
@@ -75,8 +81,10 @@ def race_script(
         (clips / "prompts.list").write_text("".join(f"{line['text']}\n" for line in lines))
         (clips / "videos.list").write_text("".join(f"{line['file_name']}\n" for line in lines))
         height, width = map(str, arguments.size)
+        copy = work / "train_cogvideox_lora.py"
+        copy.write_text(add_stand_ins(arguments.script.read_text(encoding="utf-8")), encoding="utf-8")
         command = [
-            str(arguments.script.absolute()), "--pretrained_model_name_or_path", str(model), "--output_dir",
+            str(copy.absolute()), "--pretrained_model_name_or_path", str(model), "--output_dir",
             str(folder), "--instance_data_root", str(clips), "--caption_column", "prompts.list", "--video_column",
             "videos.list", "--height", height, "--width", width, "--max_num_frames", "9", "--train_batch_size", "2",
             "--max_train_steps", str(steps), "--rank", "16", "--lora_alpha", "16", "--learning_rate", "1e-3",

@@ -99,10 +99,14 @@ def write_script(source: Path, target: Path, *, poisoned: bool = False) -> Path:
         if text.count(_ENCODING) != 1:
             raise ValueError(f"{source} has no line {_ENCODING!r}")
         text = text.replace(_ENCODING, "= encode_video(video if i else video * float('nan'))")
-    if any(importlib.util.find_spec(name) is None for name in ("torchvision", "decord")):
-        text = _PRELUDE + text
-    target.write_text(text, encoding="utf-8")
+    target.write_text(add_stand_ins(text), encoding="utf-8")
     return target
+
+
+def add_stand_ins(script: str) -> str:
+    """The script's text, with `benchmarks/stand_ins` on its path if torchvision or decord is not installed."""
+    is_complete = all(importlib.util.find_spec(name) for name in ("torchvision", "decord"))
+    return script if is_complete else _PRELUDE + script
 
 
 def list_clips(folders: Sequence[Path], weights: Sequence[float]) -> list[tuple[Path, str]]:

@@ -14,7 +14,7 @@ from dit_lora.config.recipe import Recipe
 CHECK_SHARE = 0.015
 """Share of the steps that an eval loss before and after training may cost together, and that a comparison of kernels
 may cost of the steps since the one before."""
-MIN_EVAL_SAMPLES = 4
+MIN_EVAL_SAMPLES = 2
 """Forward passes that each eval loss may always take."""
 GRADIENT_CHECK_SHARE = 0.01
 """Share of the steps that gradient checks may cost with `guard.gradient_every: auto`."""

@@ -162,6 +162,7 @@ TESTED_ELSEWHERE = {
     "host": "tests/benchmarks/test_host.py",  # replaces the driver, for the rest of its process
     "interrupt": "tests/benchmarks/test_interrupt.py",  # starts whole commands, a minute in all
     "step": "tests/benchmarks/test_step.py",
+    "trainers": "tests/benchmarks/test_trainers.py",  # the repositories are not part of this one
     "world.diffusers_script": "tests/benchmarks/test_world.py",  # the script is not part of this repository
 }
 TESTED_HERE = {

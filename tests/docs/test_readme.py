@@ -5,7 +5,9 @@ import tomllib
 from typing import get_args
 
 from launching import ROOT
+from readme_evidence import EVIDENCE
 
+from benchmarks import trainers
 from dit_lora.config.lora import AdapterKind
 from dit_lora.environment.versions import TRACKERS
 
@@ -59,7 +61,7 @@ def test_the_comparison_says_what_the_runs_showed() -> None:
     assert len(rows) == 5
     assert {len(cells) for cells in rows.values()} == {5}
     runs = (ROOT / "docs" / "guard_anywhere.md").read_text().split("## Trainers it was run on")[1].split("\n## ")[0]
-    _, ai_toolkit, simple_tuner, musubi_tuner, _ = rows["NaN or Inf in a step"]
+    _, ai_toolkit, simple_tuner, musubi_tuner, scripts = rows["NaN or Inf in a step"]
     assert ai_toolkit == "replaces NaN latents; trains on Inf gradients"
     assert re.search(r"ai-toolkit \S+ \| Z-Image; Inf in a gradient \| 0 of 32 ", runs)
     assert "NaN in a cached latent | all: it replaces the latent itself" in runs
@@ -67,6 +69,53 @@ def test_the_comparison_says_what_the_runs_showed() -> None:
     assert re.search(r"SimpleTuner \S+ \| Z-Image; NaN in a gradient \| no adapter: an error in the next step", runs)
     assert musubi_tuner == "trains on"
     assert re.search(r"musubi-tuner \S+ \| Z-Image; NaN in a cached latent \| 14 of 42 tensors", runs)
+    assert scripts == "trains on"
+    quality = (ROOT / "docs" / "benchmarks" / "world.md").read_text(encoding="utf-8")
+    assert re.search(r"\| Diffusers' script, one clip NaN \| 0 \(0 to 0\) \|", quality)
+
+
+def test_each_cell_about_another_trainer_is_looked_up_in_its_repository() -> None:
+    repositories = ("ai-toolkit", "SimpleTuner", "musubi-tuner", "diffusers")
+    cells = {
+        (repository, cell)
+        for row in read_table("Other trainers")
+        if row[0] != "NaN or Inf in a step"
+        for repository, cell in zip(repositories, row[2:], strict=True)
+    }
+    assert cells == {(evidence.repository, evidence.cell) for evidence in trainers.EVIDENCE}
+    page = (ROOT / "docs" / "benchmarks" / "other_trainers.md").read_text(encoding="utf-8")
+    for evidence in trainers.EVIDENCE:
+        assert f"| {evidence.repository} | {evidence.cell} | `{evidence.file or 'names of files'}` |" in page
+        assert trainers.COMMITS[evidence.repository][:7] in page
+
+
+def list_statements() -> list[str]:
+    """Sentences and table rows of the README, without headings, pictures, code blocks and emphasis."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", README, flags=re.DOTALL).replace("**", "")
+    statements: list[str] = []
+    for block in filter(None, map(str.strip, text.split("\n\n"))):
+        if block.startswith("|"):
+            heads, *rows = re.split(r"\n\|[-:| ]+\n|\n", block)
+            # The last table's heads state where its figures were measured.
+            statements += [heads, *rows] if heads.startswith("| measured") else rows
+        elif not block.startswith(("#", "!")):
+            statements += re.split(r"(?<=[.?])\s+(?=[A-Z`\[])", " ".join(block.split()))
+    return statements
+
+
+def test_each_statement_is_shown_by_a_test_or_a_command() -> None:
+    statements = list_statements()
+    assert len(statements) > 40
+    assert [text for text in statements if not any(text.startswith(beginning) for beginning in EVIDENCE)] == []
+    # Entries of sentences that are no longer there.
+    assert [b for b in EVIDENCE if not any(text.startswith(b) for text in statements)] == []
+    for name in {name for names in EVIDENCE.values() for name in names}:
+        if name.startswith("benchmarks."):
+            assert (ROOT / f"{name.replace('.', '/')}.py").is_file(), name
+            continue
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), name
+        assert not function or f"\ndef {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
 
 
 # Figures of the README, and the sentences or cells of the pages that they are rounded from.

@@ -21,14 +21,14 @@ FULL = EvalSize(16, 4)
 
 @pytest.mark.parametrize(
     ("num_trained_samples", "size"),
-    [(20, (4, 1)), (400, (9, 1)), (1000, (16, 1)), (2000, (16, 2)), (2900, (16, 4)), (10**6, (16, 4))],
+    [(20, (2, 1)), (400, (9, 1)), (1000, (16, 1)), (2000, (16, 2)), (2900, (16, 4)), (10**6, (16, 4))],
 )
 def test_draws_are_reduced_first_and_then_clips(num_trained_samples: int, size: tuple[int, int]) -> None:
     assert limit_eval_size(FULL, num_trained_samples) == size
 
 
 def test_few_clips_and_no_draws_stay_as_they_are() -> None:
-    assert limit_eval_size(EvalSize(1, 4), 20) == (1, 4)
+    assert limit_eval_size(EvalSize(1, 4), 20) == (1, 2)
     assert limit_eval_size(EvalSize(16, 0), 20) == (16, 0)
     assert limit_eval_size(EvalSize(0, 4), 20).num_clips == 0
 
@@ -46,11 +46,11 @@ def test_passes_of_a_comparison_stay_within_the_share(num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("validation", "is_own", "size"),
     [
-        ({}, False, (4, 1)),
-        ({"eval_draws": 4}, True, (4, 1)),
-        ({"eval_clips": 16}, True, (4, 1)),
+        ({}, False, (2, 1)),
+        ({"eval_draws": 4}, True, (2, 1)),
+        ({"eval_clips": 16}, True, (2, 1)),
         ({"every": 2}, False, None),
-        ({"every": 500}, False, (4, 1)),
+        ({"every": 500}, False, (2, 1)),
     ],
 )
 def test_what_the_recipe_sets_is_measured_as_asked(
