@@ -335,7 +335,6 @@ const takeStep = async (button) => {
     output.classList.toggle('reject', isError);
   };
   button.disabled = true;
-  showStatus('exporting …', false);
   try {
     const answer = await fetch('export', {
       method: 'POST',
@@ -344,7 +343,7 @@ const takeStep = async (button) => {
     });
     const text = await answer.text();
     if (!answer.ok) throw new Error(text.trim());
-    showStatus(`saved in ${JSON.parse(text).written}`, false);
+    showStatus(`is being written to ${JSON.parse(text).written}; its command is on the page Commands`, false);
   } catch (error) {
     showStatus(`not exported: ${error.message}`, true);
   }

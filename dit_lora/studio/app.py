@@ -21,7 +21,7 @@ from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
 from dit_lora.studio.pages import ASSET_ROUTE, studio_page
 from dit_lora.studio.run_list import RunListPage
-from dit_lora.studio.run_pages import RunPages, export_adapter
+from dit_lora.studio.run_pages import RunPages
 from dit_lora.studio.server import serve_until_interrupted
 from dit_lora.studio.work_pages import WorkPages
 
@@ -38,7 +38,7 @@ def list_pages(library: RunLibrary, rules: TextRules | None = None) -> list[Base
     """The routes of all pages; `rules` are those of captions where a page's address names no others."""
     queue = JobQueue()
     lists = (RunListPage(library), ComparePage(library), JobPages(queue), NewRunPages(library, queue))
-    pages = (*lists, DataPages(library, queue, rules), WorkPages(library, queue), RunPages(library))
+    pages = (*lists, DataPages(library, queue, rules), WorkPages(library, queue), RunPages(library, queue))
     return [route for page in pages for route in page.list_routes()]
 
 
@@ -54,7 +54,7 @@ def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None])
 def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report of a run until Ctrl-C; `say` receives the link and the closing message."""
     # Raises for a folder that is not a run, before a port is opened.
-    LiveReportPage(folder, export_adapter).get_page("")
+    LiveReportPage(folder).get_page("")
     app = build_app(list_pages(RunLibrary([folder])))
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 

@@ -11,12 +11,14 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.files import open_inside
-from dit_lora.report.run.live_page import ExportFunction, LiveReportPage
+from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.report.run.samples import CONTENT_TYPES
 from dit_lora.studio.access import get_page_token, json_response, write_route
 from dit_lora.studio.job_pages import RESULT_PATTERN
+from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
 from dit_lora.studio.opened_file import OpenedFileResponse
+from dit_lora.studio.pages import format_path
 
 REPORT_HEADERS = {"Content-Security-Policy": "frame-ancestors 'none'"}
 """For pages that contain their own policy, with the hashes of their scripts."""
@@ -26,19 +28,11 @@ _SAMPLE_PATTERN = re.compile(
 )
 
 
-def export_adapter(file: Path, form: str, output_folder: Path) -> None:
-    """Export the adapter of a run's checkpoint to a new folder."""
-    # Loads torch, which the pages do not need.
-    from dit_lora.export.export import ExportRequest, export
-
-    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))
-
-
 class RunPages:
     """The routes of the runs' pages."""
 
-    def __init__(self, library: RunLibrary, export: ExportFunction = export_adapter) -> None:
-        self._library, self._export = library, export
+    def __init__(self, library: RunLibrary, queue: JobQueue) -> None:
+        self._library, self._queue = library, queue
         self._pages: dict[str, LiveReportPage] = {}
 
     def list_routes(self) -> list[BaseRoute]:
@@ -53,7 +47,7 @@ class RunPages:
         """The live report of a run. Raises `HTTPException` if there is none of this id."""
         folder = self._library.get_folder(run_id)
         # One reader for each run, which reads only new lines.
-        return self._pages.setdefault(run_id, LiveReportPage(folder, self._export))
+        return self._pages.setdefault(run_id, LiveReportPage(folder))
 
     def show_report(self, request: Request) -> Response:
         page = self.get_live_page(request.path_params["run_id"]).get_page(get_page_token(request))
@@ -75,8 +69,11 @@ class RunPages:
         return OpenedFileResponse(file, CONTENT_TYPES[Path(path).suffix])
 
     def export_step(self, request: Request, values: Mapping[str, Any]) -> Response:
-        step = values.get("step")
+        run_id, step = request.path_params["run_id"], values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise HTTPException(400, "the step must be a number, 0 or greater")
-        written = self.get_live_page(request.path_params["run_id"]).export_step(step)
-        return json_response({"written": written})
+        file, form, output = self.get_live_page(run_id).find_export(step)
+        # A command: it loads torch, which takes longer than a page may.
+        arguments = ["export", format_path(file), "--to", form, "--out", format_path(output)]
+        self._queue.add(arguments, f"/runs/{run_id}/", needs_gpu=False)
+        return json_response({"written": f"exports/{output.name}"})

@@ -90,15 +90,13 @@ def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> N
     file = run_dir / "checkpoints" / "step_000020" / "trainable.safetensors"
     file.parent.mkdir(parents=True)
     file.touch()
-    written_paths: list[Path] = []
-    pages = LiveReportPage(run_dir, lambda file, form, out: written_paths.append(out))
+    pages = LiveReportPage(run_dir)
     (run_dir / "exports").symlink_to(outside)
     with pytest.raises(DitLoraError, match="is a link; remove it"):
-        pages.export_step(20)
+        pages.find_export(20)
     (run_dir / "exports").unlink()
-    assert pages.export_step(20) == "exports/step_000020"
+    assert pages.find_export(20) == (file, "diffusers", run_dir / "exports" / "step_000020")
     file.unlink()
     file.symlink_to(outside)
     with pytest.raises(DitLoraError, match="the checkpoint of step 20 no longer exists"):
-        pages.export_step(20)
-    assert written_paths == [run_dir / "exports" / "step_000020"]
+        pages.find_export(20)
