@@ -77,7 +77,7 @@ def serve_until_interrupted(
 class _LimitedProtocol(H11Protocol):
     """HTTP connection that is closed if a request is not complete in time. Uvicorn would wait for ever.
 
-    Anybody on this machine can open connections: of too many, the one that has waited longest for its client is closed.
+    Anybody on this machine can open connections: of too many, that which has waited longest for its client is closed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
