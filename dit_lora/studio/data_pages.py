@@ -29,8 +29,13 @@ from dit_lora.report.captions.thumbnails import get_thumbnail
 from dit_lora.studio.access import json_response, write_route
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.opened_file import OpenedFileResponse
-from dit_lora.studio.pages import format_path, parse_page_number, parse_whole_number, studio_page
+from dit_lora.studio.pages import (
+    OpenedFileResponse,
+    format_path,
+    parse_page_number,
+    parse_whole_number,
+    studio_page,
+)
 
 _MAX_EDITS = 8  # folders, each with its recipe and trigger word, whose tables are held in memory
 _MAX_TEXT_LENGTH = 10_000

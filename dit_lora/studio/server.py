@@ -77,35 +77,31 @@ def serve_until_interrupted(
 class _LimitedProtocol(H11Protocol):
     """HTTP connection that is closed if a request is not complete in time. Uvicorn would wait for ever.
 
-    Anybody on this machine can open connections: of too many, that which has waited longest for its client is closed.
+    Every user of this machine can open connections. Of too many, the oldest that waits for its client is closed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
-        self._is_half_closed = False
-        self._last_time = 0.0  # of the last answer, or of the start
+        self._begin = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _MAX_READ_BYTES  # type: ignore[attr-defined]
-        self._last_time = self.loop.time()
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
         if len(self.connections) > _MAX_CONNECTIONS:
             # Not at once: what new connections have sent is read first.
             self.loop.call_later(0.1, self._end_oldest)
 
     def _end_oldest(self) -> None:
-        others = [other for other in self.connections if isinstance(other, _LimitedProtocol) and other._is_waiting]
+        others = [other for other in self.connections if isinstance(other, _LimitedProtocol) and other._is_waiting()]
         if len(self.connections) > _MAX_CONNECTIONS and others:
-            min(others, key=lambda other: other._last_time)._end_slow_request()
+            min(others, key=lambda other: other._begin)._end_slow_request()
 
-    @property
     def _is_waiting(self) -> bool:
-        """True if the client must send the rest of a request, or read an answer, or has no request under way."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_waiting = not is_answering or self._deadline is not None or self.flow.write_paused
-        return is_waiting and not self.transport.is_closing()
+        """True if the client must send a request or the rest of one, or read an answer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return (is_idle or bool(self._deadline) or self.flow.write_paused) and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -117,17 +113,12 @@ class _LimitedProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         # A client may close its side as soon as it has sent its request, and read the answer then.
-        self._is_half_closed = True
         if self._deadline is not None:
             self._end_slow_request()
-        # False closes the connection.
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._last_time = self.loop.time()
-        if self._is_half_closed and self.cycle.response_complete:
-            self.transport.close()
+        if self.cycle is None or self.cycle.response_complete:
+            return False  # closes the connection
+        self.cycle.keep_alive = False
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()

@@ -32,7 +32,7 @@ def both_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ASGIApp, dict[
     run_dir = write_run(root / "run")
     app = build_app(list_pages(RunLibrary([root])))
     paths = {
-        "run": f"/runs/{compute_run_id(run_dir)}/export",
+        "run": f"/runs/{compute_run_id(run_dir)}/work/export",
         "captions": f"/data/{compute_run_id(root / 'clips')}/caption",
     }
     return app, paths
