@@ -60,7 +60,8 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
 
 def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
     """Serve the captions of a folder until Ctrl-C; `say` receives the link and the closing message."""
-    CaptionTable.read(folder)  # raises for a folder without media, before a port is opened
+    # Raises for a folder without media, before a port is opened.
+    CaptionTable.read(folder, allow_other_lists=True)
     app = build_app(list_pages(RunLibrary([folder]), rules))
     serve_until_interrupted(app, port, f"/data/{compute_run_id(folder)}/", folder, say)
 
