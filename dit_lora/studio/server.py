@@ -17,7 +17,8 @@ HOST = "127.0.0.1"
 REQUEST_SECONDS = 8.0
 """Seconds in which a client must have sent its request."""
 _IDLE_SECONDS = 30  # an open connection without a request
-_MAX_CONNECTIONS = 256  # a process can usually open 1,024 files
+_MAX_CONNECTIONS = 256
+_MAX_TASKS = 900  # connections in a burst, and requests; a process can usually open 1,024 files
 _MAX_READ_BYTES = 2**14  # at a time: parsing a body of tiny chunks is slow, and others wait meanwhile
 
 
@@ -49,7 +50,9 @@ class StudioServer:
             server_header=False,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=1,
-            limit_concurrency=2 * _MAX_CONNECTIONS,
+            limit_concurrency=_MAX_TASKS,
+            callback_notify=self._limit_connections,
+            timeout_notify=0,  # ten times a second
         )
         self._server = uvicorn.Server(config)
 
@@ -60,6 +63,13 @@ class StudioServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+    async def _limit_connections(self) -> None:
+        """Close the oldest connections that wait for their client, if there are too many: any user can open them."""
+        connections = self._server.server_state.connections
+        waiting = [item for item in connections if isinstance(item, _LimitedProtocol) and item.is_waiting()]
+        for connection in sorted(waiting, key=lambda item: item.begin)[: max(0, len(connections) - _MAX_CONNECTIONS)]:
+            connection.end_slow_request()
 
 
 def serve_until_interrupted(
@@ -75,30 +85,19 @@ def serve_until_interrupted(
 
 
 class _LimitedProtocol(H11Protocol):
-    """HTTP connection that is closed if a request is not complete in time. Uvicorn would wait for ever.
-
-    Every user of this machine can open connections. Of too many, the oldest that waits for its client is closed.
-    """
+    """HTTP connection that is closed if a request is not complete in time. Uvicorn would wait for ever."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
-        self._begin = self.loop.time()
+        self.begin = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _MAX_READ_BYTES  # type: ignore[attr-defined]
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
-        if len(self.connections) > _MAX_CONNECTIONS:
-            # Not at once: what new connections have sent is read first.
-            self.loop.call_later(0.1, self._end_oldest)
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.end_slow_request)
 
-    def _end_oldest(self) -> None:
-        others = [other for other in self.connections if isinstance(other, _LimitedProtocol) and other._is_waiting()]
-        if len(self.connections) > _MAX_CONNECTIONS and others:
-            min(others, key=lambda other: other._begin)._end_slow_request()
-
-    def _is_waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if the client must send a request or the rest of one, or read an answer."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return (is_idle or bool(self._deadline) or self.flow.write_paused) and not self.transport.is_closing()
@@ -107,14 +106,14 @@ class _LimitedProtocol(H11Protocol):
         super().data_received(data)
         # Headers or body are incomplete.
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self._deadline = self._deadline or self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
+            self._deadline = self._deadline or self.loop.call_later(REQUEST_SECONDS, self.end_slow_request)
         else:
             self._cancel_deadline()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         # A client may close its side as soon as it has sent its request, and read the answer then.
         if self._deadline is not None:
-            self._end_slow_request()
+            self.end_slow_request()
         if self.cycle is None or self.cycle.response_complete:
             return False  # closes the connection
         self.cycle.keep_alive = False
@@ -129,7 +128,7 @@ class _LimitedProtocol(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _end_slow_request(self) -> None:
+    def end_slow_request(self) -> None:
         # A request can have its answer before its body has come: a refusal.
         is_answered = self.conn.their_state is h11.SEND_BODY and self.cycle.response_started
         if self._deadline is not None and not is_answered:

@@ -212,8 +212,8 @@ def test_a_stale_caption_of_a_second_tab_is_shown_and_not_written(walk: Walk) ->
     page.click("button:has-text('Change')")
     page.locator(".notes", has_text="Nothing was written").wait_for()
     check_page(page, "real_stale_change")
-    assert [error for error in (*walk.errors, *other_errors) if "409" not in error] == []
-    walk.errors.clear()
+    # A thumbnail is refused with 503 while others are made, and asked for again.
+    assert [error for error in (*walk.errors, *other_errors) if "409" not in error and "503" not in error] == []
     other.context.close()
 
 
@@ -226,4 +226,4 @@ def test_the_media_are_audited(walk: Walk) -> None:
     page.goto(walk.data_page)
     assert page.locator(".figure", has_text="Media audit").locator(".value").inner_text() == "done"
     check_page(page, "real_sheet")
-    assert walk.errors == []
+    assert [error for error in walk.errors if "409" not in error and "503" not in error] == []
