@@ -17,8 +17,7 @@ HOST = "127.0.0.1"
 REQUEST_SECONDS = 8.0
 """Seconds in which a client must have sent its request."""
 _IDLE_SECONDS = 30  # an open connection without a request
-_MAX_CONNECTIONS = 256
-_MAX_TASKS = 900  # connections in a burst, and requests; a process can usually open 1,024 files
+_MAX_CONNECTIONS = 512  # a process can usually open 1,024 files
 _MAX_READ_BYTES = 2**14  # at a time: parsing a body of tiny chunks is slow, and others wait meanwhile
 
 
@@ -30,7 +29,7 @@ class StudioServer:
 
     def __init__(self, app: ASGIApp, port: int = 0, page: str = "/") -> None:
         try:
-            self._socket = socket.create_server((HOST, port), backlog=128)
+            self._socket = socket.create_server((HOST, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise DitLoraError(
@@ -50,9 +49,8 @@ class StudioServer:
             server_header=False,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=1,
-            limit_concurrency=_MAX_TASKS,
-            callback_notify=self._limit_connections,
-            timeout_notify=0,  # ten times a second
+            limit_concurrency=2 * _MAX_CONNECTIONS,
+            backlog=64,  # also the most connections that are accepted before others are answered
         )
         self._server = uvicorn.Server(config)
 
@@ -63,13 +61,6 @@ class StudioServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-
-    async def _limit_connections(self) -> None:
-        """Close the oldest connections that wait for their client, if there are too many: any user can open them."""
-        connections = self._server.server_state.connections
-        waiting = [item for item in connections if isinstance(item, _LimitedProtocol) and item.is_waiting()]
-        for connection in sorted(waiting, key=lambda item: item.begin)[: max(0, len(connections) - _MAX_CONNECTIONS)]:
-            connection.end_slow_request()
 
 
 def serve_until_interrupted(
@@ -90,14 +81,19 @@ class _LimitedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
-        self.begin = self.loop.time()
+        self._begin = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _MAX_READ_BYTES  # type: ignore[attr-defined]
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.end_slow_request)
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
+        # Every user of this machine can open connections: the oldest that wait for their client make room.
+        if len(self.connections) > _MAX_CONNECTIONS:
+            waiting = [item for item in self.connections if isinstance(item, _LimitedProtocol) and item._is_waiting()]
+            for connection in sorted(waiting, key=lambda item: item._begin)[: _MAX_CONNECTIONS // 2]:
+                connection._end_slow_request()
 
-    def is_waiting(self) -> bool:
+    def _is_waiting(self) -> bool:
         """True if the client must send a request or the rest of one, or read an answer."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return (is_idle or bool(self._deadline) or self.flow.write_paused) and not self.transport.is_closing()
@@ -106,14 +102,14 @@ class _LimitedProtocol(H11Protocol):
         super().data_received(data)
         # Headers or body are incomplete.
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self._deadline = self._deadline or self.loop.call_later(REQUEST_SECONDS, self.end_slow_request)
+            self._deadline = self._deadline or self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
         else:
             self._cancel_deadline()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         # A client may close its side as soon as it has sent its request, and read the answer then.
         if self._deadline is not None:
-            self.end_slow_request()
+            self._end_slow_request()
         if self.cycle is None or self.cycle.response_complete:
             return False  # closes the connection
         self.cycle.keep_alive = False
@@ -128,7 +124,7 @@ class _LimitedProtocol(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def end_slow_request(self) -> None:
+    def _end_slow_request(self) -> None:
         # A request can have its answer before its body has come: a refusal.
         is_answered = self.conn.their_state is h11.SEND_BODY and self.cycle.response_started
         if self._deadline is not None and not is_answered:
@@ -136,6 +132,7 @@ class _LimitedProtocol(H11Protocol):
             head = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: "
             self.transport.write(head + b"%d\r\n\r\n" % len(text) + text)
         self._cancel_deadline()
+        self.connections.discard(self)
         self.transport.close()
         # Closing waits until all is sent.
         if self.flow.write_paused:
