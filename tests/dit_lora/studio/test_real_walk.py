@@ -192,7 +192,8 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
 def test_a_stale_caption_of_a_second_tab_is_shown_and_not_written(walk: Walk) -> None:
     page = walk.page
     page.goto(walk.data_page)
-    other, other_errors = open_page(walk.browser, walk.server, viewport=page.viewport_size)
+    scheme = walk.root.name.partition("_")[2]
+    other, other_errors = open_page(walk.browser, walk.server, viewport=page.viewport_size, color_scheme=scheme)
     other.goto(walk.data_page)
     texts = [f"a moon, tab {number}, {os.getpid()}" for number in (1, 2)]
     for tab, text in ((page, texts[0]), (other, texts[1])):
