@@ -81,11 +81,11 @@ def wait_for_text(page: Any, text: str) -> None:
     begin = time.monotonic()
     job = page.locator(".job").first
     while time.monotonic() - begin < _TIMEOUT_S:
-        shown = job.text_content()
-        if re.search(text, shown):
+        job_text = job.text_content()
+        if re.search(text, job_text):
             return
-        if re.match(r"\s*failed", shown):
-            raise SystemExit(f"a command has failed:\n{shown}")
+        if re.match(r"\s*failed", job_text):
+            raise SystemExit(f"a command has failed:\n{job_text}")
         time.sleep(0.5)
     raise SystemExit(f"no {text!r} after {_TIMEOUT_S:.0f} s:\n{job.text_content()}")
 
@@ -104,8 +104,8 @@ def walk(page: Any, link: str, times: PartTimes, steps: int | None) -> None:
     page.locator(".job").first.wait_for()
     # Finished commands are not shown here; a failed one stays.
     while page.locator(".job").count():
-        if failed := page.locator(".job", has_text=re.compile(r"^\s*failed")).all_inner_texts():
-            raise SystemExit(f"a command has failed:\n{failed[0]}")
+        if failures := page.locator(".job", has_text=re.compile(r"^\s*failed")).all_inner_texts():
+            raise SystemExit(f"a command has failed:\n{failures[0]}")
         time.sleep(0.5)
     times.end_part("Make them: model and clips are made")
     page.fill("input[name=name]", "moon")

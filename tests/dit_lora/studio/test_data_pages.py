@@ -66,7 +66,7 @@ def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path, d
             assert answer.json()["caption"] == "the same"
     answer = client.write(path, **good)
     version = compute_caption_version(good["caption"])
-    state = {"caption": good["caption"], "version": version, "findings": []}
+    state = {"caption": good["caption"], "version": version, "findings": [], "num_tokens": 4}
     assert (answer.status_code, answer.json()) == (200, state)
     assert CaptionTable.read(folder).captions[name] == good["caption"]
 
