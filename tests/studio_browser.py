@@ -5,11 +5,15 @@ With `STUDIO_SCREENSHOTS=FOLDER` a picture of each page is left there.
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from dit_lora.studio.server import StudioServer
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 """Width in pixels and color scheme."""
 _SCREENSHOTS = os.environ.get("STUDIO_SCREENSHOTS")
@@ -21,6 +25,15 @@ const frames = [...document.querySelectorAll('video')].map((video) => {
 });
 Promise.all([...frames, ...[...document.images].map((picture) => picture.decode())]).then(() => null)
 """
+
+
+@contextmanager
+def start_browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
 
 
 def open_page(browser: Any, server: StudioServer, **options: Any) -> tuple[Any, list[str]]:

@@ -157,11 +157,11 @@ def _write_or_serve_page(
     from dit_lora.report.captions.rules import load_text_rules
 
     # The page then marks captions that the text encoder would cut off.
-    table, rules = CaptionTable.read(folder), load_text_rules(recipe, trigger)
+    rules = load_text_rules(recipe, trigger)
     if port is not None:
         require_studio()
         from dit_lora.studio.app import serve_captions
 
         serve_captions(folder, rules, port, echo)
     else:
-        echo(write_captions_page(html or folder / "captions.html", table, rules))
+        echo(write_captions_page(html or folder / "captions.html", CaptionTable.read(folder), rules))

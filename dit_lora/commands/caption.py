@@ -23,7 +23,7 @@ from dit_lora.errors import CheckFailedError
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.report.captions.rules import load_text_limit
-from dit_lora.training.tasks.chat.answerer import Answerer, load_answerer
+from dit_lora.training.tasks.chat.answerer import Answerer, find_origin, load_answerer
 
 PICTURE_PROMPT = (
     "Describe this picture in one paragraph, as a caption: what is shown and what it looks like, its style, light and "
@@ -113,6 +113,8 @@ def caption_folder(request: CaptionRequest) -> CaptionResult:
         names = CaptionTable.read(request.folder).uncaptioned
         local_result = CaptionResult(num_recovered=earlier if main else 0, should_report=main)
         if not names:
+            # A wrong model is an error also where no file needs a caption.
+            find_origin(request.model, request.base)
             return local_result
         if main:
             # If this process ends early, others may still be writing: their captions are merged at the next start.

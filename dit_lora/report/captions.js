@@ -23,16 +23,17 @@ for (const card of document.querySelectorAll('.sample')) {
   const button = card.querySelector('.save');
   const status = card.querySelector('.said');
   const now = card.querySelector('.now');
+  const count = card.querySelector('.row .count');
   let { version } = card.dataset;
   area.value = JSON.parse(card.dataset.caption);
   // A text area has its own line ends: what it shows of the caption is what an edit is compared with.
   let written = area.value;
-  const shown = area.value;
+  let counted = area.value;
   const asShown = (text) => text.replace(/\r\n?/g, '\n');
   const changed = () => {
     button.disabled = area.value === written;
-    // Tokens are counted when the page is loaded.
-    card.querySelector('.row .count').hidden = area.value !== shown;
+    // Tokens are counted when the page is loaded, and after a save.
+    count.hidden = area.value !== counted;
     unsaved[button.disabled ? 'delete' : 'add'](card);
     if (!button.disabled) status.textContent = '';
   };
@@ -60,6 +61,9 @@ for (const card of document.querySelectorAll('.sample')) {
       const saved = await answer.json();
       version = saved.version;
       written = caption;
+      counted = caption;
+      count.textContent = count.textContent.replace(/^\d+/, saved.num_tokens);
+      count.classList.toggle('warn', saved.num_tokens > Number(/^\d+ of (\d+)/.exec(count.textContent)?.[1]));
       now.hidden = true;
       show(card.querySelector('.findings'), saved.findings);
       status.textContent = 'saved';

@@ -317,38 +317,13 @@ document.addEventListener('scroll', ({ target }) => {
   for (const other of all('.film .pair')) if (other.scrollLeft !== target.scrollLeft) other.scrollLeft = target.scrollLeft;
 }, true);
 
-// Taking a step: by the server, or by a line to type.
+// Taking a step: the line to type.
 const number = () => value('take').padStart(6, '0');
 const showExportLine = () => {
   const line = document.getElementById('take-line');
-  if (!line) return;
   const { name, form } = line.closest('.take').dataset;
   const { file } = document.getElementById('take').selectedOptions[0].dataset;
   line.textContent = `dit-lora export ${name}/checkpoints/step_${number()}/${file} --to ${form} --out ${name}/exports/step_${number()}`;
-};
-const takeStep = async (button) => {
-  const { token } = button.closest('.take').dataset;
-  const step = Number(value('take'));
-  const showStatus = (message, isError) => {
-    const output = document.getElementById('exported');
-    output.textContent = message;
-    output.classList.toggle('reject', isError);
-  };
-  button.disabled = true;
-  showStatus('exporting …', false);
-  try {
-    const answer = await fetch('export', {
-      method: 'POST',
-      headers: { 'Content-Type': 'application/json' },
-      body: JSON.stringify({ token, step }),
-    });
-    const text = await answer.text();
-    if (!answer.ok) throw new Error(text.trim());
-    showStatus(`saved in ${JSON.parse(text).written}`, false);
-  } catch (error) {
-    showStatus(`not exported: ${error.message}`, true);
-  }
-  button.disabled = false;
 };
 const playing = () => document.getElementById('play')?.getAttribute('aria-pressed') === 'true';
 const setPlaying = (on) => {
@@ -407,7 +382,6 @@ document.addEventListener('input', (event) => {
 });
 document.addEventListener('click', (event) => {
   if (event.target.id === 'play') (playing() ? pause : play)();
-  if (event.target.id === 'export') takeStep(event.target);
 });
 addEventListener('beforeprint', () => all('details').forEach((one) => { one.open = true; }));
 

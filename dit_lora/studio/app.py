@@ -13,7 +13,6 @@ from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.rules import TextRules
 from dit_lora.report.run.live_page import LiveReportPage
-from dit_lora.studio.compare_pages import ComparePage
 from dit_lora.studio.data_pages import DataPages
 from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
@@ -21,7 +20,7 @@ from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
 from dit_lora.studio.pages import ASSET_ROUTE, studio_page
 from dit_lora.studio.run_list import RunListPage
-from dit_lora.studio.run_pages import RunPages, export_adapter
+from dit_lora.studio.run_pages import RunPages
 from dit_lora.studio.server import serve_until_interrupted
 from dit_lora.studio.work_pages import WorkPages
 
@@ -37,8 +36,8 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
 def list_pages(library: RunLibrary, rules: TextRules | None = None) -> list[BaseRoute]:
     """The routes of all pages; `rules` are those of captions where a page's address names no others."""
     queue = JobQueue()
-    lists = (RunListPage(library), ComparePage(library), JobPages(queue), NewRunPages(library, queue))
-    pages = (*lists, DataPages(library, queue, rules), WorkPages(library, queue), RunPages(library))
+    lists = (RunListPage(library), JobPages(queue), NewRunPages(library, queue), DataPages(library, queue, rules))
+    pages = (*lists, WorkPages(library, queue), RunPages(library))
     return [route for page in pages for route in page.list_routes()]
 
 
@@ -54,14 +53,15 @@ def serve_studio(folders: Sequence[Path], port: int, say: Callable[[str], None])
 def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the report of a run until Ctrl-C; `say` receives the link and the closing message."""
     # Raises for a folder that is not a run, before a port is opened.
-    LiveReportPage(folder, export_adapter).get_page("")
+    LiveReportPage(folder).get_page()
     app = build_app(list_pages(RunLibrary([folder])))
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 
 
 def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
     """Serve the captions of a folder until Ctrl-C; `say` receives the link and the closing message."""
-    CaptionTable.read(folder)  # raises for a folder without media, before a port is opened
+    # Raises for a folder without media, before a port is opened.
+    CaptionTable.read(folder, allow_other_lists=True)
     app = build_app(list_pages(RunLibrary([folder]), rules))
     serve_until_interrupted(app, port, f"/data/{compute_run_id(folder)}/", folder, say)
 

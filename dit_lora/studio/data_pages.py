@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from dit_lora.data.audit.stored_audit import AUDIT_FILE, LENGTHS, SHAPES, SampleFilter
 from dit_lora.data.sources.caption_changes import CaptionChange
+from dit_lora.data.sources.caption_table import TABLE_NAME, make_work_folder
 from dit_lora.data.sources.made_captions import count_generated
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_inside
@@ -28,8 +29,13 @@ from dit_lora.report.captions.thumbnails import get_thumbnail
 from dit_lora.studio.access import json_response, write_route
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.opened_file import OpenedFileResponse
-from dit_lora.studio.pages import format_path, parse_page_number, parse_whole_number, studio_page
+from dit_lora.studio.pages import (
+    OpenedFileResponse,
+    format_path,
+    parse_page_number,
+    parse_whole_number,
+    studio_page,
+)
 
 _MAX_EDITS = 8  # folders, each with its recipe and trigger word, whose tables are held in memory
 _MAX_TEXT_LENGTH = 10_000
@@ -151,6 +157,7 @@ class DataPages:
 
     def start_audit(self, request: Request, values: Mapping[str, Any]) -> Response:
         folder = self._library.get_data_folder(request.path_params["data_id"])
+        make_work_folder(folder)
         path = format_path(folder)
         return self._start(request, ["audit", path, f"--json={path}/{AUDIT_FILE}"], needs_gpu=False)
 
@@ -226,6 +233,10 @@ class DataPages:
     def _get_edits(self, request: Request, query: Mapping[str, str]) -> tuple[CaptionEdits, str]:
         """The captions of a folder with the rules that an address asks for, and a note about these rules."""
         folder = self._library.get_data_folder(request.path_params["data_id"])
+        # A write to a linked table changes the target of the link.
+        table = (folder / TABLE_NAME).resolve()
+        if not any(table.is_relative_to(root.resolve()) for root in self._library.roots):
+            raise DitLoraError(f"{folder / TABLE_NAME} is a link to a file outside of the studio's folders")
         recipe, word = query.get("recipe", ""), query.get("word", "")
         rules, note = self._default_rules, ""
         if recipe:

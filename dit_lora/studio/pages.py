@@ -1,14 +1,16 @@
 """The frame of the studio's own pages: templates without inline scripts and styles."""
 
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dit_lora.errors import DitLoraError
 from dit_lora.report.pages import render_page
@@ -26,6 +28,20 @@ def studio_page(request: Request, template: str, status: int = 200, **values: An
     """Render one of the studio's pages. Nothing on it is redacted: it is shown to its owner only."""
     page = render_page(template, redact=False, token=get_page_token(request), **values)
     return HTMLResponse(page.encode(errors="backslashreplace"), status)
+
+
+class OpenedFileResponse(FileResponse):
+    """Sends an open file, or the requested range of it, and closes it: nothing can be put in its place meanwhile."""
+
+    def __init__(self, file: BinaryIO, media_type: str) -> None:
+        self._file = file
+        # The base class opens a path: this one is the open file, whatever has become of its name.
+        path = f"/dev/fd/{file.fileno()}"
+        super().__init__(path, stat_result=os.fstat(file.fileno()), media_type=media_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 def parse_page_number(request: Request) -> int:

@@ -1,9 +1,7 @@
 """The page of a run: its report, which follows the run, and its samples."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -11,12 +9,12 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.files import open_inside
-from dit_lora.report.run.live_page import ExportFunction, LiveReportPage
+from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.report.run.samples import CONTENT_TYPES
-from dit_lora.studio.access import get_page_token, json_response, write_route
+from dit_lora.studio.access import json_response
 from dit_lora.studio.job_pages import RESULT_PATTERN
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.opened_file import OpenedFileResponse
+from dit_lora.studio.pages import OpenedFileResponse
 
 REPORT_HEADERS = {"Content-Security-Policy": "frame-ancestors 'none'"}
 """For pages that contain their own policy, with the hashes of their scripts."""
@@ -26,19 +24,11 @@ _SAMPLE_PATTERN = re.compile(
 )
 
 
-def export_adapter(file: Path, form: str, output_folder: Path) -> None:
-    """Export the adapter of a run's checkpoint to a new folder."""
-    # Loads torch, which the pages do not need.
-    from dit_lora.export.export import ExportRequest, export
-
-    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))
-
-
 class RunPages:
     """The routes of the runs' pages."""
 
-    def __init__(self, library: RunLibrary, export: ExportFunction = export_adapter) -> None:
-        self._library, self._export = library, export
+    def __init__(self, library: RunLibrary) -> None:
+        self._library = library
         self._pages: dict[str, LiveReportPage] = {}
 
     def list_routes(self) -> list[BaseRoute]:
@@ -46,17 +36,16 @@ class RunPages:
             Route("/runs/{run_id}/", self.show_report),
             Route("/runs/{run_id}/state", self.show_state),
             Route("/runs/{run_id}/{path:path}", self.send_sample),
-            write_route("/runs/{run_id}/export", self.export_step),
         ]
 
     def get_live_page(self, run_id: str) -> LiveReportPage:
         """The live report of a run. Raises `HTTPException` if there is none of this id."""
         folder = self._library.get_folder(run_id)
         # One reader for each run, which reads only new lines.
-        return self._pages.setdefault(run_id, LiveReportPage(folder, self._export))
+        return self._pages.setdefault(run_id, LiveReportPage(folder))
 
     def show_report(self, request: Request) -> Response:
-        page = self.get_live_page(request.path_params["run_id"]).get_page(get_page_token(request))
+        page = self.get_live_page(request.path_params["run_id"]).get_page()
         return HTMLResponse(page.encode(errors="backslashreplace"), headers=REPORT_HEADERS)
 
     def show_state(self, request: Request) -> Response:
@@ -73,10 +62,3 @@ class RunPages:
         except OSError as error:
             raise HTTPException(404, "this file does not exist") from error
         return OpenedFileResponse(file, CONTENT_TYPES[Path(path).suffix])
-
-    def export_step(self, request: Request, values: Mapping[str, Any]) -> Response:
-        step = values.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise HTTPException(400, "the step must be a number, 0 or greater")
-        written = self.get_live_page(request.path_params["run_id"]).export_step(step)
-        return json_response({"written": written})

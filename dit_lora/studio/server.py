@@ -14,10 +14,11 @@ from dit_lora.errors import DitLoraError
 from dit_lora.studio.access import AccessControl, AccessKeys
 
 HOST = "127.0.0.1"
-REQUEST_SECONDS = 10.0
+REQUEST_SECONDS = 8.0
 """Seconds in which a client must have sent its request."""
 _IDLE_SECONDS = 30  # an open connection without a request
-_MAX_CONNECTIONS = 512  # further ones are answered with 503; a process can usually open 1,024 files
+_MAX_CONNECTIONS = 512  # a process can usually open 1,024 files
+_MAX_READ_BYTES = 2**14  # at a time: parsing a body of tiny chunks is slow, and others wait meanwhile
 
 
 class StudioServer:
@@ -28,7 +29,7 @@ class StudioServer:
 
     def __init__(self, app: ASGIApp, port: int = 0, page: str = "/") -> None:
         try:
-            self._socket = socket.create_server((HOST, port), backlog=128)
+            self._socket = socket.create_server((HOST, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise DitLoraError(
@@ -48,7 +49,8 @@ class StudioServer:
             server_header=False,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=1,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=2 * _MAX_CONNECTIONS,
+            backlog=64,  # also the most connections that are accepted before others are answered
         )
         self._server = uvicorn.Server(config)
 
@@ -79,31 +81,59 @@ class _LimitedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
+        self._begin = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = _MAX_READ_BYTES  # type: ignore[attr-defined]
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
+        # Every user of this machine can open connections: the oldest that wait for their client make room.
+        if len(self.connections) > _MAX_CONNECTIONS:
+            waiting = [item for item in self.connections if isinstance(item, _LimitedProtocol) and item._is_waiting()]
+            for connection in sorted(waiting, key=lambda item: item._begin)[: _MAX_CONNECTIONS // 2]:
+                connection._end_slow_request()
+
+    def _is_waiting(self) -> bool:
+        """True if the client must send a request or the rest of one, or read an answer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return (is_idle or bool(self._deadline) or self.flow.write_paused) and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         # Headers or body are incomplete.
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._deadline = self._deadline or self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
-        elif self._deadline is not None:
+        else:
+            self._cancel_deadline()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        # A client may close its side as soon as it has sent its request, and read the answer then.
+        if self._deadline is not None:
+            self._end_slow_request()
+        if self.cycle is None or self.cycle.response_complete:
+            return False  # closes the connection
+        self.cycle.keep_alive = False
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_deadline()
+        super().connection_lost(exc)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
     def _end_slow_request(self) -> None:
-        self._deadline = None
         # A request can have its answer before its body has come: a refusal.
         is_answered = self.conn.their_state is h11.SEND_BODY and self.cycle.response_started
-        if not is_answered:
+        if self._deadline is not None and not is_answered:
             text = b"the request was not complete in time\n"
             head = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: "
             self.transport.write(head + b"%d\r\n\r\n" % len(text) + text)
+        self._cancel_deadline()
+        self.connections.discard(self)
         self.transport.close()
+        # Closing waits until all is sent.
+        if self.flow.write_paused:
+            self.transport.abort()

@@ -67,6 +67,9 @@ class CaptionTable:
         """
         if not root.is_dir():
             raise DitLoraError(f"{root} is not a folder; give the folder with your clips and pictures")
+        # From a named pipe, reading would wait for a writer.
+        if os.path.lexists(root / TABLE_NAME) and not (root / TABLE_NAME).is_file():
+            raise DitLoraError(f"{root / TABLE_NAME} is not a regular file; remove it")
         other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
         if other_lists and not allow_other_lists:
             raise DitLoraError(
@@ -144,7 +147,7 @@ class CaptionTable:
             self._undo.record(self._bom, self._lines, lines, len(captions))
             replace_contents(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
         except OSError as error:
-            raise DitLoraError(f"cannot write {self.root / TABLE_NAME}: {error.strerror}") from error
+            raise DitLoraError(f"cannot write {error.filename or self.root / TABLE_NAME}: {error.strerror}") from error
         self._lines, self._row_indices = lines, rows
         self.captions |= new
         self._stamp = _compute_stamp(self.root, self.listing)
@@ -226,19 +229,33 @@ class CaptionTable:
                 self.captions |= {name: caption} if caption else {}
 
 
+def make_work_folder(root: Path) -> Path:
+    """Make the hidden folder in a data set's folder, if it is not there, and return its path.
+
+    Raises `DitLoraError` if it cannot be made, or is a link: files of another folder would be overwritten.
+    """
+    folder = root / WORK_FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {folder}: {error.strerror}") from error
+    if folder.is_symlink():
+        raise DitLoraError(f"{folder} is a link; remove it")
+    return folder
+
+
 @contextmanager
 def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
     """Yield the folder's current captions, and keep all other writers out, in any process.
 
     Raises `DitLoraError` if the lock file cannot be written.
     """
-    folder = root / WORK_FOLDER
     if not root.is_dir():
         # Raises the error for a missing folder, before one is created.
         CaptionTable.read(root)
+    folder = make_work_folder(root)
     try:
-        folder.mkdir(exist_ok=True)
-        handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
         raise DitLoraError(f"cannot write {folder}: {error.strerror}") from error
     try:

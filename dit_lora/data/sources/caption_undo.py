@@ -1,5 +1,6 @@
 """Undoes writes to a folder's metadata.jsonl, byte for byte, from what each write has replaced."""
 
+import errno
 import hashlib
 import json
 import os
@@ -57,6 +58,8 @@ class CaptionUndo:
             "lines": replaced,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._folder.is_symlink():
+            raise OSError(errno.ENXIO, "is a link; remove it", str(self._folder))
         # JSON escapes lone surrogates, which UTF-8 cannot hold.
         write_atomically(self._folder / f"{max(numbers, default=0) + 1:08d}.json", json.dumps(step))
         num_bytes = 0

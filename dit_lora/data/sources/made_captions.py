@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dit_lora.data.sources.caption_lines import to_json_text
-from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table
+from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table, make_work_folder
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line, read_inside, read_json_lines
@@ -26,9 +26,9 @@ class GeneratedCaptions:
     @contextmanager
     def lock_folder(self) -> Iterator[None]:
         """Lock a folder whose captions are generated, for one command; raises `DitLoraError` if another has it."""
+        make_work_folder(self._folder.parent)
         try:
-            self._folder.mkdir(exist_ok=True)
-            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         except OSError as error:
             raise DitLoraError(f"cannot write {self._folder}: {error.strerror}") from error
         try:

@@ -12,7 +12,7 @@ from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.page import CaptionFindings, compute_caption_version
 from dit_lora.report.captions.rules import TextRules
-from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_sheet, list_sheet_lines
+from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_sheet, count_tokens, list_sheet_lines
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class CaptionState:
     caption: str
     version: str
     findings: list[dict[str, str]]
+    num_tokens: int
+    """Words without a tokenizer."""
 
 
 class StaleCaptionError(DitLoraError):
@@ -156,7 +158,8 @@ class CaptionEdits:
             {"verdict": finding.verdict, "code": finding.code, "words": finding.message}
             for finding in self._findings.update(table).get(name, [])
         ]
-        return CaptionState(caption, compute_caption_version(caption), findings)
+        num_tokens = count_tokens(table, [name], self.rules)[name]
+        return CaptionState(caption, compute_caption_version(caption), findings, num_tokens)
 
 
 def _normalize_line_ends(caption: str) -> str:

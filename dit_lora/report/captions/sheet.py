@@ -100,7 +100,7 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     num_pages = max(1, -(-len(names) // CARDS_PER_PAGE))
     number = min(max(1, number), num_pages)
     page_names = names[(number - 1) * CARDS_PER_PAGE : number * CARDS_PER_PAGE]
-    lengths = _count_tokens(table, page_names, rules)
+    lengths = count_tokens(table, page_names, rules)
     # Files without findings are in neither, and files that were removed since the audit are left out.
     codes: Counter[str] = Counter()
     # A set for each file: a code that a file has twice counts once.
@@ -123,7 +123,7 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
 def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules) -> list[str]:
     """A line for each file, with tabs between name, tokens or words of the caption, codes of findings, and caption."""
     lines = []
-    for name, num_tokens in _count_tokens(source.table, names, rules).items():
+    for name, num_tokens in count_tokens(source.table, names, rules).items():
         codes = ",".join(finding.code for finding in source.get_findings(name))
         # Tabs and line ends in a caption would look like further columns and rows.
         caption = make_one_line(source.table.captions.get(name, ""))
@@ -131,7 +131,7 @@ def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules
     return lines
 
 
-def _count_tokens(table: CaptionTable, names: Sequence[str], rules: TextRules) -> dict[str, int]:
+def count_tokens(table: CaptionTable, names: Sequence[str], rules: TextRules) -> dict[str, int]:
     """Tokens of each file's caption, special ones included; without a tokenizer, its words."""
     # Stripped, as training does.
     captions = {name: table.captions.get(name, "").strip() for name in names}

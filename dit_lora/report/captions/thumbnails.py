@@ -46,9 +46,10 @@ def get_thumbnail(root: Path, file: Path) -> bytes | None:
         thumbnail = make_thumbnail(file)
     finally:
         _MAKING.release()
-    # A folder that cannot be written has its thumbnails made each time. Empty ones are kept too.
+    # A folder that cannot be written, or is a link, has its thumbnails made each time. Empty ones are kept too.
     with suppress(OSError):
-        write_atomically(path, thumbnail)
+        if not any(folder.is_symlink() for folder in path.parents if folder.is_relative_to(root / WORK_FOLDER)):
+            write_atomically(path, thumbnail)
     return thumbnail
 
 

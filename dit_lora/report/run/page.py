@@ -57,10 +57,10 @@ def write_run_page(reader: RunReader, *, state: RunState | None = None, embed: b
     return write_page(reader.folder / "report.html", page, allow_stream=False)
 
 
-def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", token: str = "") -> str:
+def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "") -> str:
     """Render a run's report as HTML.
 
-    A served page compares `fingerprint` with the server's; `token` enables exports.
+    A served page compares `fingerprint` with the server's.
     """
     # Redact before anything is computed: names of groups or events could hold a path.
     clean = make_redactor()
@@ -93,7 +93,6 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "", toke
         heat=build_heat_maps(run.metrics.modules),
         summary=build_summary(run, target, sampled.checkpoint_steps),
         sampled=sampled,
-        token=token,
         form=choose_export_format(run.config),
         target=target,
         limit_mib=EMBED_LIMIT_BYTES // 2**20,

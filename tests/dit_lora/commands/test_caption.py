@@ -223,3 +223,5 @@ def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(
         # DiT's pictures have classes.
         assert (caption_result.exit_code == 0) == (name == "cogvideox"), caption_result.output
     assert "trains on classes" in str(caption_result.exception)
+    # Also where all files have a caption.
+    assert "is not a folder of a run" in str(caption(clips, clips).exception)

@@ -8,7 +8,7 @@ import pytest
 from bare_media import write_without_captions
 from report_runs import write_run
 from starlette.types import ASGIApp
-from studio_browser import CHROMIUM
+from studio_browser import start_browser
 
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
@@ -32,7 +32,7 @@ def both_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ASGIApp, dict[
     run_dir = write_run(root / "run")
     app = build_app(list_pages(RunLibrary([root])))
     paths = {
-        "run": f"/runs/{compute_run_id(run_dir)}/export",
+        "run": f"/runs/{compute_run_id(run_dir)}/work/export",
         "captions": f"/data/{compute_run_id(root / 'clips')}/caption",
     }
     return app, paths
@@ -40,8 +40,5 @@ def both_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ASGIApp, dict[
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with start_browser() as browser:
         yield browser
-        browser.close()

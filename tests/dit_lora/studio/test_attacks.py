@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -157,6 +158,43 @@ def test_links_and_pipes_are_neither_read_nor_waited_for(app: Starlette, data_pa
     assert time.monotonic() - begin < MAX_SECONDS
 
 
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    for name in (".captions", ".captions/undo", ".captions/thumbnails", ".captions/table.lock", "metadata.jsonl"):
+        folder = write_captioned_folder(tmp_path / "data" / name.replace("/", "_"))
+        (folder / ".captions").mkdir(exist_ok=True)
+        link, target = folder / name, outside / ("lock" if name.endswith(".lock") else "folder")
+        if name == "metadata.jsonl":
+            target = link.rename(outside / name)
+        elif link.is_dir():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        table = outside / "metadata.jsonl"
+        before = table.read_bytes() if table.exists() else None
+        client = StudioClient(build_app(list_pages(RunLibrary([folder]))))
+        page = f"/data/{compute_run_id(folder)}/"
+        file = CaptionTable.read(folder).media[0]
+        client.get(f"{page}thumbnail/{quote(file)}")
+        values = {"file": quote(file), "caption": "mine", "version": compute_caption_version("the same")}
+        assert client.write(f"{page}caption", **values).status_code == (200 if "thumb" in name else 422), name
+        if name == ".captions":
+            form = {"token": client.keys.page_token}
+            assert client.post(f"{page}audit", data=form, headers={"Origin": ORIGIN}).status_code == 422
+        assert (list((outside / "folder").iterdir()), (outside / "lock").exists()) == ([], False), name
+        assert (table.read_bytes() if table.exists() else None) == before
+
+
+def test_a_table_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    folder = write_captioned_folder(tmp_path / "data")
+    (folder / "metadata.jsonl").unlink()
+    os.mkfifo(folder / "metadata.jsonl")
+    client = StudioClient(build_app(list_pages(RunLibrary([folder]))))
+    answer = client.get(f"/data/{compute_run_id(folder)}/")
+    assert (answer.status_code, "metadata.jsonl is not a regular file; remove it" in answer.text) == (400, True)
+
+
 @pytest.mark.parametrize("number", [HUGE, "-1", "1e9", "\u0663", "", "nan", "0x10"])
 def test_numbers_out_of_range_are_answered(app: Starlette, root: Path, data_path: str, number: str) -> None:
     client = StudioClient(app)
@@ -209,6 +247,43 @@ def test_many_and_slow_connections_leave_the_pages_quick(app: Starlette, monkeyp
         answers = [connection.makefile("rb").read() for connection in connections]
         assert {answer[:13] for answer in answers} == {b"HTTP/1.1 408 "}
         _ask_at_once(server, 30)
+
+
+def test_a_page_is_answered_while_another_user_opens_connections(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dit_lora.studio.server._MAX_CONNECTIONS", 60)
+    with serving(app) as server:
+        host = f"{HOST}:{server.keys.port}"
+        # Without a request, with a part of it, and idle after a refusal: none of them has the cookie.
+        for data in (b"", b"GET / HTTP/1.1\r\nHost: x", f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()):
+            connections = []
+            for number in range(150):
+                # What the first ones have sent is read by then.
+                assert number != 30 or ask(server, "/data")[0] == 200
+                connections.append(socket.create_connection((HOST, server.keys.port), timeout=60))
+                connections[-1].sendall(data)
+            begin = time.monotonic()
+            assert ask(server, "/data")[0] == 200
+            assert time.monotonic() - begin < MAX_SECONDS
+            if not data.endswith(b"\r\n\r\n"):
+                # The oldest one is closed, with an answer.
+                assert connections[0].makefile("rb").read().startswith(b"HTTP/1.1 408 ")
+            for connection in connections:
+                connection.close()
+
+
+def test_a_client_that_closes_its_side_is_answered(app: Starlette) -> None:
+    with serving(app) as server:
+        head = f"GET /none HTTP/1.1\r\nHost: {HOST}:{server.keys.port}\r\n"
+        requests = {f"{head}\r\n": b"403", f"{head}\r\n{head}\r\n": b"403", head: b"408", "": b"408"}
+        for request, status in requests.items():
+            with socket.create_connection((HOST, server.keys.port), timeout=60) as connection:
+                connection.sendall(request.encode())
+                connection.shutdown(socket.SHUT_WR)
+                answer = connection.makefile("rb").read()
+            assert answer.startswith(b"HTTP/1.1 " + status), request
+            assert answer.count(b"HTTP/1.1 ") == max(1, request.count("GET"))
 
 
 def _ask_at_once(server: StudioServer, count: int) -> None:

@@ -13,7 +13,9 @@ from bare_media import HOSTILE_CAPTION, write_captioned_folder, write_without_ca
 from report_runs import write_run
 from starlette.types import ASGIApp
 from studio_client import StudioClient, ask, serving
+from typer.testing import CliRunner
 
+from dit_lora.cli.app import app as command
 from dit_lora.config.catalog import find_packaged_files
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
@@ -64,7 +66,7 @@ def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path, d
             assert answer.json()["caption"] == "the same"
     answer = client.write(path, **good)
     version = compute_caption_version(good["caption"])
-    state = {"caption": good["caption"], "version": version, "findings": []}
+    state = {"caption": good["caption"], "version": version, "findings": [], "num_tokens": 4}
     assert (answer.status_code, answer.json()) == (200, state)
     assert CaptionTable.read(folder).captions[name] == good["caption"]
 
@@ -111,7 +113,9 @@ def test_a_command_of_the_page_is_shown_on_it(app: ASGIApp, data_path: str, monk
     assert (page.status_code, ">waiting</span>" in page.text, "dit-lora audit" in page.text) == (200, True, True)
 
 
-def test_captions_of_other_lists_are_shown_and_not_edited(app: ASGIApp, folder: Path, data_path: str) -> None:
+def test_captions_of_other_lists_are_shown_and_not_edited(
+    app: ASGIApp, folder: Path, data_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, table = StudioClient(app), CaptionTable.read(folder)
     rows = "".join(f'{name},"a shape, number {number}"\n' for number, name in enumerate(table.media))
     (folder / "metadata.jsonl").unlink()
@@ -126,6 +130,10 @@ def test_captions_of_other_lists_are_shown_and_not_edited(app: ASGIApp, folder: 
         answer = client.write(data_path + path, **body)
         assert (answer.status_code, "captions in metadata.csv" in answer.text) == (422, True), path
     assert not (folder / "metadata.jsonl").exists()
+    served: list[object] = []
+    monkeypatch.setattr("dit_lora.studio.app.serve_until_interrupted", lambda *arguments: served.append(arguments))
+    result = CliRunner().invoke(command, ["caption", str(folder), "--serve"])
+    assert (result.exit_code, len(served)) == (0, 1), result.output
     # A list that cannot be read is a sentence, on a page for a browser's window.
     (folder / "metadata.csv").write_text("a,b\n1,2\n")
     answer = client.get(data_path, headers={"Accept": "text/html,*/*"})
@@ -235,16 +243,20 @@ def test_an_edit_in_a_browser_lands_in_the_file(app: ASGIApp, folder: Path, data
         card.locator("button").click()
         sync_api.expect(card.locator(".now")).to_be_hidden()
         # By keys; and what cannot be trained on is refused, and still to be saved.
-        second_textarea = cards.nth(4).locator("textarea")
+        second_textarea, second_count = cards.nth(4).locator("textarea"), cards.nth(4).locator(".row .count")
+        old_count = second_count.inner_text()
         second_textarea.fill("a still")
         second_textarea.press("Control+Enter")
         sync_api.expect(cards.nth(4).locator(".findings .code")).to_have_text("trigger_missing")
+        new_count = second_count.inner_text()
         cards.nth(3).locator("textarea").fill("")
         cards.nth(3).locator("button").click()
         sync_api.expect(cards.nth(3).locator(".said")).to_have_text("not saved: its caption is empty")
         assert cards.nth(3).locator("button").is_enabled()
-        page.evaluate("window.onbeforeunload = null")
         assert page.evaluate("window.hit") is None
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.reload()
+        assert old_count != new_count == second_count.inner_text()
         assert errors == []
         browser.close()
     captions = CaptionTable.read(folder).captions

@@ -1,4 +1,4 @@
-"""Taking a step's adapter from the report: by the served page's button, or by the line on the one that is written."""
+"""Taking a step's adapter from the report: by the line to type, or on the page to which the served one links."""
 
 import shutil
 from pathlib import Path
@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 from report_runs import write_run
-from starlette.types import ASGIApp
-from studio_client import StudioClient, serving
+from studio_browser import CHROMIUM
+from studio_client import serving
 
 from dit_lora.data.media.video import write_sample
-from dit_lora.errors import DitLoraError
 from dit_lora.report.run.page import choose_export_format, write_report
-from dit_lora.studio.app import build_app
+from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
-from dit_lora.studio.run_pages import RunPages
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture
@@ -35,63 +31,23 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-class Exports:
-    """What was asked to be exported."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Path, str, Path]] = []
-
-    def __call__(self, file: Path, form: str, out: Path) -> None:
-        if out.exists():
-            raise DitLoraError(f"{out.name} exists already")
-        out.mkdir(parents=True)
-        self.asked.append((file, form, out))
-
-
-@pytest.fixture
-def served(folder: Path) -> tuple[ASGIApp, Exports, str]:
-    exports = Exports()
-    app = build_app(RunPages(RunLibrary([folder]), exports).list_routes())
-    return app, exports, f"/runs/{compute_run_id(folder)}/"
-
-
-def test_the_written_page_has_the_line_to_type_and_no_button(folder: Path) -> None:
+def test_the_written_page_has_the_line_to_type(folder: Path) -> None:
     page = write_report(folder).read_text()
     line = "/checkpoints/step_000006/trainable.safetensors --to diffusers --out &#39;kitten run&#39;/exports"
     assert f"dit-lora export &#39;kitten run&#39;{line}" in page
-    assert 'id="export"' not in page
+    assert 'href="work"' not in page
     assert '<option value="4" data-file="trainable.safetensors">' in page.split('id="take"')[1].split("</select>")[0]
     assert '<option value="2"' not in page.split('id="take"')[1].split("</select>")[0]
     shutil.rmtree(folder / "checkpoints")
     assert 'id="take"' not in write_report(folder).read_text()
 
 
-def test_a_step_is_taken_once(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
-    app, exports, path = served
-    client = StudioClient(app)
-    assert f'data-token="{client.keys.page_token}"' in client.get(path).text
-    # The last one has no checkpoint.
-    for status, step in ((400, "4"), (400, True), (400, -4), (400, 4.0), (422, 2)):
-        assert client.write(f"{path}export", step=step).status_code == status, step
-    assert exports.asked == []
-    answer = client.write(f"{path}export", step=4)
-    assert (answer.status_code, answer.json()) == (200, {"written": "exports/step_000004"})
-    file = folder / "checkpoints" / "step_000004" / "trainable.safetensors"
-    assert exports.asked == [(file, "diffusers", folder / "exports" / "step_000004")]
-    assert client.write(f"{path}export", step=4).status_code == 422
-
-
-def test_the_adapter_that_stays_of_a_checkpoint_is_taken(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
-    app, exports, path = served
+def test_the_adapter_that_stays_of_a_checkpoint_is_taken(folder: Path) -> None:
     checkpoint = folder / "checkpoints" / "step_000006" / "trainable.safetensors"
-    adapter = checkpoint.rename(checkpoint.with_name("pytorch_lora_weights.safetensors"))
+    checkpoint.rename(checkpoint.with_name("pytorch_lora_weights.safetensors"))
     page = write_report(folder).read_text()
     assert "/checkpoints/step_000006/pytorch_lora_weights.safetensors --to diffusers" in page
     assert '<option value="4" data-file="trainable.safetensors"' in page
-    client = StudioClient(app)
-    client.get(path)
-    assert client.write(f"{path}export", step=6).status_code == 200
-    assert exports.asked == [(adapter, "diffusers", folder / "exports" / "step_000006")]
 
 
 @pytest.mark.parametrize(
@@ -109,22 +65,18 @@ def test_the_form_is_that_which_reads_the_adapter(config: dict[str, Any], form: 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_button_exports_the_step_that_is_chosen(served: tuple[ASGIApp, Exports, str], folder: Path) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    app, exports, path = served
-    with serving(app, path) as server, sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+def test_the_line_is_that_of_the_step_that_is_chosen(folder: Path, browser: Any) -> None:
+    app = build_app(list_pages(RunLibrary([folder])))
+    with serving(app, f"/runs/{compute_run_id(folder)}/") as server:
         page = browser.new_page()
         page.goto(server.url)
-        sync_api.expect(page.locator(".film .pair figure:visible")).to_have_count(4)
+        page.locator(".film .pair figure:visible").nth(3).wait_for()
         page.select_option("#take", "4")
-        page.click("#export")
-        sync_api.expect(page.locator("#exported")).to_have_text("saved in exports/step_000004")
-        page.click("#export")
-        expected = "not exported: step_000004 exists already"
-        sync_api.expect(page.locator("#exported")).to_have_text(expected)
+        assert "step_000004/" in page.locator("#take-line").inner_text()
+        page.locator(".take a").click()
+        page.wait_for_url("**/work")
         page.goto(f"file://{write_report(folder)}")
         page.select_option("#take", "4")
         assert "step_000004 " in f"{page.locator('#take-line').text_content()} "
-        browser.close()
-    assert [path.name for _, _, path in exports.asked] == ["step_000004"]
+        assert page.locator(".take a").count() == 0
+        page.close()

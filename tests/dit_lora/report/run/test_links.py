@@ -10,7 +10,6 @@ import pytest
 from dit_lora.errors import DitLoraError
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.files import OBJECT_FILES
-from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.report.run.page import write_report
 
 PRIVATE = "a-private-word"
@@ -82,23 +81,3 @@ def test_a_config_that_is_a_link_or_a_pipe_is_one_line(run_dir: Path, private: P
             write_report(run_dir)
         assert "\n" not in str(error.value)
         assert PRIVATE not in str(error.value)
-
-
-def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    file = run_dir / "checkpoints" / "step_000020" / "trainable.safetensors"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    written_paths: list[Path] = []
-    pages = LiveReportPage(run_dir, lambda file, form, out: written_paths.append(out))
-    (run_dir / "exports").symlink_to(outside)
-    with pytest.raises(DitLoraError, match="is a link; remove it"):
-        pages.export_step(20)
-    (run_dir / "exports").unlink()
-    assert pages.export_step(20) == "exports/step_000020"
-    file.unlink()
-    file.symlink_to(outside)
-    with pytest.raises(DitLoraError, match="the checkpoint of step 20 no longer exists"):
-        pages.export_step(20)
-    assert written_paths == [run_dir / "exports" / "step_000020"]

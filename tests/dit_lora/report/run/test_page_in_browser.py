@@ -1,7 +1,6 @@
 """The report in a browser: nothing fetched, no error, charts that draw and answer, videos that play together."""
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from report_runs import metrics_line, write_lines, write_run
+from studio_browser import CHROMIUM, start_browser
 from studio_client import serving
 
 from dit_lora.data.audit.finding import AuditedSample, Finding
@@ -23,7 +23,6 @@ from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.run_pages import RunPages
 from dit_lora.studio.server import StudioServer
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIDEOS = "[...document.querySelectorAll('.pair figure:not([hidden]) video')]"
 INK = """(canvas) => {
   const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -37,11 +36,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with start_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
