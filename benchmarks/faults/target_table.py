@@ -24,6 +24,17 @@ def _find_quantile(share: float, shift: float) -> float:
 
 
 _COGVIDEOX = FaultTargets(family="cogvideox", variant="cogvideox-5b", data=_CLIPS)
+_ERNIE_IMAGE = FaultTargets(
+    family="ernie_image",
+    variant="ernie-image",
+    data=_IMAGES,
+    samples="images",
+    attention="layers.1.self_attention",
+    ff="layers.0.mlp",
+    ff_out="layers.0.mlp.linear_fc2",
+    modulation="adaLN_modulation.1",
+    final_proj="final_linear",
+)
 _FLUX = FaultTargets(
     family="flux",
     variant="flux-dev",
@@ -232,6 +243,7 @@ _TARGETS = (
         has_buffers=True,
         class_table="transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight",
     ),
+    _ERNIE_IMAGE,
     _FLUX,
     replace(_FLUX, variant="flux-schnell", sections={**_FLUX.sections, "train": {}}),
     replace(

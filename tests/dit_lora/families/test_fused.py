@@ -65,7 +65,7 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(compared_subject: Su
     batch = {name: tensor[:2] for name, tensor in encoded_batch(compared_subject).items()}
     in_policy(model, dtype)
     switches = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
-    assert len(switches) > 2
+    assert len(switches) >= 2
 
     def forward() -> torch.Tensor:
         return compared_subject.checkpoint.denoiser.losses(model, batch, RandomStreams(0, [0, 1])).losses
