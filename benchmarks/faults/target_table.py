@@ -23,6 +23,17 @@ def _find_quantile(share: float, shift: float) -> float:
     return 1000 * LOGIT_NORMAL.compute_levels(gaussian, shift).item()
 
 
+_CHROMA = FaultTargets(
+    family="chroma",
+    variant="chroma",
+    data=_IMAGES,
+    samples="images",
+    sections={"lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")}},
+    attention="transformer_blocks.1.attn",
+    modulation="distilled_guidance_layer.out_proj",
+    time_proj="time_text_embed.time_proj",
+    has_buffers=True,
+)
 _COGVIDEOX = FaultTargets(family="cogvideox", variant="cogvideox-5b", data=_CLIPS)
 _ERNIE_IMAGE = FaultTargets(
     family="ernie_image",
@@ -227,6 +238,7 @@ def _transformers_chat_targets(
 
 
 _TARGETS = (
+    _CHROMA,
     replace(_COGVIDEOX, variant="cogvideox-2b", has_buffers=True),
     _COGVIDEOX,
     replace(_COGVIDEOX, variant="cogvideox-5b-i2v", data=_LARGE_CLIPS, has_buffers=True),

@@ -22,6 +22,7 @@ logging.getLogger("transformers.utils.import_utils").addFilter(
 )
 
 _OWN_DIFFUSION_FAMILIES = {
+    "chroma": "dit_lora.families.chroma",
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",
     "ernie_image": "dit_lora.families.ernie_image",
