@@ -18,9 +18,10 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
 
 
 def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
-    """The cache holds patches, normalised each channel and place of its own."""
+    """The cache holds what is normalised by place in patches of two by two: each place of its own."""
     bn = pipeline.vae.bn
-    patches = mean * (bn.running_var + 1e-5).sqrt().view(-1, 1, 1) + bn.running_mean.view(-1, 1, 1)
+    patches = functional.pixel_unshuffle(mean, 2)
+    patches = patches * (bn.running_var + 1e-5).sqrt().view(-1, 1, 1) + bn.running_mean.view(-1, 1, 1)
     return pipeline.vae.decode(functional.pixel_shuffle(patches, 2)).sample
 
 

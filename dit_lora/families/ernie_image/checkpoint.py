@@ -4,11 +4,13 @@ Prompts, patches and denoising call the stock pipeline's own code
 (diffusers/pipelines/ernie_image/pipeline_ernie_image.py). Its prompt enhancer, a second language model that rewrites
 prompts before they are encoded, is neither loaded nor used: training and samples see captions as they are.
 
-Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
+Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size. The network sees patches of 2 x 2
+latents, (B, 4 C, H / 2, W / 2).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -33,10 +35,10 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import cut_text, load_text_limit, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
-from dit_lora.families.latents import encode_picture, sample_posterior
+from dit_lora.families.latents import compute_packed_loss_weights, encode_picture, sample_posterior
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, is_named_distilled, side_errors
-from dit_lora.numerics.streams import move_to_device
+from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
 
 MAX_TEXT_TOKENS = 512
 """Number of tokens that captions are truncated to, and padded to in the cache.
@@ -77,7 +79,9 @@ class ErnieImageInfo(CheckpointInfo):
 class ErnieImageEncoders(Encoders):
     info: ErnieImageInfo
     vae_class = AutoencoderKLFlux2
-    transform = "ernie-image-1: pixels / 127.5 - 1, posterior mean and logvar, normalised patches of two by two, fp32"
+    transform = (
+        "ernie-image-1: pixels / 127.5 - 1, posterior mean and logvar, normalised in patches of two by two, fp32"
+    )
 
     def load_text_limit(self) -> TextLimit:
         return load_text_limit(self.info.path, MAX_TEXT_TOKENS)
@@ -113,20 +117,18 @@ class ErnieImageEncoders(Encoders):
         return make_unpadded_encoder(lambda caption: pipeline.encode_prompt(caption, device)[0], MAX_TEXT_TOKENS)
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        """Posterior of an image in 2 x 2 patches, (4 C, H / 2, W / 2), normalised with the VAE's statistics.
+        """Posterior of an image, (C, H, W), normalised with the VAE's statistics of each place in a patch.
 
         It is the inverse of the end of the pipeline.
         """
-        posterior = {
-            name: ErnieImagePipeline._patchify_latents(tensor[None])[0].float()
-            for name, tensor in encode_picture(vae, pixels).items()
-        }
-        mean, variance = (statistic.float().view(-1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
+        posterior = {name: _patchify(tensor[None].float()) for name, tensor in encode_picture(vae, pixels).items()}
+        shift, variance = (values.float().view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
         variance = variance + _BATCH_NORM_EPS
-        return {
-            "latent_mean": (posterior["latent_mean"] - mean) / variance.sqrt(),
+        normalized = {
+            "latent_mean": (posterior["latent_mean"] - shift) / variance.sqrt(),
             "latent_logvar": posterior["latent_logvar"] - variance.log(),
         }
+        return {name: ErnieImagePipeline._unpatchify_latents(tensor)[0] for name, tensor in normalized.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +136,21 @@ class ErnieImageDenoiser(FlowDenoiser):
     info: ErnieImageInfo
     transformer_class: ClassVar[Any] = ErnieImageTransformer2DModel
 
+    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+        patches = _patchify(torch.empty(batch["latent_mean"].shape, device="meta"))
+        return {**super().draw_functions(batch), "noise": partial(normal, patches.shape[1:])}
+
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Clean training latents in patches (B, C, H, W), sampled from the posterior. The cache is normalized."""
-        return sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
+        """ERNIE-Image's clean training patches, sampled from the posterior. The cached latents are normalized."""
+        return _patchify(sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]))
+
+    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
+        return compute_packed_loss_weights(batch, self.mask_floor, _patchify)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
-        """Predict the velocity of patches (B, C, H, W); equal to one call of the stock pipeline.
+        """Predict the velocity of patches; equal to one call of the stock pipeline.
 
         The transformer gets the text's length of each sample, and masks what is behind it.
         """
@@ -175,6 +184,11 @@ class ErnieImageSampler(Sampler):
             empty = _unpad(empty_prompt)
             arguments["negative_prompt_embeds"] = empty * (len(captions) // len(empty))
         return arguments
+
+
+def _patchify(latents: torch.Tensor) -> torch.Tensor:
+    """Patches (B, 4 C, H / 2, W / 2) of latents (B, C, H, W), made with the pipeline's method."""
+    return ErnieImagePipeline._patchify_latents(latents)
 
 
 def _unpad(text: Tensors) -> list[torch.Tensor]:

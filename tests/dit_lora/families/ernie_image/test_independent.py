@@ -16,12 +16,12 @@ SHAPE = VideoShape(1, 48, 80)
 
 
 def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: RandomInputs) -> torch.Tensor:
-    """The loss for pixels (B, 3, H, W), noise of the posterior and noise (B, 16, 3, 5), and noise levels (B,)."""
+    """The loss for pixels (B, 3, H, W), noise of the posterior (B, 4, 6, 10), noise (B, 16, 3, 5) and levels (B,)."""
     pipe = ErnieImagePipeline.from_pretrained(path)
     captions = pipe.encode_prompt(CAPTIONS, CPU)
     lengths = torch.tensor([len(caption) for caption in captions])
     posterior = pipe.vae.encode(pixels.float() / 127.5 - 1).latent_dist
-    latent = posterior.mean + posterior.std * torch.nn.functional.pixel_shuffle(draws.tensors["posterior"], 2)
+    latent = posterior.mean + posterior.std * draws.tensors["posterior"]
     patches = torch.nn.functional.pixel_unshuffle(latent, 2)
     std = (pipe.vae.bn.running_var + 1e-5).sqrt().view(1, -1, 1, 1)
     clean = (patches - pipe.vae.bn.running_mean.view(1, -1, 1, 1)) / std
