@@ -10,7 +10,7 @@ Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent 
 packed channels (4 C).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -178,8 +178,15 @@ class ChromaSampler(Sampler):
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         """Load the stock pipeline, changed to cut prompts like captions, and to attend without a mask."""
         pipeline = self._load_pipeline(dtype, transformer, text)
-        pipeline._get_t5_prompt_embeds = _cut_prompts(pipeline._get_t5_prompt_embeds)
-        pipeline._prepare_attention_mask = _return_no_mask
+        encode = pipeline._get_t5_prompt_embeds
+
+        def encode_cut(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            embeddings, mask = encode(*args, **kwargs)
+            caption = _cut_caption({"prompt_embeds": embeddings, "prompt_attention_mask": mask == 1})
+            return caption["prompt_embeds"], caption["prompt_attention_mask"]
+
+        pipeline._get_t5_prompt_embeds = encode_cut
+        pipeline._prepare_attention_mask = lambda **_: None
         return pipeline
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
@@ -193,21 +200,6 @@ def _cut_caption(text: Tensors) -> Tensors:
     # The pipeline requires a mask.
     mask = torch.ones(embeddings.shape[:2], dtype=torch.bool) if mask is None else mask
     return {"prompt_embeds": embeddings, "prompt_attention_mask": mask.to(embeddings.device)}
-
-
-def _cut_prompts(encode: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """`_get_t5_prompt_embeds` of a pipeline, with prompts cut to the longest and its one pad."""
-
-    def encode_cut(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        embeddings, mask = encode(*args, **kwargs)
-        cut = _cut_caption({"prompt_embeds": embeddings, "prompt_attention_mask": mask == 1})
-        return cut["prompt_embeds"], cut["prompt_attention_mask"]
-
-    return encode_cut
-
-
-def _return_no_mask(**_: Any) -> None:
-    """A pipeline's `_prepare_attention_mask`, for prompts without padding."""
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:

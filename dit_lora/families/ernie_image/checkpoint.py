@@ -152,7 +152,7 @@ class ErnieImageDenoiser(FlowDenoiser):
     ) -> torch.Tensor:
         """Predict the velocity of patches; equal to one call of the stock pipeline.
 
-        The transformer gets the text's length of each sample, and masks what is behind it.
+        The transformer gets the text's length of each sample, and masks its padding.
         """
         mask = batch["prompt_attention_mask"]
         text, _ = cut_text(batch["prompt_embeds"], mask)
