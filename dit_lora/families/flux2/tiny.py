@@ -27,11 +27,11 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
     if klein:
-        tokenizer, config = build_qwen3(_QWEN_LAYERS)
-        encoder: Any = Qwen3ForCausalLM(config)
+        tokenizer, qwen_config = build_qwen3(_QWEN_LAYERS)
+        encoder: Any = Qwen3ForCausalLM(qwen_config)
     else:
-        tokenizer, config = build_mistral3(_MISTRAL_LAYERS)
-        encoder = Mistral3ForConditionalGeneration(config)
+        tokenizer, mistral_config = build_mistral3(_MISTRAL_LAYERS)
+        encoder = Mistral3ForConditionalGeneration(mistral_config)
     pipeline: Any = kind(
         tokenizer=tokenizer,
         text_encoder=encoder.eval(),
