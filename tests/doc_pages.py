@@ -45,6 +45,8 @@ HUB = {
     "Tongyi-MAI/Z-Image": "z-image",
     "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
     "Qwen/Qwen-Image": "qwen-image",
+    "baidu/ERNIE-Image": "ernie-image",
+    "lodestones/Chroma1-HD": "chroma",
     "Lightricks/LTX-Video": "ltx-video",
     "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",
     "stabilityai/stable-diffusion-3.5-large": "sd3.5-large",

@@ -23,7 +23,29 @@ def _find_quantile(share: float, shift: float) -> float:
     return 1000 * LOGIT_NORMAL.compute_levels(gaussian, shift).item()
 
 
+_CHROMA = FaultTargets(
+    family="chroma",
+    variant="chroma",
+    data=_IMAGES,
+    samples="images",
+    sections={"lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")}},
+    attention="transformer_blocks.1.attn",
+    modulation="distilled_guidance_layer.out_proj",
+    time_proj="time_text_embed.time_proj",
+    has_buffers=True,
+)
 _COGVIDEOX = FaultTargets(family="cogvideox", variant="cogvideox-5b", data=_CLIPS)
+_ERNIE_IMAGE = FaultTargets(
+    family="ernie_image",
+    variant="ernie-image",
+    data=_IMAGES,
+    samples="images",
+    attention="layers.1.self_attention",
+    ff="layers.0.mlp",
+    ff_out="layers.0.mlp.linear_fc2",
+    modulation="adaLN_modulation.1",
+    final_proj="final_linear",
+)
 _FLUX = FaultTargets(
     family="flux",
     variant="flux-dev",
@@ -216,6 +238,7 @@ def _transformers_chat_targets(
 
 
 _TARGETS = (
+    _CHROMA,
     replace(_COGVIDEOX, variant="cogvideox-2b", has_buffers=True),
     _COGVIDEOX,
     replace(_COGVIDEOX, variant="cogvideox-5b-i2v", data=_LARGE_CLIPS, has_buffers=True),
@@ -232,6 +255,7 @@ _TARGETS = (
         has_buffers=True,
         class_table="transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight",
     ),
+    _ERNIE_IMAGE,
     _FLUX,
     replace(_FLUX, variant="flux-schnell", sections={**_FLUX.sections, "train": {}}),
     replace(

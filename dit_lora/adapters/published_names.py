@@ -79,6 +79,12 @@ _FLUX: PublishedNames = {
         {"time_in": "timestep_embedder", "vector_in": "text_embedder", "guidance_in": "guidance_embedder"},
     ),
 }
+# FLUX.1's blocks without modulations, which one network computes.
+_CHROMA: PublishedNames = {
+    **_FLUX,
+    "distilled_guidance_layer.layers.*.in_layer": ("distilled_guidance_layer.layers.*.linear_1",),
+    "distilled_guidance_layer.layers.*.out_layer": ("distilled_guidance_layer.layers.*.linear_2",),
+}
 _FLUX2: PublishedNames = {
     **_FLUX_ATTENTION,
     **_FLUX_ENDS,
@@ -140,6 +146,7 @@ _Z_IMAGE: PublishedNames = {
 }
 # By the class of the transformer.
 PUBLISHED_NAMES: Mapping[str, PublishedNames] = {
+    "ChromaTransformer2DModel": _CHROMA,
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
     "SD3Transformer2DModel": _SD3,

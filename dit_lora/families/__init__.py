@@ -22,8 +22,10 @@ logging.getLogger("transformers.utils.import_utils").addFilter(
 )
 
 _OWN_DIFFUSION_FAMILIES = {
+    "chroma": "dit_lora.families.chroma",
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",
+    "ernie_image": "dit_lora.families.ernie_image",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
     "krea2": "dit_lora.families.krea2",

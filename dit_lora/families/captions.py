@@ -42,6 +42,28 @@ def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncode
     return encode
 
 
+def make_unpadded_encoder(encode_caption: Callable[[str], torch.Tensor], num_tokens: int) -> TextEncoder:
+    """A caption encoder for pipelines that do not pad captions: it pads them with zeros for the cache, with a mask.
+
+    Args:
+        encode_caption: Encodes one caption to embeddings (length, D).
+        num_tokens: Length T of the result, `prompt_embeds` (B, T, D) and `prompt_attention_mask` (B, T).
+    """
+
+    @torch.no_grad()
+    def encode(captions: Sequence[str]) -> Tensors:
+        # One by one: a caption's tensors must not depend on the others in its batch.
+        encoded = [encode_caption(caption) for caption in captions]
+        padded = encoded[0].new_zeros((len(encoded), num_tokens, encoded[0].shape[-1]))
+        mask = torch.zeros(padded.shape[:2], dtype=torch.bool, device=padded.device)
+        for row, embeddings in enumerate(encoded):
+            padded[row, : len(embeddings)] = embeddings
+            mask[row, : len(embeddings)] = True
+        return {"prompt_embeds": padded, "prompt_attention_mask": mask}
+
+    return encode
+
+
 def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) -> TextEncoder:
     """Create a caption encoder that pads every caption to `num_tokens`, so that none influences the others."""
 

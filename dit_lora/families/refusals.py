@@ -1,5 +1,6 @@
 """Checks for shapes and options that a diffusion family does not support."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from dit_lora.config.data import VideoShape
@@ -59,6 +60,20 @@ def position_limit_errors(sizes: Mapping[str, tuple[int, int]], option: str) -> 
         for name, (value, max_value) in sizes.items()
         if value > max_value
     ]
+
+
+def is_named_distilled(name: str, word: str = "turbo") -> bool:
+    """True if the last part of a path or Hub id has the word for a model's distilled version."""
+    return word in _get_folder_name(name) and not is_named_dedistilled(name)
+
+
+def is_named_dedistilled(name: str) -> bool:
+    """True if the last part of a path or Hub id says that a distillation was taken back, such as De-Turbo."""
+    return re.search(r"de-?(turbo|distill)", _get_folder_name(name)) is not None
+
+
+def _get_folder_name(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> None:

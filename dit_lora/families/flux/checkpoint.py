@@ -77,7 +77,7 @@ class FluxInfo(CheckpointInfo):
     guidance: float | None
     """Value of the guidance embedding in training; None if the transformer has none."""
     pipeline_class: Any = FluxPipeline
-    supported_options = ("train.guidance_scale",)
+    supported_options: ClassVar[tuple[str, ...]] = ("train.guidance_scale",)
 
     @property
     def size_multiple(self) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer, Qwen3Config
+from transformers import Mistral3Config, Qwen2Tokenizer, Qwen3Config
 
 TEXT_WIDTH = 16
 MODEL_SIZES: dict[str, Any] = {
@@ -26,6 +26,16 @@ _QWEN_TEMPLATE = (
     "{% endif %}{% endif %}"
 )
 
+_MISTRAL_TOKENS = (
+    *("<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+)
+_MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% set tag = 'SYSTEM_PROMPT' if message['role'] == 'system' "
+    "else 'INST' %}{{ '[' + tag + ']' }}{% for part in message['content'] %}{{ part['text'] }}"
+    "{% endfor %}{{ '[/' + tag + ']' }}{% endfor %}"
+)
+
 
 def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
     """Build Qwen3's tokenizer in small, and the config of a text model with this many layers for it."""
@@ -33,6 +43,35 @@ def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
     tokenizer.chat_template = _QWEN_TEMPLATE
     config = Qwen3Config(
         **MODEL_SIZES, vocab_size=len(tokenizer), num_hidden_layers=num_layers, **special_token_ids(tokenizer)
+    )
+    return tokenizer, config
+
+
+def build_mistral3(num_layers: int) -> tuple[Qwen2Tokenizer, Mistral3Config]:
+    """Build a tokenizer like Mistral 3's in small, and the config of a model with this many text layers for it."""
+    # Published with Pixtral's processor, which contains such a tokenizer and needs torchvision for images.
+    tokenizer = build_byte_tokenizer(_MISTRAL_TOKENS, end_token="</s>")
+    tokenizer.chat_template = _MISTRAL_TEMPLATE
+    config = Mistral3Config(
+        text_config={
+            **MODEL_SIZES,
+            "model_type": "mistral",
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": num_layers,
+            "sliding_window": None,
+            **special_token_ids(tokenizer),
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_index=tokenizer.get_vocab()["[IMG]"],
     )
     return tokenizer, config
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 
 # Of the image VAEs. Published: 4 to 32.
 LATENT_CHANNELS = 4
@@ -82,4 +82,22 @@ def scale_posterior(vae: Any, width: float) -> Any:
         head.weight[:latents] *= width
         head.weight[latents:] *= 0.1
         head.bias[latents:] = -6.0
+    return vae.eval()
+
+
+def build_flux2_vae() -> AutoencoderKLFlux2:
+    """Build FLUX.2's VAE in small, with random statistics for its normalisation."""
+    vae: Any = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS)
+    # The pipelines normalise latents with these statistics, so they must differ from the initial zeros and ones.
+    with torch.no_grad():
+        vae.bn.running_mean.normal_(std=0.3)
+        vae.bn.running_var.uniform_(0.5, 2.0)
     return vae.eval()

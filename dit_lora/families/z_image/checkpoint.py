@@ -7,8 +7,7 @@ output is the negative velocity.
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import measure_template_limit, unpad_captions
+from dit_lora.families.captions import make_unpadded_encoder, measure_template_limit, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.latents import (
@@ -40,7 +39,13 @@ from dit_lora.families.latents import (
     shift_and_scale_latents,
 )
 from dit_lora.families.opening import get_call_default, read_checkpoint
-from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
+from dit_lora.families.refusals import (
+    image_frames_errors,
+    is_named_dedistilled,
+    is_named_distilled,
+    position_limit_errors,
+    side_errors,
+)
 from dit_lora.numerics.objectives import FlowMatching
 
 PATCH_SIZE = 2  # default of the transformer's `patch_size`, which the pipeline does not change
@@ -141,19 +146,7 @@ class ZImageEncoders(Encoders):
             )
             return embeddings  # type: ignore[no-any-return]
 
-        @torch.no_grad()
-        def encode(captions: Sequence[str]) -> Tensors:
-            # One by one: a caption's tensors must not depend on the others in its batch.
-            encoded = [encode_caption(caption) for caption in captions]
-            size = (len(encoded), self.info.text_tokens)
-            padded = encoded[0].new_zeros((*size, encoded[0].shape[-1]))
-            mask = torch.zeros(size, dtype=torch.bool, device=device)
-            for row, embeddings in enumerate(encoded):
-                padded[row, : len(embeddings)] = embeddings
-                mask[row, : len(embeddings)] = True
-            return {"prompt_embeds": padded, "prompt_attention_mask": mask}
-
-        return encode
+        return make_unpadded_encoder(encode_caption, self.info.text_tokens)
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         return encode_picture(vae, pixels)
@@ -219,12 +212,9 @@ def find_turbo_sign(name: str, shift: float) -> str | None:
 
     Else None.
     """
-    # The last part of a path or Hub id.
-    folder_name = name.rstrip("/").rpartition("/")[2].lower()
-    # "de-turbo" and "dedistilled" models are Turbo with the distillation taken back.
-    if re.search(r"de-?(turbo|distill)", folder_name):
+    if is_named_dedistilled(name):
         return None
-    if "turbo" in folder_name:
+    if is_named_distilled(name):
         return "its name"
     if shift == TURBO_SHIFT:
         return f"its scheduler's shift of {shift:g}, where the base has {BASE_SHIFT:g}"

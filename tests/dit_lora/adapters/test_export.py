@@ -34,6 +34,8 @@ MODELS = (
             ("cogvideox", "cogvideox-1.5-i2v"),
             ("sana", "sana-fp16"),
             ("sana_video", "sana-video"),
+            ("chroma", "chroma"),
+            ("ernie_image", "ernie-image"),
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),

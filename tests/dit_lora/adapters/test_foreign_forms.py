@@ -100,6 +100,7 @@ FORMS = {
 }
 
 CONVERTERS: dict[str, Callable[..., Tensors]] = {
+    "ChromaTransformer2DModel": single_file_utils.convert_chroma_transformer_checkpoint_to_diffusers,
     "FluxTransformer2DModel": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
     "Flux2Transformer2DModel": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers,
     "SD3Transformer2DModel": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,

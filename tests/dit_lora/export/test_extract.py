@@ -33,6 +33,8 @@ MODELS = (
     *(
         pytest.param(*model, (), marks=pytest.mark.thorough)
         for model in (
+            ("chroma", "chroma"),
+            ("ernie_image", "ernie-image"),
             ("flux", "flux-dev"),
             ("krea2", "krea2-raw"),
             ("ltx_video", "ltx-video"),

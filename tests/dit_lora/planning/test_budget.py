@@ -72,6 +72,8 @@ FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "first images": ("cogvideox_i2v", "cogvideox-5b-i2v", "none", ()),
     "sana": ("sana", "sana-600m", "full", ()),
     "sana video": ("sana_video", "sana-video", "selective", ()),
+    "chroma": ("chroma", "chroma", "full", ()),
+    "ernie image": ("ernie_image", "ernie-image", "selective", ()),
     "flux": ("flux", "flux-dev", "selective", ()),
     "flux 2, stock": ("flux2", "flux2-klein", "full", ()),
     "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
