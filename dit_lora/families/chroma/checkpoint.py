@@ -4,7 +4,7 @@ Prompts, packing, positions and denoising call the stock pipeline's own code
 (diffusers/pipelines/chroma/pipeline_chroma.py), except for the mask of captions. Chroma attends to a caption and one
 pad behind it. Diffusers 0.42.1 adds its mask of ones and zeros to the logits of attention, so that pads are attended
 to, and leaves it out of the single blocks under gradient checkpointing. Here captions are cut to their length and one
-pad, so that attention needs no mask. Samples whose captions differ in length are predicted one by one.
+pad, so that attention needs no mask, and samples are predicted one by one.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4), P
 packed channels (4 C).
@@ -133,20 +133,21 @@ class ChromaDenoiser(FlowDenoiser):
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
-        """Predict the velocity of packed latents (B, S, P), in one call if all captions have the same length."""
-        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_attention_mask"])
-        if mask is None:
-            return self._predict_equal_lengths(transformer, noisy, timesteps, text, batch)
-        lengths = mask.sum(1).tolist()
+        """Predict the velocity of packed latents (B, S, P), with one call of the transformer for each sample.
+
+        The number of calls depends only on the batch's size: ranks of DDP and FSDP must make equally many.
+        """
         rows = [
-            self._predict_equal_lengths(
-                transformer, noisy[row : row + 1], timesteps[row : row + 1], text[row : row + 1, :length], batch
+            self._predict_sample(
+                transformer, noisy[row : row + 1], timesteps[row : row + 1], text[None, :length], batch
             )
-            for row, length in enumerate(lengths)
+            for row, (text, length) in enumerate(
+                zip(batch["prompt_embeds"], batch["prompt_attention_mask"].sum(1).tolist(), strict=True)
+            )
         ]
         return torch.cat(rows)
 
-    def _predict_equal_lengths(
+    def _predict_sample(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
@@ -154,7 +155,7 @@ class ChromaDenoiser(FlowDenoiser):
         text: torch.Tensor,
         batch: TensorMap,
     ) -> torch.Tensor:
-        """One call of the transformer with text (B, T, D) that has no padding but its one pad."""
+        """One call of the transformer for one sample, with text (1, T, D) that has no padding but its one pad."""
         arguments = get_common_arguments(noisy, timesteps, text, self.info.guidance)
         del arguments["guidance"]  # no argument of Chroma's transformer
         image_ids = ChromaPipeline._prepare_latent_image_ids(
