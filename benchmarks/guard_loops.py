@@ -174,15 +174,15 @@ def checked_by_hand(tensors: int, *, guarded: bool) -> tuple[Step, nn.Module]:
     weights = [p.detach().view(-1) for p in parameters]
     x = torch.randn(4, WIDTH)
     get_gradient = attrgetter("grad")
-    kept: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
 
     def step() -> None:
         optimizer.zero_grad()
-        kept[:] = [torch.get_rng_state(), x.detach()]
+        recorded[:] = [torch.get_rng_state(), x.detach()]
         output = model(x)
-        output.register_hook(lambda gradient: kept.append(gradient.detach()))
+        output.register_hook(lambda gradient: recorded.append(gradient.detach()))
         loss = output.square().mean()
-        kept.extend((output.detach(), loss.detach()))
+        recorded.extend((output.detach(), loss.detach()))
         loss.backward()
         norms = [torch.linalg.vector_norm(torch.cat(list(map(get_gradient, group)))) for group in groups]
         assert all(math.isfinite(float(norm)) for norm in norms)

@@ -82,6 +82,7 @@ _FLUX: PublishedNames = {
 # FLUX.1's blocks without modulations, which one network computes.
 _CHROMA: PublishedNames = {
     **_FLUX,
+    # The rest of that network has the same names.
     "distilled_guidance_layer.layers.*.in_layer": ("distilled_guidance_layer.layers.*.linear_1",),
     "distilled_guidance_layer.layers.*.out_layer": ("distilled_guidance_layer.layers.*.linear_2",),
 }

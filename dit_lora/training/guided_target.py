@@ -3,7 +3,7 @@
 Such a model predicts u + s (c - u), where c is what a caption gives, u what an empty caption gives, and s the
 guidance. Trained on data alone it would learn c, and its samples would need guidance again. So the base's u is taken
 for each sample, and not the output but (output - u) / s + u is compared with the data. That is the squared error from
-the target u + s (data - u), divided by s squared, whatever a family predicts, and comparable with the loss of others.
+the target u + s (data - u), divided by s squared, for every kind of prediction, and comparable with other losses.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ def record_outputs(model: nn.Module, rows: OutputRows) -> Iterator[None]:
 
     def record(_module: nn.Module, _args: object, output: Any) -> None:
         for number, tensors in enumerate(_list_rows(output)):
+            # The first call shows how many outputs the model has.
             if number == len(rows):
                 rows.append([])
             rows[number] += tensors
@@ -47,9 +48,11 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
     def convert(_module: nn.Module, _args: object, output: Any) -> Any:
         nonlocal position
         leaves, structure = tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if _is_output(leaf)]
+        # Timesteps and masks, if a model returns them, have no guidance.
+        indices = [index for index, leaf in enumerate(leaves) if _is_output(leaf)]
         rows = _list_rows(output)
         stop = position + len(rows[0])
+        # Row by row: the recorded calls may have been divided differently.
         removed = [
             [
                 _remove(row, base_row, scale)
@@ -62,8 +65,8 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
         position = stop
         # A list has a leaf for each sample, a batch has one for all.
         replaced = removed[0] if _is_sample_list(output) else [torch.stack(tensors) for tensors in removed]
-        for place, tensor in zip(places, replaced, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(indices, replaced, strict=True):
+            leaves[index] = tensor
         return tree_unflatten(leaves, structure)
 
     with model.register_forward_hook(convert):
@@ -71,6 +74,7 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
 
 
 def _remove(output: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # In bf16 the division would lose what a small scale leaves of the difference.
     base = base.float()
     return base + (output.float() - base) / scale
 
@@ -89,5 +93,6 @@ def _is_output(leaf: Any) -> bool:
 
 def _is_sample_list(output: Any) -> bool:
     """True if a model returns a list with a tensor for each sample, as Z-Image's does; otherwise batches."""
-    first = output[0] if isinstance(output, tuple) and output else output
-    return isinstance(first, list)
+    # With `return_dict=False` models return their output in a tuple.
+    content = output[0] if isinstance(output, tuple) and output else output
+    return isinstance(content, list)

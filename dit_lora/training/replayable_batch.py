@@ -107,6 +107,7 @@ def compute_data_losses(
     scale = batch.get(GUIDED_SCALE)
     if scale is None:
         return checkpoint.losses(model, batch, streams)
+    # The same latents, noise and timesteps as with its own caption.
     main_batch, empty_batch = _replace_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
     base = _predict_base(checkpoint, model, empty_batch, streams)
     with remove_guidance(model, base, scale):
@@ -116,7 +117,7 @@ def compute_data_losses(
 def _replace_caption(
     batch: Mapping[str, torch.Tensor], prefix: str, weight_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The batch without the tensors of a second caption, and the batch with that caption instead of its own."""
+    """The batch without the tensors of a second caption, and the batch with that caption in place of the first."""
     main_batch = {n: t for n, t in batch.items() if n != weight_name and not n.startswith(prefix)}
     return main_batch, main_batch | {n.removeprefix(prefix): t for n, t in batch.items() if n.startswith(prefix)}
 

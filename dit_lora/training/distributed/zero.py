@@ -170,12 +170,12 @@ class Zero2(Engine):
         # A rank without enough memory must not leave the others waiting in an exchange.
         gather_or_raise("memory for whole gradients", allocate)
         try:
-            for part, (local, whole) in zip(self._parts, flat_gradients, strict=True):
+            for part, (local, gathered) in zip(self._parts, flat_gradients, strict=True):
                 # Collective, in the same order of groups on every rank.
-                distributed.all_gather_into_tensor(whole, local)
+                distributed.all_gather_into_tensor(gathered, local)
                 for name, location in part.slices_in_group().items():
                     parameter = part.parameters[name]
-                    parameter.grad = whole[location].view(parameter.shape)
+                    parameter.grad = gathered[location].view(parameter.shape)
             # From here on only the parameters hold the gradients.
             flat_gradients.clear()
             yield
