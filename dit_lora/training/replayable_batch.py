@@ -110,6 +110,7 @@ def compute_data_losses(
     # The same latents, noise and timesteps as with its own caption.
     main_batch, empty_batch = _replace_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
     base = _predict_base(checkpoint, model, empty_batch, streams)
+    # Inside, the model's outputs are those of a model that was never distilled.
     with remove_guidance(model, base, scale):
         return checkpoint.losses(model, main_batch, streams)
 

@@ -63,6 +63,7 @@ def measure_eval_loss(
                 continue
             batch = sample.to(accelerator.device)
             streams = RandomStreams(seed, batch.sample_seeds)
+            # With a guided target as in training, or a better adapter would have a larger loss.
             losses = compute_data_losses(setup.checkpoint, model, batch.tensors, streams).losses
             sums.add_(torch.stack([losses.double().sum() * eval_sample.weight, sums.new_tensor(eval_sample.weight)]))
 
