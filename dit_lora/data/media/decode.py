@@ -6,6 +6,8 @@ the result is the same (a seek that ends elsewhere, errors), it is decoded from 
 """
 
 import math
+import os
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -119,12 +121,9 @@ def iter_nearest_frames(
     raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from the beginning
     (`should_seek=False`) gives them all.
     """
-    import torch  # only here, so that the audit of a folder starts without it
-
     with open_media(media) as container:
         stream = find_video_stream(container)
-        # DataLoader workers and torchrun ranks have one torch thread each; the decoder uses no more.
-        stream.codec_context.thread_count = min(torch.get_num_threads(), _MAX_THREADS)
+        stream.codec_context.thread_count = _count_threads()
         stream.codec_context.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
         # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
@@ -135,6 +134,14 @@ def iter_nearest_frames(
             chosen = _pick_nearest(_iter_timed(container.decode(stream)), target_times)
         for frame, times in chosen:
             yield NearestFrame(frame, times, stretch)
+
+
+def _count_threads() -> int:
+    """Threads of a decoder: as many as torch has in this process, one in DataLoader workers and torchrun ranks."""
+    # Not imported here: audits and pages, which only decode, would wait seconds for it.
+    torch = sys.modules.get("torch")
+    num_threads = (os.cpu_count() or 1) if torch is None else torch.get_num_threads()
+    return min(num_threads, _MAX_THREADS)
 
 
 def _pick_nearest(

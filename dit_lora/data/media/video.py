@@ -8,10 +8,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
-import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image
 
@@ -27,9 +27,13 @@ from dit_lora.data.media.pictures import (
     stack_planes,
     to_upright_image,
 )
-from dit_lora.data.media.sound import Sound, encode_sound, find_sound_fault
 from dit_lora.data.media.video_header import VideoHeader, read_container_header
 from dit_lora.errors import DitLoraError
+
+if TYPE_CHECKING:  # pages that only show clips start without torch
+    import torch
+
+    from dit_lora.data.media.sound import Sound
 
 # Part of each clip's cache key; change it whenever the same file and arguments would give other pixels.
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
@@ -48,7 +52,7 @@ class ClipError(DitLoraError):
 
 def read_frames(
     media: Media | Path, *, frames: int, height: int, width: int, fps: float | None, start: float = 0.0
-) -> torch.Tensor:
+) -> "torch.Tensor":
     """Read a clip's frames nearest to start, start + 1/fps, ... seconds after the first one, uint8 (F, 3, H, W).
 
     An image is one frame, and so is a clip without `fps`. Frames are scaled to cover height x width and cropped
@@ -58,6 +62,8 @@ def read_frames(
         ClipError: The file is too short, or cannot be read as far as needed.
         UnreadableError: The file cannot be reached.
     """
+    import torch
+
     media, times = to_media(media), RegularTimes(frames, fps or 1.0, start)
     chosen = decode_pictures(media, times, partial(scale_to_cover, height=height, width=width))
     if len(chosen) < frames:
@@ -105,7 +111,7 @@ def decode_pictures(
         raise ClipError(f"{media.name}: cannot be decoded to its end: {describe_media_error(error)}") from error
 
 
-def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None) -> Path:
+def write_sample(path: Path, video: "torch.Tensor", fps: float | None, sound: "Sound | None" = None) -> Path:
     """Write a generated sample, uint8 (F, H, W, 3), to `path` plus .png for one frame, else .mp4; returns that path.
 
     A single frame is written without sound.
@@ -123,12 +129,14 @@ def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Soun
     return target
 
 
-def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None = None) -> None:
+def write_video(path: Path, video: "torch.Tensor", fps: float, sound: "Sound | None" = None) -> None:
     """Write uint8 (F, H, W, 3) as H.264 and sound as AAC, which browsers and players support; H and W must be even.
 
     Colours are tagged, and converted with the tagged matrix: BT.709 for HD, else BT.601, as players assume
     without tags. Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
     """
+    from dit_lora.data.media.sound import encode_sound, find_sound_fault
+
     fault = find_sound_fault(sound)
     if fault:
         raise DitLoraError(f"{path.name}: its {fault}")

@@ -4,14 +4,18 @@ import hashlib
 import io
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
+import numpy as np
 from PIL import Image
 
+from dit_lora.data.media.decode import Instants
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.pictures import DECODE_ERRORS, open_image
+from dit_lora.data.media.pictures import DECODE_ERRORS, open_image, scale_to_cover
+from dit_lora.data.media.video import ClipError, decode_pictures, read_header
 from dit_lora.data.sources.caption_table import WORK_FOLDER
 from dit_lora.files import read_inside, write_atomically
 
@@ -72,25 +76,22 @@ def _make_picture_thumbnail(media: MediaFile) -> bytes:
 
 
 def _make_clip_thumbnail(media: MediaFile) -> bytes:
-    # These load torch, which pages of pictures do not need.
-    import torch
-
-    from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
-    from dit_lora.data.media.video import ClipError, read_header
-
     # A clip without a known length shows its first frame.
     seconds = [0.0]
     try:
         header = read_header(media)
         if header.seconds and header.fps:
-            seconds = list(sample_frame_times(header.seconds, header.fps, _NUM_FRAMES))
+            # The middles of equal parts.
+            seconds = [header.seconds * (number + 0.5) / _NUM_FRAMES for number in range(_NUM_FRAMES)]
         width = round(min(_MAX_RATIO, max(1 / _MAX_RATIO, header.width / header.height)) * _HEIGHT)
-        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
-        pixels = read_frames_at(media, seconds, height=_HEIGHT, width=width, fit="cover")
+        # uint8 (H, W, 3) each, cropped to the thumbnail's aspect ratio.
+        fit = partial(scale_to_cover, height=_HEIGHT, width=width)
+        pictures = decode_pictures(media, Instants(tuple(seconds)), fit)
     except ClipError:
         return b""
+    if not pictures:
+        return b""
     stream = io.BytesIO()
-    # Frames of (3, H, W) side by side, then (H, W of all frames, 3).
-    row = torch.cat(list(pixels), dim=-1).permute(1, 2, 0).contiguous()
-    Image.fromarray(row.numpy()).save(stream, "JPEG", quality=_QUALITY)
+    # Side by side; the stated length of a clip may be too long for the last ones.
+    Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=_QUALITY)
     return stream.getvalue()
