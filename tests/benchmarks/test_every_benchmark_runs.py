@@ -105,7 +105,7 @@ SMALL_RUNS = (
         "--model tiny-sana --rounds 2 --steps 1 --device cpu",
         r"tiny-sana: N s a step without the guard, with it N times that \(median of 2 rounds; N to N\)",
     ),
-    SmallRun("guard_loops", "--tensors 2 --rounds 1", r"\| Accelerate \| 2 \| N \| N \| N \| N \| N \| N \|"),
+    SmallRun("guard_loops", "--tensors 2 --rounds 1", r"\| plain PyTorch \| 2 \| N \| N \| N \| N \| N \| N \| N \|"),
     SmallRun("kill_nine", "--rounds 1 --steps 6 --out {work}/out", r' +"ended": [1-9],'),
     SmallRun(
         "loops.__main__",
@@ -162,6 +162,7 @@ TESTED_ELSEWHERE = {
     "host": "tests/benchmarks/test_host.py",  # replaces the driver, for the rest of its process
     "interrupt": "tests/benchmarks/test_interrupt.py",  # starts whole commands, a minute in all
     "step": "tests/benchmarks/test_step.py",
+    "studio_walk": "tests/benchmarks/test_studio_walk.py",  # installs packages
     "trainers": "tests/benchmarks/test_trainers.py",  # the repositories are not part of this one
     "world.diffusers_script": "tests/benchmarks/test_world.py",  # the script is not part of this repository
 }

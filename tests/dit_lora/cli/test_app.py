@@ -219,7 +219,10 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny", "cogvideox-9b", "out"], "unknown tiny checkpoint 'cogvideox-9b'; choose one of cogvideox-2b"),
+        (
+            ["tiny", "cogvideox-9b", "out"],
+            "unknown tiny checkpoint 'cogvideox-9b'; choose one of chroma, cogvideox-2b",
+        ),
         (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
         (["tiny", "shapes", "."], "exists; choose another folder"),
         (["tiny", "shapes", "out", "--height", "33"], "height and width must be even for H.264; got 33x96"),

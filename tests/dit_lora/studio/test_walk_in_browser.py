@@ -161,8 +161,8 @@ def test_captions_are_replaced_undone_and_edited_in_two_tabs(browser: Any, serve
     check_page(page, "undo")
     assert edited.replace("slowly", "quickly") in CaptionTable.read(data).captions.values()
     for _ in range(2):
-        page.click("button:has-text('Undo')")
-        page.wait_for_load_state()
+        with page.expect_navigation():
+            page.click("button:has-text('Undo')")
     assert (data / "metadata.jsonl").read_bytes() == before
     # Its refusal by the status 409 is a message of the browser's console.
     assert (other_errors, [text for text in errors if "409" not in text]) == ([], [])
@@ -192,8 +192,8 @@ def test_a_save_is_marked_and_a_run_planned_queued_and_stopped(browser: Any, ser
     check_page(page, "queue")
     assert page.locator(".pill", has_text="waiting").count() == 2
     for _ in range(2):
-        page.locator("button:has-text('Remove')").last.click()
-        page.wait_for_load_state()
+        with page.expect_navigation():
+            page.locator("button:has-text('Remove')").last.click()
     page.click("button:has-text('Stop')")
     # It is stopping until its process has ended.
     page.locator(".pill", has_text="stopped").nth(2).wait_for()
