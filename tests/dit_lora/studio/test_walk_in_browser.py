@@ -26,7 +26,9 @@ from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.server import StudioServer
 
 COMMAND = """
-import json, sys, time
+import json, signal, sys, time
+# A shell that starts the tests in the background lets all of its processes ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 name = sys.argv[1]
 plan = {"phases": {"training": 17.6}, "fits": True, "gpu": 24.0, "cheapest_change": None, "assumed": [],
         "training": {"weights": 10.4, "gradients": 0.2, "optimizer": 0.4, "activations": 5.1}}
@@ -136,12 +138,14 @@ def test_captions_are_replaced_undone_and_edited_in_two_tabs(browser: Any, serve
     sheet = list_addresses(root)["sheet"]
     page.goto(sheet)
     page.select_option("select[name=finding]", "caption_duplicate")
-    page.click("button:has-text('Show')")
+    with page.expect_navigation():
+        page.click("button:has-text('Show')")
     assert page.locator(".sheet .sample").count() == 2
     page.click("text=Find and replace")
     page.fill("input[name=find]", "slowly")
     page.fill("input[name=replacement]", "quickly")
-    page.click("button:has-text('Preview')")
+    with page.expect_navigation():
+        page.click("button:has-text('Preview')")
     assert "2 captions" in page.locator("h1").inner_text()
     # Another tab edits one of the two in the meantime.
     other, other_errors = open_page(browser, server)
@@ -152,7 +156,8 @@ def test_captions_are_replaced_undone_and_edited_in_two_tabs(browser: Any, serve
     area.fill(edited)
     area.press("Control+Enter")
     card.locator(".said", has_text="saved").wait_for()
-    page.click("button:has-text('Change')")
+    with page.expect_navigation():
+        page.click("button:has-text('Change')")
     assert "Nothing was written" in page.locator(".notes").inner_text()
     assert edited in CaptionTable.read(data).captions.values()
     page.goto(list_addresses(root)["change"])
@@ -179,7 +184,10 @@ def test_a_save_is_marked_and_a_run_planned_queued_and_stopped(browser: Any, ser
     page.goto(addresses["form"])
     page.fill("input[name=name]", "next")
     page.fill("input[name='train.steps']", "200")
-    page.click("button:has-text('Plan its memory')")
+    # Its line goes when it has ended, and the form below moves up, perhaps while the button is clicked.
+    page.locator("text=is looking at this machine").wait_for(state="detached")
+    with page.expect_navigation():
+        page.click("button:has-text('Plan its memory')")
     page.locator(".memory-bar", has_text="fits: 17.6 of 24 GiB").wait_for()
     assert page.input_value("input[name='train.steps']") == "200"
     check_page(page, "planned")
