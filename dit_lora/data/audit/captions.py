@@ -132,6 +132,8 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
     shared_texts = {" ".join(caption.split()) for caption in shared_captions}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
+        if len(group) == 1:
+            continue
         repeats = []
         for clip in group:
             # A caption may be the name of a folder that contains the clip. The last part of the id is the file's name.
@@ -189,7 +191,7 @@ def _check_characters(caption: str) -> Iterator[Finding]:
         names = ", ".join(f"U+{ord(char):04X}" for char in control_chars[:5])
         message = f"its caption contains control or replacement characters ({names})"
         yield Finding(code, message, "warn", "read the captions again in their own encoding")
-    visible = sum(not char.isspace() for char in caption)
+    visible = len("".join(caption.split()))
     # `str.isalnum` is fast but ignores combining marks, which many scripts need. So suspicious captions are checked
     # by their Unicode categories: letters, marks and numbers.
     if 2 * sum(map(str.isalnum, caption)) < visible:
