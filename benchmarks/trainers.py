@@ -1,4 +1,4 @@
-"""What the README says of other trainers, looked up in their repositories.
+"""Looks up the README's statements about other trainers in their repositories.
 
     python -m benchmarks.trainers CLONES
 

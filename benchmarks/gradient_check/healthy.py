@@ -135,7 +135,7 @@ def make_row(report: GradientReport) -> dict[str, Any]:
 
 @dataclass
 class Summary:
-    """What checks of right gradients reported."""
+    """Results of checks of right gradients."""
 
     results: list[str] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)

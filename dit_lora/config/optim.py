@@ -215,9 +215,9 @@ class TrainConfig(Section):
     timesteps: TimestepsConfig | None = None
     """Noise levels of models that are trained by flow matching; null for the family's."""
     target: Literal["data", "guided"] = "data"
-    """What the model learns to predict. `data`: the data, as every base model was trained. `guided`: what guidance
-    makes of it, for distilled checkpoints, whose samples need no guidance and would lose it: the base's prediction for
-    an empty caption, plus `guided_scale` times the data's difference from it. 1.3 times more compute."""
+    """The target of the loss. `data`: the data. `guided`: the data with guidance added, for checkpoints that guidance
+    was distilled into and that plain training would take it out of: the base's prediction for an empty caption, plus
+    `guided_scale` times the data's difference from it. About 1.3 times the compute."""
     guided_scale: Annotated[float, Field(gt=1)] | None = None
     """The guidance of `target: guided`; null for 3."""
     preserve: PreserveConfig | None = None

@@ -135,7 +135,7 @@ def mean_squared_difference(outputs: OutputRows, target_outputs: OutputRows) -> 
 def _predict_base(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> OutputRows:
-    """What the model outputs without the trained adapter, without gradients."""
+    """The model's outputs without the trained adapter, which get no gradient."""
     with disable_trained_adapter(model), torch.no_grad():
         predictions = _collect_predictions(checkpoint, model, batch, streams)
     # Trained weights outside of the adapter may change them.
@@ -145,7 +145,7 @@ def _predict_base(
 def _collect_predictions(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> OutputRows:
-    """What the model outputs during the family's loss computation, which uses the batch's random seeds."""
+    """The model's outputs during the family's loss computation, which uses the batch's random seeds."""
     outputs: OutputRows = []
     with record_outputs(model, outputs):
         checkpoint.losses(model, batch, streams)
