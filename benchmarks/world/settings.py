@@ -46,6 +46,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "output preservation": ("train.preserve.trigger=moon", "train.preserve.class_words=[disc, square, ring]"),
     "caption dropout 0.1": ("data.caption_dropout=0.1",),
     "last weights": ("train.ema=null",),
+    "noise levels: logit-normal": ("train.timesteps={density: logit_normal}",),
+    "noise levels: low": ("train.timesteps={density: logit_normal, mean: -1}",),
+    "noise levels: high": ("train.timesteps={density: logit_normal, mean: 1}",),
     "fused operations": ("kernels.lora_linear=on", "kernels.qk_norm_rope=on", "kernels.ada_norm=on"),
 }
 """Changes of the recipe `demo/moon`, by a name for the table."""
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             run_dir, costs = None, {}
             if name != BASE_ALONE:
-                run_dir = args.work / f"{name.replace(' ', '_')}_{seed}"
+                run_dir = args.work / f"{name.replace(' ', '_').replace(':', '')}_{seed}"
                 shutil.rmtree(run_dir, ignore_errors=True)
                 steps = [f"train.steps={args.steps}"] if args.steps else []
                 costs = train(run_dir, clips, [*SETTINGS[name], f"train.seed={seed}", *steps])

@@ -15,15 +15,16 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Denoiser, TensorMap, Tensors
+from dit_lora.families.base import TensorMap, Tensors
+from dit_lora.families.discrete_timesteps import DiscreteDenoiser
 from dit_lora.families.latents import compute_loss_weights, sample_posterior
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseDenoiser(Denoiser):
+class NoiseDenoiser(DiscreteDenoiser):
     """Base class of denoisers that predict noise, and optionally its variance."""
 
     objective: EpsilonPrediction
@@ -32,7 +33,7 @@ class NoiseDenoiser(Denoiser):
 
     @property
     def training_options(self) -> tuple[str, ...]:
-        return ("train.vlb",)
+        return ("train.vlb", *super().training_options)
 
     @property
     def has_learned_variance(self) -> bool:
@@ -54,14 +55,12 @@ class NoiseDenoiser(Denoiser):
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape: (C, H, W) or (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
-        timestep = partial(draw_integers, 0, self.num_train_timesteps)
-        return {"posterior": noise, "noise": noise, "timestep": timestep}
+        return {"posterior": noise, "noise": noise, **self.timestep_draw_function()}
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Loss of each sample in fp32: squared error of the noise, plus the variational bound of the variance in bits.
 
-        Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the
-        channels.
+        `predict` returns the noise, followed by the variance's interpolation fraction along the channels.
         """
         # All draws of a step come from the sample's own streams, so neighbours in the batch do not change them.
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)

@@ -19,7 +19,6 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.families.base import (
     CheckpointInfo,
-    Denoiser,
     Encoders,
     Sampler,
     TensorMap,
@@ -29,6 +28,7 @@ from dit_lora.families.base import (
     TextLimit,
 )
 from dit_lora.families.captions import load_text_limit, make_padded_encoder
+from dit_lora.families.discrete_timesteps import DiscreteDenoiser
 from dit_lora.families.latents import (
     compute_loss_weights,
     encode_video,
@@ -36,7 +36,7 @@ from dit_lora.families.latents import (
 )
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 OFFSET = 2.0
 
@@ -126,7 +126,7 @@ class CogVideoXEncoders(Encoders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXDenoiser(Denoiser):
+class CogVideoXDenoiser(DiscreteDenoiser):
     """CogVideoX's transformer and loss, for text-to-video and image-to-video.
 
     The tasks differ only in the conditioning.
@@ -142,12 +142,12 @@ class CogVideoXDenoiser(Denoiser):
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
             "posterior": partial(normal, (channels, frames, *size)),
             "noise": partial(normal, (channels, frames + self.num_padding_frames(frames), *size)),
-            "timestep": partial(draw_integers, 0, self.num_train_timesteps),
+            **self.timestep_draw_function(),
             **self.conditioning.draw_functions(batch),
         }
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
-        """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
+        """v-prediction loss of each sample at random timesteps; noising, target and loss are in fp32.
 
         If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
         drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
