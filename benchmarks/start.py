@@ -24,6 +24,7 @@ from dit_lora.data.loading.batch import PositionSampler, Reading
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
+from dit_lora.files import stage_folder
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
@@ -44,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(work: Path, samples: int) -> None:
     model = work / "model"
     if not model.exists():
-        model.mkdir(parents=True)
-        get_family("dit").build_tiny_checkpoint("dit-tiny", model, 0)
+        with stage_folder(model) as staged:
+            get_family("dit").build_tiny_checkpoint("dit-tiny", staged, 0)
     print("| samples | sources and classes | keys and cache | order and first batch | in all |")
     print("|---:|---:|---:|---:|---:|")
     for count in (100, samples):  # the first pays for imports
         data = work / f"images_{count}"
         if not data.exists():
-            write_images(data, count)
+            with stage_folder(data) as staged:
+                write_images(staged, count)
         values = {
             "model": {"family": "dit", "path": str(model)},
             "data": {"path": str(data), "height": 32, "width": 32, "workers": 0},

@@ -128,6 +128,7 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str, *, i
         report.finish()
     if written.path is not None:
         session.say(summary(session, written.path, written.verification, is_one_of_both=is_one_of_both))
+        session.say(session.phases.describe_time())
     require_verified(session, written.verification)
 
 

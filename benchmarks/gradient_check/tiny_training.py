@@ -14,6 +14,7 @@ from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Tensors
+from dit_lora.files import stage_folder
 from dit_lora.numerics.quantized_linear import Quantization
 from dit_lora.numerics.streams import RandomStreams
 
@@ -70,7 +71,8 @@ class TinyTraining:
         variant = family.tiny_variants[0]
         path = folder / variant
         if not path.exists():
-            family.build_tiny_checkpoint(variant, path, 0)
+            with stage_folder(path) as staged:
+                family.build_tiny_checkpoint(variant, staged, 0)
         checkpoint = family.open(ModelConfig(family=family_name, path=str(path)))
         torch.manual_seed(seed)
         model = checkpoint.denoiser.load_transformer(dtype)

@@ -22,6 +22,7 @@ from benchmarks.world.checkpoint import write_fp16, write_untrained
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
 from benchmarks.world.vae import train_vae
 from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, draw_scene, write_scenes
+from dit_lora.files import stage_folder
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
@@ -44,13 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="changes of the run's recipe")
     args = parser.parse_args(arguments)
     work = args.work
-    if not (work / "clips").exists():
+    # The last files that are written: folders without them are those of an earlier version that was interrupted.
+    if not (work / "clips" / "metadata.jsonl").exists():
         generator = torch.Generator().manual_seed(11)
         scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(args.clips)]
-        write_scenes(work / "clips", scenes, generator)
-    if not (work / "untrained").exists():
+        with stage_folder(work / "clips", replace=True) as staged:
+            write_scenes(staged, scenes, generator)
+    if not (work / "untrained" / "model_index.json").exists():
         vae = train_vae(work / "vae", args.vae_steps, args.decoder_steps, args.vae_clips)
-        write_untrained(work / "untrained", vae)
+        with stage_folder(work / "untrained", replace=True) as staged:
+            write_untrained(staged, vae)
     recipe = work / "base.yaml"
     recipe.write_text(yaml.safe_dump(build_recipe(work, args.steps), sort_keys=False), encoding="utf-8")
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(recipe), "train.resume=auto", *args.overrides]

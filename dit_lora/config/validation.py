@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
-from dit_lora.config.section import Count, Section
+from dit_lora.config.section import Count, Positive, Section
 
 RENAMED_KEYS = {"held_out_draws": "eval_draws", "held_out_clips": "eval_clips"}
 """Old keys of the section and what they are called now. The old ones are read until version 0.3."""
@@ -38,6 +38,9 @@ class ValidationConfig(Section):
     """Chat models: tokens after which an answer is cut off."""
     every: Count | None = None
     """Steps between samples during training; by default only before and after."""
+    max_sample_share: Positive | None = None
+    """Share of the steps' time that samples during training may take, those before and after not counted. Where they
+    would take more, some are left out, by the time that the last ones took. null for all that `every` asks for."""
     inference_steps: Count = 50
     guidance_scale: Annotated[float, Field(ge=0)] = 6.0
     """The pipeline's own argument. At 1 and below, most leave guidance out; distilled checkpoints want 0 or 1."""

@@ -21,7 +21,7 @@ from dit_lora.training.base_fingerprint import (
     find_kernel_fault,
     make_synthetic_inputs,
 )
-from dit_lora.training.fit import use_averaged_weights, validate
+from dit_lora.training.fit import use_averaged_weights, validate, write_missing_samples
 from dit_lora.training.result_metadata import build_metadata
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import Session, share_errors
@@ -61,6 +61,12 @@ def finish(run: Run) -> WrittenFiles:
     # was of the same weights.
     if run.early_stop.step is None:
         validate(run, step=run.last_step)
+    else:
+        write_missing_samples(run, run.last_step)
+    skipped = run.sample_budget.describe_skipped()
+    if skipped is not None:
+        session.phases.reductions["samples"] = skipped
+        session.closing_lines.append(skipped)
     # The run may only end once its last checkpoint is on the disk.
     with session.phases.timing("saving"):
         run.saved_checkpoints.wait_for_writes()

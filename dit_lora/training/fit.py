@@ -1,6 +1,7 @@
 """Trains a prepared run: the training loop, and everything that happens between two steps."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class RunCallbacks(LoopCallbacks):
     base_waits: bool
     """True until the base has been validated, if this waits for the first step."""
     gradient_watch: GradientWatch
+    gradient_check_s: float = 0.0
+    """Wall time of the last step's gradient check, which is inside of the step's time."""
 
     def load_batches(self, start_step: int) -> Iterable[Batch]:
         """This rank's micro-batches after `start_step`, in the order that the quarantine leaves."""
@@ -135,14 +138,20 @@ class RunCallbacks(LoopCallbacks):
         losses: Sequence[torch.Tensor],
         previous_batch: MicroBatch | None,
     ) -> None:
+        self.gradient_check_s = 0.0
         if self.gradient_watch.is_due(step):
+            began = time.perf_counter()
             with self.run.session.phases.timing("gradient check"):
                 self.gradient_watch.check(step, micro_batches, losses, previous_batch)
+            self.gradient_check_s = time.perf_counter() - began
 
     def on_step(self, result: StepResult) -> None:
         run = self.run
         session = run.session
         recipe = run.recipe
+        step_s = result.seconds - self.gradient_check_s
+        session.phases.add_step(step_s)
+        run.sample_budget.step_s += step_s
         if session.phases.end_first_step() and session.is_main:
             session.phases.write(session.dir)
             slow_start = session.phases.describe_slow_start()
@@ -372,6 +381,7 @@ def _report_anomaly(run: Run, event: Event) -> None:
 def validate(run: Run, step: int) -> None:
     """Measure the eval loss and generate samples with the weights that would be saved. Collective.
 
+    Samples between the first and the last step are left out where they would exceed `validation.max_sample_share`.
     At step 0 the base is used. A failure is reported, and only the failed measurement or samples are skipped.
     """
     phases, optional = run.session.phases, run.session.optional_work
@@ -400,10 +410,44 @@ def validate(run: Run, step: int) -> None:
             )
         finite_losses = {name: loss for name, loss in losses.items() if loss is not None}
         _record_eval_losses(run, step, finite_losses, reduced_size)
-        with phases.timing("samples"):
-            write = partial(run.task.write_samples, run, step)
-            optional.attempt("samples", step, write, is_collective=is_collective)
-        run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
+        is_between = step not in (0, run.recipe.train.steps)
+        if not is_between or _can_afford_samples(run, step):
+            _write_samples(run, step, is_between=is_between)
+
+
+def write_missing_samples(run: Run, step: int) -> None:
+    """Generate the samples of the run's last step if they were left out when it was validated. Collective."""
+    if run.recipe.validation.max_sample_share is None:
+        return
+    folder = run.session.dir / "samples" / f"step_{step:06d}"
+    # A resumed run knows it only from the files, which the main process reads.
+    if broadcast_object(run.session.is_main and not folder.exists()):
+        with use_averaged_weights(run):
+            _write_samples(run, step, is_between=False)
+
+
+def _can_afford_samples(run: Run, step: int) -> bool:
+    """True if samples of a step between the first and the last fit `validation.max_sample_share`. Collective."""
+    budget, session = run.sample_budget, run.session
+    if budget.max_share is None or not run.recipe.validation.prompts:
+        return True
+    # The main process generates them, and its clock decides for all.
+    if broadcast_object(budget.is_affordable()):
+        return True
+    if not budget.skipped_steps:
+        session.say(f"step {step}: no samples, to keep within validation.max_sample_share")
+    budget.skipped_steps.append(step)
+    return False
+
+
+def _write_samples(run: Run, step: int, *, is_between: bool) -> None:
+    """Generate samples with the weights in the model; a failure is reported, and they are left out. Collective."""
+    began = time.perf_counter()
+    with run.session.phases.timing("samples"):
+        write = partial(run.task.write_samples, run, step)
+        run.session.optional_work.attempt("samples", step, write, is_collective=needs_all_ranks(run.model))
+    run.sample_budget.add_samples(time.perf_counter() - began, is_between=is_between)
+    run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
 
 
 def _measure_eval_loss(run: Run) -> tuple[EvalSize | None, float | None]:

@@ -34,6 +34,7 @@ from dit_lora.training.recovery.monitoring import share_spike_history
 from dit_lora.training.recovery.run_recovery import RecoveryFiles
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.run import Run
+from dit_lora.training.sample_budget import SampleBudget
 from dit_lora.training.session.session import Session, open_run_folder
 from dit_lora.training.status import build_tracker_config
 from dit_lora.training.task import AnySetup, Setup, Task
@@ -98,7 +99,20 @@ def prepare(
         recovery = build_recovery(setup, ema, start, snapshots, files)
     parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
     return Run(
-        session, task, checkpoint, data, engine, start_step, ema, base, recovery, watcher, parity, checkpoints, journal
+        session,
+        task,
+        checkpoint,
+        data,
+        engine,
+        start_step,
+        ema,
+        base,
+        recovery,
+        watcher,
+        parity,
+        checkpoints,
+        journal,
+        SampleBudget(recipe.validation.max_sample_share),
     )
 
 

@@ -11,6 +11,7 @@ from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.recovery.run_recovery import RunRecovery
+from dit_lora.training.sample_budget import SampleBudget
 from dit_lora.training.task import Setup
 
 
@@ -31,6 +32,7 @@ class Run(Setup[Any, Any]):
     saved_checkpoints: Checkpoints
     journal: Journal | None
     """The run's log files; None on all processes but the main one."""
+    sample_budget: SampleBudget
     early_stop: EarlyStop = field(default_factory=EarlyStop)
 
     @property

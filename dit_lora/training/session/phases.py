@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,26 @@ PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
 _NUM_SHOWN = 3
 """Number of phases in the line of the first step; phases.json and the report have all of them."""
+_MIN_SHOWN_S = 0.05
+"""Shorter times (seconds) are in the closing line's `other`."""
+_MAX_COLUMNS = 80
+"""Maximum length of the closing line; the phases that do not fit are in its `other`."""
+_GROUPS = {
+    "base fingerprint": "checks",
+    "preflight": "checks",
+    "model parity": "checks",
+    "kernel parity": "checks",
+    "gradient check": "checks",
+    "state check": "checks",
+    "output fingerprint": "checks",
+    "verification": "checks",
+    "eval loss": "eval loss",
+    "samples": "samples",
+    "saving": "saving",
+    "snapshot": "saving",
+    "report": "report",
+}
+"""What the closing line calls each phase. All other time before the first step is `start`."""
 _SLOW_START_S = 60.0
 """A start that takes longer (seconds) is explained in the log; the report explains every start."""
 
@@ -49,6 +70,10 @@ class Phases:
     reductions: dict[str, str] = field(default_factory=dict)
     """Checks that were not made in full, because the run is short or an earlier run made them: what was done, and the
     option that makes them in full."""
+    step_seconds: float = 0.0
+    """Wall time of the steps that were taken, without the phases inside of them."""
+    first_step_seconds: float = 0.0
+    """Part of `step_seconds` before the end of the first step."""
     _open_names: list[str] = field(default_factory=list)
     _stage_start: float = field(default_factory=time.perf_counter)
     _first_step_start: tuple[float, float] = (0.0, 0.0)
@@ -93,6 +118,12 @@ class Phases:
             if stage == self.stage:
                 self.add_time(name, time.perf_counter() - began[0], time.process_time() - began[1])
 
+    def add_step(self, seconds: float) -> None:
+        """Add the wall time of a step that was taken, without the phases inside of it."""
+        self.step_seconds += seconds
+        if self.stage == "before":
+            self.first_step_seconds += seconds
+
     def begin_first_step(self) -> None:
         """Start timing the first training step."""
         self._first_step_start = time.perf_counter(), time.process_time()
@@ -130,6 +161,30 @@ class Phases:
         phases = [phase for phase in self.entries if phase.stage == "before" and "/" not in phase.name]
         phases.sort(key=lambda phase: phase.seconds, reverse=True)
         return f"{start_s:.0f} s: {', '.join(f'{phase.name} {phase.seconds:.0f}' for phase in phases[:_NUM_SHOWN])}"
+
+    def describe_time(self) -> str:
+        """The wall time until now: in steps, and outside of them by kind of work, the longest first.
+
+        The parts add up to the whole. Steps that failed and were repeated count as `other`.
+        """
+        total = sum(self._measure_stage_s(stage) for stage in {*self.seconds, self.stage})
+        outside: Counter[str] = Counter({"start": self._measure_stage_s("before") - self.first_step_seconds})
+        for phase in self.entries:
+            # Parts of a phase have names with a slash, and are included in its time.
+            group = _GROUPS.get(phase.name)
+            if group is not None:
+                outside[group] += phase.seconds
+                outside["start"] -= phase.seconds if phase.stage == "before" else 0.0
+        text = f"time: {total:.1f} s: steps {self.step_seconds:.1f}"
+        remaining = total - self.step_seconds
+        for group, seconds in outside.most_common():
+            part = f", {group} {seconds:.1f}"
+            # Room for the rest.
+            if seconds < _MIN_SHOWN_S or len(text) + len(part) > _MAX_COLUMNS - len(f", other {total:.1f}"):
+                break
+            text += part
+            remaining -= seconds
+        return f"{text}, other {max(0.0, remaining):.1f}"
 
     def _measure_stage_s(self, stage: Stage) -> float:
         # The current stage has no recorded end yet.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DDIMScheduler
+from diffusers import CogVideoXDPMScheduler
 from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
@@ -23,23 +23,17 @@ FAMILIES = {"cogvideox": "cogvideox-2b", "latte": "latte"}
 class Answer(nn.Module):
     """Predicts the same everywhere."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
-        shape = list(hidden_states.shape)
-        shape[1] = shape[1] if self.channels == 0 else self.channels
-        return (torch.full(shape, 0.25),)
+        return (torch.full_like(hidden_states, 0.25),)
 
 
 def open_with(tiny_checkpoints: dict[str, Path], family: str, timesteps: dict[str, Any] | None) -> Checkpoint:
     path = str(tiny_checkpoints[FAMILIES[family]])
-    model = {"family": family, "path": path}
+    model, frames = {"family": family, "path": path}, 9 if family == "cogvideox" else 4
     recipe = Recipe.model_validate(
         {
             "model": model,
-            "data": {"path": "unread", "frames": 9 if family == "cogvideox" else 4, "height": 64, "width": 64},
+            "data": {"path": "unread", "frames": frames, "height": 32, "width": 32, "fps": 8},
             "train": {"steps": 1, "timesteps": timesteps},
             "run": {"dir": "unwritten"},
         }
@@ -67,7 +61,10 @@ def logit_normal_shares(mean: float, std: float, shift: float, low: float, high:
     ("options", "shares"),
     [
         ({"density": "logit_normal"}, (0, 1, 1, 0, 1)),
-        ({"density": "logit_normal", "mean": -1, "std": 0.7, "shift": 2, "t_min": 0.1, "t_max": 0.6}, (-1, 0.7, 2, 0.1, 0.6)),
+        (
+            {"density": "logit_normal", "mean": -1, "std": 0.7, "shift": 2, "t_min": 0.1, "t_max": 0.6},
+            (-1, 0.7, 2, 0.1, 0.6),
+        ),
     ],
 )
 def test_the_drawn_timesteps_have_the_recipes_density(
@@ -114,7 +111,7 @@ def test_losses_keep_their_weights(tiny_checkpoints: dict[str, Path]) -> None:
         "latent_logvar": torch.full_like(mean, -30.0),
         "prompt_embeds": torch.zeros(6, 226, 32),
     }
-    output = checkpoint.denoiser.losses(Answer(0), batch, RandomStreams(5, rows))
+    output = checkpoint.denoiser.losses(Answer(), batch, RandomStreams(5, rows))
     scheduler = CogVideoXDPMScheduler.from_pretrained(path, subfolder="scheduler")
     clean = (mean * checkpoint.info.vae_config["scaling_factor"]).transpose(1, 2).double()
     noise = [torch.randn(4, 3, 4, 6, generator=make_generator(5, "noise", row)) for row in rows]
