@@ -24,7 +24,7 @@ from dit_lora.families import get_family
 from dit_lora.hub.after_training import push_result, require_hub
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.report.run.background import Reporting
-from dit_lora.training.checkpoints.files import describe_similar_run, find_checkpoint
+from dit_lora.training.checkpoints.files import checkpoint_path, describe_similar_run, find_checkpoint
 from dit_lora.training.experts import is_done, put_together, require_fresh
 from dit_lora.training.finish import finish, format_next_commands, require_verified, summary
 from dit_lora.training.finished import find_finished_step, is_finished
@@ -106,12 +106,13 @@ def train(session: Session, family: Any, checkpoint: Any, recipe_file: str, *, i
         session.say_once(line)
 
     # Before the log is cut to the step that is resumed: an earlier step of a longer run is not its end.
-    finished_step = find_finished_step(recipe) if session.is_main else None
-    run = prepare(session, task, checkpoint, data, model, groups, resume_from)
+    finished_step = broadcast_object(find_finished_step(recipe) if session.is_main else None)
+    has_finished = finished_step is not None and resume_from == checkpoint_path(session.dir, finished_step)
+    run = prepare(session, task, checkpoint, data, model, groups, resume_from, has_finished=has_finished)
     # Of a finished run too: `push` says to resume a run whose facts are missing or damaged.
     write_facts(run)
     write_data_record(session, data)
-    if broadcast_object(finished_step == run.start_step):
+    if finished_step == run.start_step:
         session.say(f"the run in {session.dir} is finished: step {run.start_step} was its last")
         return
     report = Reporting(session.dir, session.say, writes=session.is_main)

@@ -61,12 +61,19 @@ class BaseFingerprint:
     """True if only an adapter trains, without effect before step 1: the base can be validated after that step."""
     kernel_distance: float = 0.0
     """Distance of the output with the active kernels from the model's own code's, when this process started."""
+    initial_output: Mapping[str, Any] | None = None
+    """Output of the loaded base, if the model still gives it before the first step; None if it has to be computed."""
+    final_output: Mapping[str, Any] | None = None
+    """Output at the run's end without adapters and kernels; None before, and if base weights train."""
 
 
-def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFingerprint:
+def record_base_fingerprint(
+    setup: AnySetup, resume_from: Path | None, *, has_finished: bool = False
+) -> BaseFingerprint:
     """Record the base model's output before a checkpoint is loaded; a resumed run reads its first record. Collective.
 
-    Raises `DitLoraError` on every rank if one rank's base differs from rank 0's, or from the first start's.
+    A run that has finished only reads it: nothing more is trained on this base. Raises `DitLoraError` on every rank if
+    one rank's base differs from rank 0's, or from the first start's.
     """
     model = setup.transformer
     if all(parameter.requires_grad for parameter in model.parameters()):
@@ -77,6 +84,8 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     # Only the main process reads the run's folder; every rank then gets the same record.
     record = _read_first_record(setup.session.dir, resume_from) if setup.session.is_main else None
     first_record = broadcast_object(record)
+    if has_finished:
+        return BaseFingerprint(first_record)
     # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
     base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_idle_adapters(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
@@ -86,6 +95,10 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     base.record = reference_output
     error = _compare_with_record(setup, reference_output, today, is_resumed=first_record is not None)
     raise_on_all_ranks(setup.accelerator, error)
+    # Frozen adapters below the trained one act in the model, and not in the base.
+    is_base = resume_from is None and base.has_idle_adapter and not setup.recipe.lora.under
+    if is_base and NOT_RECORDED not in today:
+        base.initial_output = today
     return base
 
 
@@ -119,6 +132,8 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
     if NOT_RECORDED in fingerprint.record:
         return f"not recorded at the run's start: {fingerprint.record[NOT_RECORDED]}"
     current = _compute_base_output(setup, fingerprint, fingerprint.record["inputs"])
+    if not fingerprint.initial_weights and NOT_RECORDED not in current:
+        fingerprint.final_output = current
     if NOT_RECORDED in current:
         # An output that cannot be computed counts as infinitely far.
         current = {**fingerprint.record, "norm": math.nan}
@@ -192,7 +207,11 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
     if record is not None and NOT_RECORDED in record:
         return []
     inputs = record["inputs"] if record else make_synthetic_inputs(setup)
-    differing_kernels, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE)
+    # What preflight has switched off may change the model's own code too.
+    expected = None if disabled_names else fingerprint.initial_output
+    differing_kernels, fingerprint.kernel_distance = _find_differing_kernels(
+        setup, inputs, KERNEL_TOLERANCE, expected=expected
+    )
     worst: dict[str, float] = {}
     for name, deviation in gather_object([(kernel.name, d) for kernel, d in differing_kernels.items()]):
         # The largest distance over all ranks, so that every rank takes the same decision.
@@ -213,7 +232,7 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
         # Without the kernel, more is kept for backward.
         choose_checkpointing(setup)
         # Measured again without these kernels: `find_kernel_fault` compares with this distance at the end.
-        _, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE)
+        _, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE, expected=expected)
     return events
 
 

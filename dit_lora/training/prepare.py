@@ -15,6 +15,7 @@ from dit_lora.training.base_fingerprint import record_base_fingerprint, write_ba
 from dit_lora.training.checkpoint_state import Checkpoints, resume
 from dit_lora.training.checkpoints.files import (
     SAMPLES_PER_STEP_KEY,
+    VALIDATION_CONVERSATIONS_KEY,
     VALIDATION_DATA_KEY,
     describe_launch_topology,
     require_same_recipe,
@@ -49,9 +50,13 @@ def prepare(
     groups: list[dict[str, Any]],
     resume_from: Path | None,
     *,
+    has_finished: bool = False,
     apply_checkpointing: Callable[[AnySetup], None] = choose_checkpointing,
 ) -> Run:
-    """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
+    """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder.
+
+    With `has_finished` nothing will be trained, and the base's output is not computed.
+    """
     recipe, phases = session.recipe, session.phases
     # On resume the checkpoint has the adapter's values.
     if resume_from is None and recipe.optim.groups.adapter is not None and recipe.lora.init == DATA_INIT:
@@ -72,7 +77,7 @@ def prepare(
         require_same_recipe(resume_from, identity, describe_launch_topology(session))
     # Before a checkpoint's weights are loaded: the base is the model as its files have it.
     with phases.timing("base fingerprint"):
-        base = record_base_fingerprint(setup, resume_from)
+        base = record_base_fingerprint(setup, resume_from, has_finished=has_finished)
     with phases.timing("loading checkpoint"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = load_guard_start(setup, record)
@@ -150,7 +155,8 @@ def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
         **setup.task.trajectory_config(recipe),
     }
     if setup.data.validation_digest:
-        flat[VALIDATION_DATA_KEY] = setup.data.validation_digest
+        of_chat = recipe.validation.conversations is not None
+        flat[VALIDATION_CONVERSATIONS_KEY if of_chat else VALIDATION_DATA_KEY] = setup.data.validation_digest
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     # Omit options at their default: checkpoints written before the option existed must still match.
     for name, field in type(recipe.lora).model_fields.items():

@@ -42,21 +42,27 @@ about `_WANTED`."""
 
 @torch.no_grad()
 def record_output(
-    reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, dtype: torch.dtype
+    reference_model: ReferenceModel,
+    model: nn.Module,
+    input_spec: InputSpec,
+    dtype: torch.dtype,
+    base_record: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Record the trained model's output as JSON values, so that `compare_output` can check a loaded result against it.
 
-    If the adapter's effect is close to rounding error, also record the output with its scale raised. If the output is
-    not finite, a message is recorded instead of values. Collective if a forward pass needs all ranks.
+    `base_record` is the output without the adapter for the same inputs, if it is known already. If the adapter's
+    effect is close to rounding error, also record the output with its scale raised. If the output is not finite, a
+    message is recorded instead of values. Collective if a forward pass needs all ranks.
     """
     # Fused kernels round differently, and the adapter is later loaded into the stock model.
     with disable_kernels(model):
         # First the output with the adapter, then without it: the pair tells a wrong base from a wrong adapter.
         output_record = compute_output_record(reference_model, model, input_spec, dtype)
         if find_tuner_layers(model):
-            with disable_adapters(model):
-                base_output = _compute_output(reference_model, model, input_spec, SEED, dtype)
-                output_record["base"] = _sample_values(base_output)
+            if base_record is None:
+                with disable_adapters(model):
+                    base_record = _sample_values(_compute_output(reference_model, model, input_spec, SEED, dtype))
+            output_record["base"] = {name: base_record[name] for name in ("values", "norm")}
         if not is_finite(output_record) or not is_finite(output_record.get("base", output_record)):
             is_base_finite = "base" in output_record and is_finite(output_record["base"])
             text = "the model's output of made-up inputs is not finite"

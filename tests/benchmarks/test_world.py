@@ -2,12 +2,14 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.world import __main__ as world
 from benchmarks.world.diffusers_script import find_nan_loss, run_script, write_script
 from benchmarks.world.judge import Judgement, judge_clip
 from benchmarks.world.quality import compare, draw_scenes, format_line, open_pipeline, sample_clips
@@ -167,3 +169,30 @@ def test_the_demos_line_gives_shares_in_percent():
         "after": {"new": {"all": 0.87}, "others": {"all": 0.95}},
     }
     assert format_line(figures) == "demo: new concept 87 % (before 3 %), other concepts 95 % (before 96 %)"
+
+
+def test_clips_of_an_interrupted_start_are_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an earlier version has left a folder without its last file."""
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "left.mp4").touch()
+    numbers: list[int] = []
+
+    def write_some(folder: Path, scenes: list[Scene], generator: torch.Generator) -> None:
+        numbers.append(len(scenes))
+        (folder / "00000.mp4").touch()
+        if len(numbers) == 1:
+            raise KeyboardInterrupt
+        (folder / "metadata.jsonl").touch()
+
+    def stop(*_: Any) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(world, "write_scenes", write_some)
+    monkeypatch.setattr(world, "train_vae", stop)
+    for error in (KeyboardInterrupt, EOFError, EOFError):
+        with pytest.raises(error):
+            world.main([str(tmp_path), "--clips", "3"])
+    assert numbers == [3, 3]
+    assert {path.name for path in (tmp_path / "clips").iterdir()} == {"00000.mp4", "metadata.jsonl"}

@@ -98,6 +98,8 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     lora_main([*args, f"run.dir={parts}", "train.steps=2"])
     lora_main([*args, f"run.dir={parts}", "train.steps=4", "train.resume=auto"])
     assert state(parts, 4) == state(uninterrupted, 4)
+    if name == "videochat2":
+        require_refused_change(lora_main, [*args, f"run.dir={parts}", "train.steps=6", "train.resume=auto"], data)
     kinds = {kind for line in lines(uninterrupted, "metrics.jsonl") for kind in line["loss_by_media"]}
     assert len(kinds) > 1
     eval_losses = [(line["step"], line["eval_loss"]) for line in lines(uninterrupted, "eval_loss.jsonl")]
@@ -111,6 +113,14 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     assert output.rstrip("\n") == written[0]["answer"]
     invoke("export", uninterrupted, "--out", tmp_path / "merged")
     _the_merged_checkpoint_is_the_trained_model(uninterrupted, tmp_path / "merged", base, clip)
+
+
+def require_refused_change(lora_main: Main, args: list[str], data: Path) -> None:
+    """A run does not go on with other validation conversations: its eval losses could not be compared."""
+    changed = data / "held_out_changed.json"
+    changed.write_text((data / "held_out.json").read_text().replace("4.", "5."))
+    with pytest.raises(DitLoraError, match=r"belongs to another recipe(.|\n)*validation\.conversations"):
+        lora_main([*args, f"validation.conversations={changed}"])
 
 
 def _the_merged_checkpoint_is_the_trained_model(run: Path, merged: Path, base: Path, clip: Path) -> None:

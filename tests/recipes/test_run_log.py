@@ -33,7 +33,7 @@ def test_the_log_of_a_normal_run(
         *(f"step {step}: eval loss" for step in (8,)),
     ]
     assert "% since step 0)" in next(line for line in lines if line.startswith("step 8: eval loss"))
-    assert [line.partition(":")[0] for line in lines[-5:-3]] == ["adapter", "verified"]
+    assert [line.partition(":")[0] for line in lines[-6:-3]] == ["adapter", "verified", "time"]
     assert lines[-3:] == [
         "next: dit-lora sample runs/demo --prompt '...'",
         "      dit-lora report runs/demo --serve  # or open report.html",

@@ -77,4 +77,4 @@ class TrainingData:
     validation_set: TrainingSet | None = None
     """The samples of `validation.data`, which are never trained on; None without it, and for chat models."""
     validation_digest: str = ""
-    """Digest of the samples of `validation.data`; empty without it, and for chat models."""
+    """Digest of the samples of `validation.data` or `validation.conversations`; empty without them."""

@@ -49,6 +49,8 @@ SAMPLES_PER_STEP_KEY = "train.batch_size x accumulate x processes"
 """Key of a run's identity for the number of samples per optimizer step."""
 VALIDATION_DATA_KEY = "validation.data (digest of clips, captions and shape)"
 """Key of a run's identity for the samples that are not trained on; absent without `validation.data`."""
+VALIDATION_CONVERSATIONS_KEY = "validation.conversations (digest of texts, times and media headers)"
+"""The same of a chat model; absent without `validation.conversations`."""
 _BATCH_SPLIT_KEYS = ("data_ranks", "train.accumulate", "train.batch_size")
 
 TrajectoryConfig = Mapping[str, Any]
@@ -272,8 +274,7 @@ def require_same_recipe(
     # Listed in full: a user should fix all differences in one go.
     keys = {*stored, *current}
     # Validation data may be added and removed; only losses of changed data cannot be compared.
-    if VALIDATION_DATA_KEY not in stored.keys() & current.keys():
-        keys.discard(VALIDATION_DATA_KEY)
+    keys -= {VALIDATION_DATA_KEY, VALIDATION_CONVERSATIONS_KEY} - (stored.keys() & current.keys())
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
         + advise_on_samples_per_step(key, stored.get(key), launch_topology or {})

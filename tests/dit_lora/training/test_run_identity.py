@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.numerics.precision import Precision
-from dit_lora.training.checkpoints.files import VALIDATION_DATA_KEY
+from dit_lora.training.checkpoints.files import VALIDATION_CONVERSATIONS_KEY, VALIDATION_DATA_KEY
 from dit_lora.training.prepare import build_trajectory_config
 from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
@@ -29,7 +29,7 @@ def identity(validation_digest: str = "", **changes: Any) -> dict[str, Any]:
     values = copy.deepcopy(VALUES)
     for key, value in changes.items():
         section, name = key.split("__")
-        values[section][name] = value
+        values.setdefault(section, {})[name] = value
     ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
     session = Session(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
     data: Any = SimpleNamespace(transformer_digest="t", data_digest="d", validation_digest=validation_digest)
@@ -75,3 +75,5 @@ def test_what_does_not_may_change(change: dict[str, Any]) -> None:
 
 def test_validation_data_counts_where_there_is_any() -> None:
     assert identity("d1") == identity() | {VALIDATION_DATA_KEY: "d1"}
+    chat = {"model__family": "chat", "validation__conversations": "held_out.json"}
+    assert identity("d1", **chat) == identity(**chat) | {VALIDATION_CONVERSATIONS_KEY: "d1"}

@@ -52,7 +52,7 @@ class ChatTask:
         recipe, accelerator = session.recipe, session.accelerator
         quiet = not accelerator.is_local_main_process
         rejects = Rejects(session)
-        eval_set = None
+        eval_set, eval_digest = None, ""
         # The other processes find headers and digests cached.
         with accelerator.local_main_process_first():
             samples = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
@@ -73,8 +73,15 @@ class ChatTask:
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
             rejects.add(validation_samples.rejected, "these samples of validation.conversations cannot be used")
             usable = rejects.filter_samples(validation_samples.entries, lambda entry: entry.id)
-            eval_set = build_training_set(usable, checkpoint, recipe)
-        return ChatTrainingData(conversations, compute_digest(entries), model, rejects.reasons, eval_set=eval_set)
+            eval_set, eval_digest = build_training_set(usable, checkpoint, recipe), compute_digest(usable)
+        return ChatTrainingData(
+            conversations,
+            compute_digest(entries),
+            model,
+            rejects.reasons,
+            validation_digest=eval_digest,
+            eval_set=eval_set,
+        )
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype

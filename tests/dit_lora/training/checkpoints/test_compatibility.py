@@ -1,6 +1,7 @@
 """Resuming on another topology prints one line; a step with other samples is refused with its remedy."""
 
 from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import Precision
 from dit_lora.training.checkpoints.files import (
     SAMPLES_PER_STEP_KEY,
+    VALIDATION_CONVERSATIONS_KEY,
     VALIDATION_DATA_KEY,
     SavedState,
     advise_on_samples_per_step,
@@ -100,18 +102,18 @@ def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path
     assert "8 in the checkpoint, 2 in the recipe; on 1 process, train.accumulate=4 restores it" in str(error.value)
 
 
-def test_validation_data_may_come_and_go_and_not_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [VALIDATION_DATA_KEY, VALIDATION_CONVERSATIONS_KEY])
+def test_validation_data_may_come_and_go_and_not_change(tmp_path: Path, key: str) -> None:
     """The run's losses after the change would be of other samples than those before."""
     weights = {"w": nn.Linear(3, 2).weight.detach()}
     plain = save_checkpoint(tmp_path / "plain", 1, SavedState(weights, {}), {"seed": 1}, keep=1)
-    validated = {"seed": 1, VALIDATION_DATA_KEY: "a1"}
+    validated = {"seed": 1, key: "a1"}
     path = save_checkpoint(tmp_path / "validated", 1, SavedState(weights, {}), validated, keep=1)
     for checkpoint, now in ((plain, validated), (path, {"seed": 1}), (path, validated)):
         load_checkpoint(checkpoint, now)
-    with pytest.raises(
-        DitLoraError, match=r"belongs to another recipe(.|\n)*validation\.data .*'a1' in the checkpoint"
-    ):
-        load_checkpoint(path, validated | {VALIDATION_DATA_KEY: "b2"})
+    message = rf"belongs to another recipe(.|\n)*{re.escape(key)}: 'a1' in the checkpoint"
+    with pytest.raises(DitLoraError, match=message):
+        load_checkpoint(path, validated | {key: "b2"})
 
 
 def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:

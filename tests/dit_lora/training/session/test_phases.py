@@ -43,6 +43,31 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
     assert ": loading 60, " in line, "the longest comes first"
 
 
+def test_the_closing_lines_parts_are_the_whole_time() -> None:
+    """A step counts once; phases before the first step are no part of `start`; what does not fit is `other`."""
+    phases = Phases()
+    phases._stage_start -= 100.0
+    phases.add_time("imports", 50.0, 1.0)
+    phases.add_time("preflight", 10.0, 1.0)
+    phases.add_time("preflight/kernels", 9.0, 1.0)
+    # Inside of the first step, which is counted without it.
+    phases.add_time("gradient check", 5.0, 1.0)
+    phases.add_step(15.0)
+    phases.end_first_step()
+    phases._stage_start -= 60.0
+    phases.add_step(40.0)
+    phases.add_time("samples", 12.0, 1.0)
+    phases.end_steps()
+    phases._stage_start -= 20.0
+    phases.add_time("samples", 8.0, 1.0)
+    phases.add_time("kernel parity", 1.0, 1.0)
+    phases.add_time("saving", 2.0, 1.0)
+    line = phases.describe_time()
+    # 100 before the first step ends, without 15 of checks and 15 in the step.
+    assert line == "time: 180.0 s: steps 55.0, start 70.0, samples 20.0, checks 16.0, other 19.0"
+    assert len(line) <= 80
+
+
 def test_a_run_writes_its_phases_by_stage(tmp_path: Path) -> None:
     phases = Phases()
     time.sleep(0.12)
