@@ -1,4 +1,4 @@
-"""The section `train.timesteps` of a recipe: the noise levels that flow matching is trained at."""
+"""The section `train.timesteps` of a recipe: the noise levels of training."""
 
 from typing import Annotated, Literal
 

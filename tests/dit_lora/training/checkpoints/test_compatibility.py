@@ -1,7 +1,7 @@
 """Resuming on another topology prints one line; a step with other samples is refused with its remedy."""
 
-from dataclasses import replace
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
