@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -168,7 +167,8 @@ class Phases:
         The parts add up to the whole. Steps that failed and were repeated count as `other`.
         """
         total = sum(self._measure_stage_s(stage) for stage in {*self.seconds, self.stage})
-        outside: Counter[str] = Counter({"start": self._measure_stage_s("before") - self.first_step_seconds})
+        outside = dict.fromkeys(["start", *_GROUPS.values()], 0.0)
+        outside["start"] = self._measure_stage_s("before") - self.first_step_seconds
         for phase in self.entries:
             # Parts of a phase have names with a slash, and are included in its time.
             group = _GROUPS.get(phase.name)
@@ -177,7 +177,7 @@ class Phases:
                 outside["start"] -= phase.seconds if phase.stage == "before" else 0.0
         text = f"time: {total:.1f} s: steps {self.step_seconds:.1f}"
         remaining = total - self.step_seconds
-        for group, seconds in outside.most_common():
+        for group, seconds in sorted(outside.items(), key=lambda item: item[1], reverse=True):
             part = f", {group} {seconds:.1f}"
             # Room for the rest.
             if seconds < _MIN_SHOWN_S or len(text) + len(part) > _MAX_COLUMNS - len(f", other {total:.1f}"):

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import same_adapter
+from runs import same_adapter, without_verification
+from torch import nn
 from typer.testing import CliRunner
 from verified import SMOKES, failing, quick
 
+from dit_lora.adapters.attach import find_tuner_layers
 from dit_lora.cli.app import app
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
@@ -24,6 +26,7 @@ from dit_lora.training import prepare as preparing
 from dit_lora.training.base_fingerprint import BASE_OUTPUT
 from dit_lora.training.run import Run
 from dit_lora.training.task import Setup
+from dit_lora.verify import output_fingerprint
 from dit_lora.verify.verified_files import VERIFICATION_FILE
 from dit_lora_kernels import ada_norm
 
@@ -159,13 +162,27 @@ def test_a_resume_compares_itself_with_the_first_start(
 
     note = base_fingerprint.record_base_fingerprint
 
-    def damaged(setup: Setup[Any, Any], resume_from: Path | None) -> Any:
+    def damaged(setup: Setup[Any, Any], resume_from: Path | None, **options: Any) -> Any:
         setup.transformer.get_parameter(FROZEN).data.neg_()
-        return note(setup, resume_from)
+        return note(setup, resume_from, **options)
 
     monkeypatch.setattr(preparing, "record_base_fingerprint", damaged)
     with pytest.raises(DitLoraError, match="the base is not what it was at this run's first start"):
         start(*resume_args, run="other")
+
+
+def test_no_output_is_computed_twice(start: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start the base's and with kernels, at the end the base's, the trained one's, and that with kernels."""
+    without_verification(monkeypatch)
+    compute, num_adapters_off = output_fingerprint._compute_output, []
+
+    def noting(reference: Any, model: nn.Module, *more: Any) -> torch.Tensor:
+        num_adapters_off.append(sum(layer.disable_adapters for layer in find_tuner_layers(model)))
+        return compute(reference, model, *more)
+
+    monkeypatch.setattr(output_fingerprint, "_compute_output", noting)
+    start(*KERNELS)
+    assert [bool(number) for number in num_adapters_off] == [True, False, True, False, False]
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, times: float) -> Callable[[Any], None]:

@@ -6,7 +6,7 @@ from dit_lora.training.sample_budget import SampleBudget
 
 
 def test_samples_are_spread_so_that_they_keep_to_the_share() -> None:
-    """Steps of 1 s, samples of 5 s every 10 steps, at most a fifth of the time: every third of them, later every."""
+    """Steps of 1 s, samples of 5 s every 10 steps, at most a fifth of the time."""
     budget = SampleBudget(0.2)
     budget.add_samples(5.0, is_between=False)
     for step in range(1, 101):
@@ -17,7 +17,7 @@ def test_samples_are_spread_so_that_they_keep_to_the_share() -> None:
             budget.add_samples(5.0, is_between=True)
         else:
             budget.skipped_steps.append(step)
-    assert budget.skipped_steps == [10, 20, 40, 60, 70, 90] or budget.sample_s <= 20.0
+    assert budget.skipped_steps == [10, 20, 40, 60, 70, 90]
     assert budget.sample_s == 20.0
 
 
