@@ -35,7 +35,7 @@ from dit_lora.training.recovery.monitoring import share_spike_history
 from dit_lora.training.recovery.run_recovery import RecoveryFiles
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.run import Run
-from dit_lora.training.sample_budget import SampleBudget
+from dit_lora.training.session.sample_budget import SampleBudget
 from dit_lora.training.session.session import Session, open_run_folder
 from dit_lora.training.status import build_tracker_config
 from dit_lora.training.task import AnySetup, Setup, Task

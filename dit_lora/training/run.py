@@ -11,7 +11,7 @@ from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.monitoring import StepWatcher
 from dit_lora.training.recovery.run_recovery import RunRecovery
-from dit_lora.training.sample_budget import SampleBudget
+from dit_lora.training.session.sample_budget import SampleBudget
 from dit_lora.training.task import Setup
 
 

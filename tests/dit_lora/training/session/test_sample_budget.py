@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit_lora.training.sample_budget import SampleBudget
+from dit_lora.training.session.sample_budget import SampleBudget
 
 
 def test_samples_are_spread_so_that_they_keep_to_the_share() -> None:
