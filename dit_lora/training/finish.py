@@ -65,6 +65,7 @@ def finish(run: Run) -> WrittenFiles:
         write_missing_samples(run, run.last_step)
     skipped = run.sample_budget.describe_skipped()
     if skipped is not None:
+        # In the report and in the log: its line at the first of these steps may be far up.
         session.phases.reductions["samples"] = skipped
         session.closing_lines.append(skipped)
     # The run may only end once its last checkpoint is on the disk.

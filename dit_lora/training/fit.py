@@ -149,6 +149,7 @@ class RunCallbacks(LoopCallbacks):
         run = self.run
         session = run.session
         recipe = run.recipe
+        # A gradient check runs inside of the step, and is a phase of its own.
         step_s = result.seconds - self.gradient_check_s
         session.phases.add_step(step_s)
         run.sample_budget.step_s += step_s

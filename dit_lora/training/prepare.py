@@ -155,6 +155,7 @@ def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
         **setup.task.trajectory_config(recipe),
     }
     if setup.data.validation_digest:
+        # Chat models have conversations instead of `validation.data`.
         of_chat = recipe.validation.conversations is not None
         flat[VALIDATION_CONVERSATIONS_KEY if of_chat else VALIDATION_DATA_KEY] = setup.data.validation_digest
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}

@@ -59,6 +59,7 @@ def record_output(
         # First the output with the adapter, then without it: the pair tells a wrong base from a wrong adapter.
         output_record = compute_output_record(reference_model, model, input_spec, dtype)
         if find_tuner_layers(model):
+            # At a run's end, the check of the base has just computed it with the same weights and inputs.
             if base_record is None:
                 with disable_adapters(model):
                     base_record = _sample_values(_compute_output(reference_model, model, input_spec, SEED, dtype))

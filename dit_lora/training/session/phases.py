@@ -120,6 +120,7 @@ class Phases:
     def add_step(self, seconds: float) -> None:
         """Add the wall time of a step that was taken, without the phases inside of it."""
         self.step_seconds += seconds
+        # The first step ends the stage `before`, and is a part of it.
         if self.stage == "before":
             self.first_step_seconds += seconds
 
@@ -168,6 +169,7 @@ class Phases:
         """
         total = sum(self._measure_stage_s(stage) for stage in {*self.seconds, self.stage})
         outside = dict.fromkeys(["start", *_GROUPS.values()], 0.0)
+        # Below, what has a name of its own is taken off.
         outside["start"] = self._measure_stage_s("before") - self.first_step_seconds
         for phase in self.entries:
             # Parts of a phase have names with a slash, and are included in its time.
@@ -175,6 +177,7 @@ class Phases:
             if group is not None:
                 outside[group] += phase.seconds
                 outside["start"] -= phase.seconds if phase.stage == "before" else 0.0
+        # What is in no phase, such as the gaps between them, stays in `remaining`.
         text = f"time: {total:.1f} s: steps {self.step_seconds:.1f}"
         remaining = total - self.step_seconds
         for group, seconds in sorted(outside.items(), key=lambda item: item[1], reverse=True):

@@ -40,6 +40,7 @@ class SampleBudget:
         """Which steps have no samples, and how to get them; None if all have."""
         if not self.skipped_steps:
             return None
+        # A long run may have left out hundreds.
         listed = ", ".join(map(str, self.skipped_steps[:_NUM_SHOWN]))
         num_more = len(self.skipped_steps) - _NUM_SHOWN
         more = f" and {num_more} more" if num_more > 0 else ""
