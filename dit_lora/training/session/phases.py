@@ -16,10 +16,8 @@ PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
 _NUM_SHOWN = 3
 """Number of phases in the line of the first step; phases.json and the report have all of them."""
-_MIN_SHOWN_S = 0.05
-"""Shorter times (seconds) are in the closing line's `other`."""
 _MAX_COLUMNS = 80
-"""Maximum length of the closing line; the phases that do not fit are in its `other`."""
+"""Maximum length of the closing line."""
 _GROUPS = {
     "base fingerprint": "checks",
     "preflight": "checks",
@@ -162,10 +160,10 @@ class Phases:
         phases.sort(key=lambda phase: phase.seconds, reverse=True)
         return f"{start_s:.0f} s: {', '.join(f'{phase.name} {phase.seconds:.0f}' for phase in phases[:_NUM_SHOWN])}"
 
-    def describe_time(self) -> str:
-        """The wall time until now: in steps, and outside of them by kind of work, the longest first.
+    def summarize_time(self) -> dict[str, float]:
+        """Seconds of the process until now: `steps`, then the work outside of them by kind, the longest first.
 
-        The parts add up to the whole. Steps that failed and were repeated count as `other`.
+        The values add up to the whole. Steps that failed and were repeated count as `other`.
         """
         total = sum(self._measure_stage_s(stage) for stage in {*self.seconds, self.stage})
         outside = dict.fromkeys(["start", *_GROUPS.values()], 0.0)
@@ -177,17 +175,25 @@ class Phases:
             if group is not None:
                 outside[group] += phase.seconds
                 outside["start"] -= phase.seconds if phase.stage == "before" else 0.0
-        # What is in no phase, such as the gaps between them, stays in `remaining`.
-        text = f"time: {total:.1f} s: steps {self.step_seconds:.1f}"
-        remaining = total - self.step_seconds
-        for group, seconds in sorted(outside.items(), key=lambda item: item[1], reverse=True):
-            part = f", {group} {seconds:.1f}"
-            # Room for the rest.
-            if seconds < _MIN_SHOWN_S or len(text) + len(part) > _MAX_COLUMNS - len(f", other {total:.1f}"):
-                break
-            text += part
-            remaining -= seconds
-        return f"{text}, other {max(0.0, remaining):.1f}"
+        longest_first = dict(sorted(outside.items(), key=lambda item: item[1], reverse=True))
+        # What is in no phase, such as the gaps between them.
+        other = total - self.step_seconds - sum(outside.values())
+        return {"steps": self.step_seconds, **longest_first, "other": other}
+
+    def describe_time(self) -> str:
+        """The line of `summarize_time` in whole seconds; below ten seconds in tenths."""
+        parts = self.summarize_time()
+        remaining = sum(parts.values())
+        digits = 1 if remaining < 10 else 0
+        text = f"time: {remaining:.{digits}f} s:"
+        # Parts that round to zero, or do not fit the line, are in its `other`.
+        for name, seconds in parts.items():
+            part = f" {name} {seconds:.{digits}f},"
+            num_columns = len(f"{text}{part} other {remaining - seconds:.{digits}f}")
+            if name != "other" and round(seconds, digits) > 0 and num_columns <= _MAX_COLUMNS:
+                text += part
+                remaining -= seconds
+        return f"{text} other {max(0.0, remaining):.{digits}f}"
 
     def _measure_stage_s(self, stage: Stage) -> float:
         # The current stage has no recorded end yet.
@@ -200,6 +206,7 @@ class Phases:
         record = {
             "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
             "reductions": self.reductions,
+            "time": {name: round(seconds, 3) for name, seconds in self.summarize_time().items()},
             "phases": [
                 {**asdict(phase), "seconds": round(phase.seconds, 3), "cpu_seconds": round(phase.cpu_seconds, 3)}
                 for phase in self.entries

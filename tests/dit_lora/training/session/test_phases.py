@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -62,10 +63,18 @@ def test_the_closing_lines_parts_are_the_whole_time() -> None:
     phases.add_time("samples", 8.0, 1.0)
     phases.add_time("kernel parity", 1.0, 1.0)
     phases.add_time("saving", 2.0, 1.0)
-    line = phases.describe_time()
+    phases.add_time("eval loss", 0.3, 1.0)
     # 100 before the first step ends, without 15 of checks and 15 in the step.
-    assert line == "time: 180.0 s: steps 55.0, start 70.0, samples 20.0, checks 16.0, other 19.0"
+    assert phases.describe_time() == "time: 180 s: steps 55, start 70, samples 20, checks 16, saving 2, other 17"
+    exact = phases.summarize_time()
+    assert exact["other"] == pytest.approx(16.7, abs=0.1)
+    assert sum(exact.values()) == pytest.approx(180, abs=0.1)
+    phases.add_time("report", 9000.0, 1.0)
+    phases._stage_start -= 100_000.0
+    line = phases.describe_time()
     assert len(line) <= 80
+    *parts, other = map(int, re.findall(r" (\d+)", line)[1:])
+    assert sum(parts) + other == pytest.approx(100_180, abs=4)
 
 
 def test_a_run_writes_its_phases_by_stage(tmp_path: Path) -> None:
