@@ -1,6 +1,7 @@
 """Base of the families whose noise schedule is a table of integer timesteps: CogVideoX, DiT, video DiT, Latte."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -75,7 +76,7 @@ class DiscreteDenoiser(Denoiser):
         if levels is None:
             return {"timestep": partial(draw_integers, timesteps.start, timesteps.stop)}
 
-        def draw(rows: list[torch.Generator]) -> torch.Tensor:
+        def draw(rows: Sequence[torch.Generator]) -> torch.Tensor:
             # In fp64, so that no level is rounded up to the next timestep.
             scaled = levels.compute_levels(normal((), rows), shift).double() * self.num_train_timesteps
             return scaled.long().clamp(timesteps.start, timesteps.stop - 1)
