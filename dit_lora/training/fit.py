@@ -1,11 +1,13 @@
 """Trains a prepared run: the training loop, and everything that happens between two steps."""
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -420,9 +422,8 @@ def write_missing_samples(run: Run, step: int) -> None:
     """Generate the samples of the run's last step if they were left out when it was validated. Collective."""
     if run.recipe.validation.max_sample_share is None:
         return
-    folder = run.session.dir / "samples" / f"step_{step:06d}"
     # A resumed run knows it only from the files, which the main process reads.
-    if broadcast_object(run.session.is_main and not folder.exists()):
+    if broadcast_object(run.session.is_main and not _get_samples_folder(run, step).exists()):
         with use_averaged_weights(run):
             _write_samples(run, step, is_between=False)
 
@@ -437,8 +438,15 @@ def _can_afford_samples(run: Run, step: int) -> bool:
         return True
     if not budget.skipped_steps:
         session.say(f"step {step}: no samples, to keep within validation.max_sample_share")
-    budget.skipped_steps.append(step)
+    budget.skip(step)
+    if session.is_main:
+        # Those of a step that a rollback has discarded.
+        shutil.rmtree(_get_samples_folder(run, step), ignore_errors=True)
     return False
+
+
+def _get_samples_folder(run: Run, step: int) -> Path:
+    return run.session.dir / "samples" / f"step_{step:06d}"
 
 
 def _write_samples(run: Run, step: int, *, is_between: bool) -> None:
@@ -447,7 +455,7 @@ def _write_samples(run: Run, step: int, *, is_between: bool) -> None:
     with run.session.phases.timing("samples"):
         write = partial(run.task.write_samples, run, step)
         run.session.optional_work.attempt("samples", step, write, is_collective=needs_all_ranks(run.model))
-    run.sample_budget.add_samples(time.perf_counter() - began, is_between=is_between)
+    run.sample_budget.add_samples(step, time.perf_counter() - began, is_between=is_between)
     run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
 
 

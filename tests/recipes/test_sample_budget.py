@@ -59,7 +59,11 @@ def require_whole_time(log: str, run: Path, wall_s: float) -> None:
 
 
 def test_the_samples_of_a_run_that_ends_early_are_made_up_for(
-    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its last validation was an ordinary one, whose samples were left out."""
     run = tmp_path / "run"
@@ -69,3 +73,4 @@ def test_the_samples_of_a_run_that_ends_early_are_made_up_for(
     lora_main([*smoke, *PROMPT, *STEPS, *stop, *limit, f"run.dir={run}"])
     assert lines(run, "metrics.jsonl")[-1]["step"] == 2
     assert sampled_steps(run) == [0, 2]
+    assert "no samples at" not in capsys.readouterr().err

@@ -30,9 +30,18 @@ class SampleBudget:
             return True
         return self.sample_s + self.last_cost_s <= self.max_share * self.step_s
 
-    def add_samples(self, seconds: float, *, is_between: bool) -> None:
-        """Count samples that were generated; `is_between` if they are not the first or the last ones."""
+    def skip(self, step: int) -> None:
+        """Note that a step has no samples."""
+        # A step is repeated after a rollback.
+        if step not in self.skipped_steps:
+            self.skipped_steps.append(step)
+
+    def add_samples(self, step: int, seconds: float, *, is_between: bool) -> None:
+        """Count the samples of a step; `is_between` if they are not the first or the last ones."""
         self.last_cost_s = seconds
+        # Left out before: the last step of a run that ends early, or a step that is repeated.
+        if step in self.skipped_steps:
+            self.skipped_steps.remove(step)
         if is_between:
             self.sample_s += seconds
 
