@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import on_ranks
 from runs import lines, same_adapter
+from topologies import Case, run_all
 
 from dit_lora.training.session.phases import PHASES_FILE
 from dit_lora.training.tasks.diffusion.task import DiffusionTask
@@ -74,3 +76,14 @@ def test_the_samples_of_a_run_that_ends_early_are_made_up_for(
     assert lines(run, "metrics.jsonl")[-1]["step"] == 2
     assert sampled_steps(run) == [0, 2]
     assert "no samples at" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_out_the_same_samples(smoke: list[str], tmp_path: Path) -> None:
+    """The main process measures them, and the other rank, which has no samples to generate, follows it."""
+    run = tmp_path / "run"
+    options = ["train.accumulate=1", "train.batch_size=1", "guard.preflight=false", "guard.monitor_every=0"]
+    case = Case("ddp", (*smoke, *PROMPT, *STEPS, *options, "validation.max_sample_share=1e-9", f"run.dir={run}"))
+    results = on_ranks(2, run_all, [case])
+    assert [rank[0].error for rank in results] == ["", ""]
+    assert sampled_steps(run) == [0, 6]
