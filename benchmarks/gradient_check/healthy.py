@@ -40,7 +40,7 @@ _COMPILED_FAMILIES = ("wan", "sana")
 _TEXT_TOKENS = 16
 _FIXED_TEXT_FAMILIES = ("cogvideox",)
 """Models whose position embedding fits one number of text tokens."""
-_STEPS_OF_TRAINING = 25
+_STEPS_OF_TRAINING = 30
 """Steps that are checked before a new training begins, with another adapter."""
 
 

@@ -1,7 +1,6 @@
 """Training of a tiny model in small: a step's micro-batches, its loss, its gradient, and the optimizer's step."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,10 @@ from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Tensors
+from dit_lora.guard.gradient_check.cause import ReplayableStep
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.autocasts import restore_autocasts
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.quantized_linear import Quantization
 from dit_lora.numerics.streams import RandomStreams
 
@@ -29,9 +32,6 @@ _CLASSES = {
 }
 _TEXT_TENSORS = ("prompt", "audio_prompt")
 
-Backward = Callable[["TinyTraining", list[Tensors]], None]
-"""Computes a step's gradient into `grad` of the parameters."""
-
 
 @dataclass
 class TinyTraining:
@@ -44,6 +44,8 @@ class TinyTraining:
     num_micro_batches: int = MICRO_BATCHES
     step: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
+    before_backward: Callable[[], None] | None = None
+    """Called at the start of each backward pass."""
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-3)
@@ -96,9 +98,12 @@ class TinyTraining:
         """Losses of a micro-batch's samples, equal at every call: all draws follow from step and micro-step."""
         torch.manual_seed(1000 * self.step + micro_step)
         seeds = [1000 * self.step + 10 * micro_step + k for k in range(SAMPLES)]
-        autocast = torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext()
-        with autocast:
-            return self.checkpoint.losses(self.model, batch, RandomStreams(0, seeds)).losses
+        # Replays in fp32 disable it.
+        with restore_autocasts((("cpu", self.dtype),) if self.dtype != torch.float32 else ()):
+            losses = self.checkpoint.losses(self.model, batch, RandomStreams(0, seeds)).losses
+        if self.before_backward is not None and losses.requires_grad:
+            losses.register_hook(lambda _gradient: self.before_backward())
+        return losses
 
     def compute_terms(self) -> torch.Tensor:
         """The terms of the step's loss: each sample's loss divided by their number."""
@@ -113,6 +118,15 @@ class TinyTraining:
         for micro_step, batch in enumerate(self.make_micro_batches()):
             (weights[micro_step] * self.compute_losses(batch, micro_step).mean()).backward()
 
+    def make_replayable(self) -> ReplayableStep:
+        """The present step, for a check."""
+        batches = self.make_micro_batches()
+        replays = [
+            TinyBatch(ids=(), step=self.step, micro_step=k, rank=0, tensors=batch, training=self)
+            for k, batch in enumerate(batches)
+        ]
+        return ReplayableStep(replays, self.model, self.dtype)
+
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.run_backward()
@@ -121,6 +135,20 @@ class TinyTraining:
 
     def copy_gradients(self) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TinyBatch(MicroBatch):
+    """A micro-batch that can be replayed."""
+
+    training: TinyTraining
+
+    def forward(self) -> LossOutput:
+        losses = self.training.compute_losses(dict(self.tensors), self.micro_step)
+        return LossOutput(losses, torch.full((len(losses),), -1))
+
+    def select_sample(self, index: int) -> "TinyBatch":
+        raise NotImplementedError("gradients are checked over whole steps")
 
 
 def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:
