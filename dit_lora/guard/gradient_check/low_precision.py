@@ -38,6 +38,8 @@ _EVALUATIONS_IN_FP32 = 3
 """Cost of an evaluation in fp32, in evaluations in 16 bits: on a GPU, TF32 has half the speed and twice the bytes."""
 _MAX_REPLAY_ERROR = 0.02
 """Relative error of a layer's gradient that a replay may have; on a CPU, replays have equal bits."""
+_MAX_NOISE = 0.1
+"""Relative difference of the gradients of two replays above which they prove nothing."""
 _NOISE_FACTOR = 5.0
 """The error may be so many times the difference of two replays, which ops with atomic additions cause."""
 
@@ -139,16 +141,20 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
     if not any(error for error, _ in errors.values()):
         return None
     noise = _measure_layers(_replay(step)[0], replayed)
+    total_noise, total_length = _add_layers(noise)
+    if total_noise > _MAX_NOISE * total_length:
+        reason = f"gradients of two replays of the step differ by {total_noise / total_length:.2g} of their length"
+        return GradientReport("cannot tell", (), 0, reason=reason)
     # Layers with almost no gradient are mostly rounding.
-    floor = _MAX_REPLAY_ERROR * (sum(length**2 for _, length in errors.values()) / len(errors)) ** 0.5
+    floor = _MAX_REPLAY_ERROR * 0.1 * total_length / len(errors) ** 0.5
     layers = [
         layer
         for layer, (error, length) in errors.items()
-        if error > _MAX_REPLAY_ERROR * length + _NOISE_FACTOR * noise[layer][0] + 0.1 * floor
+        if error > _MAX_REPLAY_ERROR * length + _NOISE_FACTOR * noise[layer][0] + floor
     ]
     if not layers:
         return None
-    total_error, total_length = (sum(values[k] ** 2 for values in errors.values()) ** 0.5 for k in (0, 1))
+    total_error, total_length = _add_layers(errors)
     share = f"{total_error / total_length:.2g}" if total_length else "all"
     if len(layers) == len(errors):
         location, place = FaultLocation(None, tuple(layers)), "all layers"
@@ -169,6 +175,12 @@ def _measure_layers(gradients: Gradients, reference: Gradients) -> dict[str, tup
         error, total = squares.get(get_module_name(name), (0.0, 0.0))
         squares[get_module_name(name)] = (error + difference.norm().item() ** 2, total + length**2)
     return {layer: (error**0.5, total**0.5) for layer, (error, total) in squares.items()}
+
+
+def _add_layers(lengths: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+    """Lengths over all layers, of the differences and of the references."""
+    total_error, total_length = (sum(values[k] ** 2 for values in lengths.values()) ** 0.5 for k in (0, 1))
+    return total_error, total_length
 
 
 def measure_rounding(gradients: Gradients, exact: Gradients, dtype: torch.dtype) -> float | None:
