@@ -31,6 +31,9 @@ _CLASSES = {
     "video_dit": ("blue disc", "blue square", "green disc", "red disc"),
 }
 _TEXT_TENSORS = ("prompt", "audio_prompt")
+_TEXT_TOKENS = 16
+_FIXED_TEXT_FAMILIES = ("cogvideox",)
+"""Models whose position embedding fits one number of text tokens."""
 
 
 @dataclass
@@ -61,12 +64,11 @@ class TinyTraining:
         seed: int = 0,
         adapter: AdapterKind = "lora",
         quantize: Quantization | None = None,
-        num_text_tokens: int | None = None,
         num_micro_batches: int = MICRO_BATCHES,
     ) -> "TinyTraining":
         """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter.
 
-        `num_text_tokens` shortens the captions' embeddings, which takes less time.
+        Where the model allows it, the embeddings of captions are shortened, which takes less time.
         """
         family = get_family(family_name)
         variant = family.tiny_variants[0]
@@ -82,8 +84,8 @@ class TinyTraining:
         lora = LoraConfig(kind=adapter, dropout=dropout, rank=None if adapter == "oft" else 4)
         attach_lora(model, lora, family.lora_targets, seed=seed)
         data = _encode_samples(checkpoint, family_name)
-        if num_text_tokens is not None:
-            data = [_shorten_text(batch, num_text_tokens) for batch in data]
+        if family_name not in _FIXED_TEXT_FAMILIES:
+            data = [_shorten_text(batch, _TEXT_TOKENS) for batch in data]
         return cls(checkpoint, model.train(), dtype, data, num_micro_batches)
 
     @property
