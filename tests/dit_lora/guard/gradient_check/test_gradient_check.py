@@ -20,7 +20,14 @@ from dit_lora.guard.gradient_check.directions import (
     round_to_spacing,
     select_exact_parameters,
 )
-from dit_lora.guard.gradient_check.slopes import LossEvaluator, compare_slopes, divide
+from dit_lora.guard.gradient_check.slopes import (
+    TOLERANCES,
+    LossEvaluator,
+    SlopeEstimate,
+    compare_slopes,
+    divide,
+    judge_estimates,
+)
 from dit_lora.numerics.stop_gradient import stop_gradient
 
 LAYERS = ("0", "3", "5")
@@ -162,6 +169,37 @@ def test_weights_stored_in_bf16_are_moved_by_whole_spacings() -> None:
     assert {c.result for c in step.check().comparisons if c.direction.startswith("gradient")} == {"agrees"}
     step.scale_gradients(0.5)
     assert step.check().result == "differs"
+
+
+def make_estimate(size: float, difference: float, noise: float = 1e-5) -> SlopeEstimate:
+    """An estimate whose slope, per length, differs by so much from the gradient's, 1."""
+    return SlopeEstimate(
+        size=size,
+        slope=size * (1 + difference),
+        projection=size,
+        noise=noise,
+        truncation=1e-5 * size,
+        gradient_error=1e-4 * size,
+        scale=size,
+        moves_loss=True,
+        num_values=20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "differences", "result"),
+    [
+        # As of Sana's ReLU: the difference is in proportion to the size, and larger steps saturate.
+        ([2.5, 6.0], [0.006, 0.008], "cannot tell"),
+        ([1.0, 2.5], [0.0024, 0.006], "cannot tell"),
+        ([1.0, 2.5], [0.006, 0.006], "differs"),
+    ],
+)
+def test_a_smaller_step_must_confirm_a_difference(sizes: list[float], differences: list[float], result: str) -> None:
+    # The first is the best that differs if it is the only size below the second.
+    noises = [1e-4, 1e-4] if sizes[0] == 1.0 else [1e-4, 4e-4]
+    estimates = [make_estimate(*values) for values in zip(sizes, differences, noises, strict=True)]
+    assert judge_estimates(estimates, TOLERANCES[torch.float32]) == result
 
 
 def test_large_tensors_are_moved_in_parts_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
