@@ -89,7 +89,9 @@ def _check_in_fp32(
         replayed, loss = _replay(step)
         if reason := describe_loss_change(loss, step_loss, step.dtype):
             return GradientReport("cannot tell", (), _EVALUATIONS_PER_REPLAY, reason=reason)
+        # Before the conversion to fp32, so that its gradients need not be kept.
         replay_error = _compare_with_replay(step, gradients, replayed)
+        # Frees memory for the gradients in fp32.
         del replayed
         exact_step = replace(step, is_in_fp32=True)
         with exact_step.use_precision(), preserve_gradients(step.model), _allow_tf32(step):
@@ -98,6 +100,7 @@ def _check_in_fp32(
             report = check_gradient(
                 exact_step.compute_terms, exact_step.parameters, dtype=torch.float32, groups=groups
             )
+    # The replay in the step's own precision is added below.
     num_evaluations = _EVALUATIONS_IN_FP32 * (report.num_evaluations + _EVALUATIONS_PER_REPLAY)
     report = replace(report, is_in_fp32=True, num_evaluations=num_evaluations + _EVALUATIONS_PER_REPLAY)
     # First: a fault that replays have too has a layer and a cause in the passes.
@@ -105,6 +108,7 @@ def _check_in_fp32(
         return report
     if replay_error is not None:
         return replace(replay_error, num_evaluations=report.num_evaluations + _EVALUATIONS_PER_REPLAY)
+    # In low precision a kernel, or compiled code, may have a fault of its own.
     distance = measure_rounding(gradients, exact, step.dtype)
     return None if distance is None or report.result != "agrees" else replace(report, fp32_distance=distance)
 
@@ -140,8 +144,10 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
     # On all ranks alike, because their gradients are equal.
     if not any(error for error, _ in errors.values()):
         return None
+    # GPUs may sum in another order each time.
     noise = _measure_layers(_replay(step)[0], replayed)
     total_noise, total_length = _add_layers(noise)
+    # A race, or random numbers that a replay does not repeat.
     if total_noise > _MAX_NOISE * total_length:
         reason = f"gradients of two replays of the step differ by {total_noise / total_length:.2g} of their length"
         return GradientReport("cannot tell", (), 0, reason=reason)
@@ -156,9 +162,11 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
         return None
     total_error, total_length = _add_layers(errors)
     share = f"{total_error / total_length:.2g}" if total_length else "all"
+    # A wrong scale, or another batch, makes all layers wrong.
     if len(layers) == len(errors):
         location, place = FaultLocation(None, tuple(layers)), "all layers"
     else:
+        # A backward pass goes from the last layer to the first, so the last is nearest to the fault.
         location = FaultLocation(layers[-1], (layers[-1],), earlier_layers="differs" if len(layers) > 1 else None)
         place = location.description.removeprefix(", in ")
     reason = f"the gradient is wrong: it differs from that of replays of the step by {share} of its length, in {place}"
@@ -172,6 +180,7 @@ def _measure_layers(gradients: Gradients, reference: Gradients) -> dict[str, tup
         present = [g.double() for g in (gradients.get(name), reference.get(name)) if g is not None]
         difference = present[0] - present[1] if len(present) == 2 else present[0]
         length = reference[name].double().norm().item() if name in reference else 0.0
+        # A layer may have several tensors, such as A and B.
         error, total = squares.get(get_module_name(name), (0.0, 0.0))
         squares[get_module_name(name)] = (error + difference.norm().item() ** 2, total + length**2)
     return {layer: (error**0.5, total**0.5) for layer, (error, total) in squares.items()}
@@ -189,6 +198,7 @@ def measure_rounding(gradients: Gradients, exact: Gradients, dtype: torch.dtype)
     The projections on the gradient, whole and with length 1 in each tensor, may differ as `TOLERANCES` say.
     """
     bias, spread, *_ = TOLERANCES[dtype]
+    # A gradient that only one of them has was compared above, with that of a replay.
     names = [name for name in exact if name in gradients]
     error = exact_square = 0.0
     # By direction: projection of the exact gradient, of the gradient, and the sum of squares of the latter's terms.
@@ -202,6 +212,7 @@ def measure_rounding(gradients: Gradients, exact: Gradients, dtype: torch.dtype)
             direction_sums[0] += (values @ exact_values).item() / length
             direction_sums[1] += (values @ values).item() / length
             direction_sums[2] += values.pow(4).sum().item() / length**2
+    # A bias of the whole, and four standard deviations of independent errors, as in `compare_slopes`.
     for exact_projection, projection, squares in sums:
         if abs(exact_projection - projection) > bias * projection + 4 * spread * squares**0.5:
             return None
