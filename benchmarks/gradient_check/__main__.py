@@ -24,8 +24,8 @@ from benchmarks.gradient_check.faults import FAULTS, GradientFault
 from benchmarks.gradient_check.rounding import measure_largest_rounding
 from benchmarks.gradient_check.stored_rows import StoredRows
 from benchmarks.gradient_check.tiny_training import TinyTraining
-from dit_lora.guard.gradient_check.check import GradientReport, check_gradient, get_module_name
-from dit_lora.guard.gradient_check.directions import select_exact_parameters
+from dit_lora.guard.gradient_check.check import GradientReport, get_module_name
+from dit_lora.guard.gradient_check.low_precision import check_step_gradient
 from dit_lora.numerics.precision import DTYPES
 
 FAMILIES = ("cogvideox", "wan", "flux", "sana", "sd3", "qwen_image")
@@ -41,7 +41,7 @@ Gradients = Mapping[str, torch.Tensor]
 
 
 def check_step(training: TinyTraining) -> GradientReport:
-    return check_gradient(training.compute_terms, select_exact_parameters(training.parameters), dtype=training.dtype)
+    return check_step_gradient(training.make_replayable())
 
 
 def measure_errors(gradients: Gradients, right: Gradients) -> dict[str, float]:
@@ -73,14 +73,15 @@ def judge_fault(fault: GradientFault, training: TinyTraining, family: str) -> st
     errors = measure_errors(faulty, right)
     if errors[""] < 1e-6:
         return None
-    report = check_step(training)
+    with fault.replay(training):
+        report = check_step(training)
     worst, location = report.worst, report.location
     layer = ""
     if location is not None:
         layers = [location.layer] if location.layer else location.candidates
         is_right = any(errors[name] > _MIN_ERRORS[training.dtype] for name in layers)
         layer = f"{location.layer or f'{len(layers)} layers'} ({'right' if is_right else 'wrong'})"
-    found_by = (worst.direction, f"{worst.ratio:.4f}", f"{worst.bound:.2g}") if worst else ("", "", "")
+    found_by = (worst.direction, f"{worst.ratio:.4f}", f"{worst.bound:.2g}") if worst else ("replays", "", "")
     cells = (
         *(fault.name, family, _get_dtype_name(training.dtype), training.step, f"{errors['']:.2g}"),
         *(name_outcome(report, faulty, right), *found_by, layer, report.num_evaluations),

@@ -1,7 +1,7 @@
 """Faults of a backward pass whose loss is right and whose gradients are finite but wrong."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gradient_check.tiny_training import MICRO_BATCHES, TinyTraining
 from dit_lora.numerics.adapter_tensors import get_layer_name
 
+Passes = Callable[[TinyTraining], AbstractContextManager[None]]
+"""Context in which forward and backward passes have the fault; the loss is right."""
 Plant = Callable[[TinyTraining], None]
 """Computes a step's gradient with the fault in it."""
 
@@ -22,8 +24,19 @@ class GradientFault:
     """A fault, and how a step with it is computed."""
 
     name: str
-    plant: Plant
+    passes: Passes = lambda _training: nullcontext()
+    compute: Plant = TinyTraining.run_backward
     dropout: float = 0.0
+    is_race: bool = False
+    """True if replays of the step do not have the fault in their passes."""
+
+    def plant(self, training: TinyTraining) -> None:
+        with self.passes(training):
+            self.compute(training)
+
+    def replay(self, training: TinyTraining) -> AbstractContextManager[None]:
+        """Context of a check: replays have the fault of forward and backward passes, unless it is a race."""
+        return nullcontext() if self.is_race else self.passes(training)
 
 
 def find_blocks(training: TinyTraining) -> list[nn.Module]:
@@ -38,28 +51,30 @@ def _find_layer(training: TinyTraining, endings: tuple[str, ...]) -> nn.Module:
     return layers[-1]
 
 
-@contextmanager
-def change_weights(changes: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Other values in frozen weights, which autograd does not notice, as of a block that is being copied."""
-    originals = {weight: weight.detach().clone() for weight in changes}
-    for weight, values in changes.items():
-        weight.data.copy_(values)
-    try:
-        yield
-    finally:
-        for weight, values in originals.items():
-            weight.data.copy_(values)
+def _change_at_backward(make_changes: Callable[[TinyTraining], dict[torch.Tensor, torch.Tensor]]) -> Passes:
+    """Other values in frozen weights during backward passes, which autograd does not notice, as of a block in copy."""
 
+    @contextmanager
+    def change(training: TinyTraining) -> Iterator[None]:
+        def change_weights() -> None:
+            changes = make_changes(training)
+            originals = {weight: weight.detach().clone() for weight in changes}
+            for weight, values in changes.items():
+                weight.data.copy_(values)
 
-def _change_at_backward(make_changes: Callable[[TinyTraining], dict[torch.Tensor, torch.Tensor]]) -> Plant:
-    def plant(training: TinyTraining) -> None:
-        training.optimizer.zero_grad(set_to_none=True)
-        for micro_step, batch in enumerate(training.make_micro_batches()):
-            loss = training.compute_losses(batch, micro_step).mean() / MICRO_BATCHES
-            with change_weights(make_changes(training)):
-                loss.backward()
+            def restore() -> None:
+                for weight, values in originals.items():
+                    weight.data.copy_(values)
 
-    return plant
+            torch.autograd.Variable._execution_engine.queue_callback(restore)  # type: ignore[attr-defined]
+
+        training.before_backward = change_weights
+        try:
+            yield
+        finally:
+            training.before_backward = None
+
+    return change
 
 
 def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,29 +105,31 @@ def copy_half(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
     return {weight: half}
 
 
-def _detach_input(endings: tuple[str, ...]) -> Plant:
+def _detach_input(endings: tuple[str, ...]) -> Passes:
     def detach(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
 
-    def plant(training: TinyTraining) -> None:
+    @contextmanager
+    def install(training: TinyTraining) -> Iterator[None]:
         with _find_layer(training, endings).register_forward_pre_hook(detach):
-            training.run_backward()
+            yield
 
-    return plant
+    return install
 
 
-def _scale_backward(factor: float) -> Plant:
+def _scale_backward(factor: float) -> Passes:
     """An op whose backward is off by a factor: the attention's output projection."""
 
     def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         # The same value; its gradient is multiplied.
         return output.detach() + factor * (output - output.detach())
 
-    def plant(training: TinyTraining) -> None:
+    @contextmanager
+    def install(training: TinyTraining) -> Iterator[None]:
         with _find_layer(training, ("to_out.0", "to_v")).register_forward_hook(hook):
-            training.run_backward()
+            yield
 
-    return plant
+    return install
 
 
 def _scale(factor: float) -> Plant:
@@ -127,12 +144,13 @@ def lose_gradient(training: TinyTraining) -> None:
             parameter.grad = None
 
 
-def recompute_with_other_dropout(training: TinyTraining) -> None:
+@contextmanager
+def recompute_with_other_dropout(training: TinyTraining) -> Iterator[None]:
     with ExitStack() as stack:
         for block in find_blocks(training):
             stack.callback(setattr, block, "forward", block.forward)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        training.run_backward()
+        yield
 
 
 def use_previous_batch(training: TinyTraining) -> None:
@@ -144,15 +162,17 @@ def use_previous_batch(training: TinyTraining) -> None:
 FAULTS = (
     GradientFault("another block's weights at the backward", _change_at_backward(use_other_block)),
     GradientFault("all weights 10 % off at the backward", _change_at_backward(use_stale_weights)),
-    GradientFault("half of a layer not copied at the backward", _change_at_backward(copy_half)),
+    GradientFault("half of a layer not copied at the backward", _change_at_backward(copy_half), is_race=True),
     GradientFault("FFN input detached", _detach_input(("ff", "ffn", "img_mlp", "proj_mlp"))),
     GradientFault("one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v"))),
-    GradientFault("one LoRA without a gradient", lose_gradient),
+    GradientFault("one LoRA without a gradient", compute=lose_gradient),
     GradientFault("recomputed with other dropout masks", recompute_with_other_dropout, dropout=0.3),
-    GradientFault("gradient halved", _scale(0.5)),
-    GradientFault("not divided by the micro-batches", _scale(MICRO_BATCHES)),
-    GradientFault("one rank's gradient without all-reduce", partial(TinyTraining.run_backward, weights=(1.0, 0.0))),
-    GradientFault("gradient of the step before", use_previous_batch),
-    GradientFault("last micro-batch weighted twice", partial(TinyTraining.run_backward, weights=(0.5, 1.0))),
+    GradientFault("gradient halved", compute=_scale(0.5)),
+    GradientFault("not divided by the micro-batches", compute=_scale(MICRO_BATCHES)),
+    GradientFault(
+        "one rank's gradient without all-reduce", compute=partial(TinyTraining.run_backward, weights=(1.0, 0.0))
+    ),
+    GradientFault("gradient of the step before", compute=use_previous_batch),
+    GradientFault("last micro-batch weighted twice", compute=partial(TinyTraining.run_backward, weights=(0.5, 1.0))),
     GradientFault("an op's backward 3 % too large", _scale_backward(1.03)),
 )

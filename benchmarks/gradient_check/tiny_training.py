@@ -1,7 +1,6 @@
 """Training of a tiny model in small: a step's micro-batches, its loss, its gradient, and the optimizer's step."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,10 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Tensors
 from dit_lora.files import stage_folder
+from dit_lora.guard.gradient_check.cause import ReplayableStep
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.autocasts import restore_autocasts
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.quantized_linear import Quantization
 from dit_lora.numerics.streams import RandomStreams
 
@@ -29,9 +32,9 @@ _CLASSES = {
     "video_dit": ("blue disc", "blue square", "green disc", "red disc"),
 }
 _TEXT_TENSORS = ("prompt", "audio_prompt")
-
-Backward = Callable[["TinyTraining", list[Tensors]], None]
-"""Computes a step's gradient into `grad` of the parameters."""
+_TEXT_TOKENS = 16
+_FIXED_TEXT_FAMILIES = ("cogvideox",)
+"""Models whose position embedding fits one number of text tokens."""
 
 
 @dataclass
@@ -45,6 +48,8 @@ class TinyTraining:
     num_micro_batches: int = MICRO_BATCHES
     step: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
+    before_backward: Callable[[], None] | None = None
+    """Called at the start of each backward pass."""
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-3)
@@ -60,12 +65,11 @@ class TinyTraining:
         seed: int = 0,
         adapter: AdapterKind = "lora",
         quantize: Quantization | None = None,
-        num_text_tokens: int | None = None,
         num_micro_batches: int = MICRO_BATCHES,
     ) -> "TinyTraining":
         """Build the family's first tiny checkpoint in `folder`, unless it is there, and attach an adapter.
 
-        `num_text_tokens` shortens the captions' embeddings, which takes less time.
+        Where the model allows it, the embeddings of captions are shortened, which takes less time.
         """
         family = get_family(family_name)
         variant = family.tiny_variants[0]
@@ -82,8 +86,8 @@ class TinyTraining:
         lora = LoraConfig(kind=adapter, dropout=dropout, rank=None if adapter == "oft" else 4)
         attach_lora(model, lora, family.lora_targets, seed=seed)
         data = _encode_samples(checkpoint, family_name)
-        if num_text_tokens is not None:
-            data = [_shorten_text(batch, num_text_tokens) for batch in data]
+        if family_name not in _FIXED_TEXT_FAMILIES:
+            data = [_shorten_text(batch, _TEXT_TOKENS) for batch in data]
         return cls(checkpoint, model.train(), dtype, data, num_micro_batches)
 
     @property
@@ -98,9 +102,12 @@ class TinyTraining:
         """Losses of a micro-batch's samples, equal at every call: all draws follow from step and micro-step."""
         torch.manual_seed(1000 * self.step + micro_step)
         seeds = [1000 * self.step + 10 * micro_step + k for k in range(SAMPLES)]
-        autocast = torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext()
-        with autocast:
-            return self.checkpoint.losses(self.model, batch, RandomStreams(0, seeds)).losses
+        # Replays in fp32 disable it.
+        with restore_autocasts((("cpu", self.dtype),) if self.dtype != torch.float32 else ()):
+            losses = self.checkpoint.losses(self.model, batch, RandomStreams(0, seeds)).losses
+        if self.before_backward is not None and losses.requires_grad:
+            losses.register_hook(lambda _gradient: self.before_backward())
+        return losses
 
     def compute_terms(self) -> torch.Tensor:
         """The terms of the step's loss: each sample's loss divided by their number."""
@@ -115,6 +122,15 @@ class TinyTraining:
         for micro_step, batch in enumerate(self.make_micro_batches()):
             (weights[micro_step] * self.compute_losses(batch, micro_step).mean()).backward()
 
+    def make_replayable(self) -> ReplayableStep:
+        """The present step, for a check."""
+        batches = self.make_micro_batches()
+        replays = [
+            TinyBatch(ids=(), step=self.step, micro_step=k, rank=0, tensors=batch, training=self)
+            for k, batch in enumerate(batches)
+        ]
+        return ReplayableStep(replays, self.model, self.dtype)
+
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.run_backward()
@@ -123,6 +139,20 @@ class TinyTraining:
 
     def copy_gradients(self) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TinyBatch(MicroBatch):
+    """A micro-batch that can be replayed."""
+
+    training: TinyTraining
+
+    def forward(self) -> LossOutput:
+        losses = self.training.compute_losses(dict(self.tensors), self.micro_step)
+        return LossOutput(losses, torch.full((len(losses),), -1))
+
+    def select_sample(self, index: int) -> "TinyBatch":
+        raise NotImplementedError("gradients are checked over whole steps")
 
 
 def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:

@@ -14,7 +14,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext
 from dit_lora.guard.fallbacks import convert_to_fp32
 from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, find_gradient_cause
-from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.check import GradientReport
+from dit_lora.guard.gradient_check.low_precision import check_step_gradient
 from dit_lora.guard.replay import MicroBatch, Outcome, get_cuda_devices, preserve_gradients
 from dit_lora.guard.repro_bundle import Bundle
 from dit_lora.training.recovery.gradient_watch import list_gradient_fallbacks
@@ -110,11 +111,11 @@ def replay_gradient(
                 # A missing gradient was None in the step.
                 if name in bundle.gradients:
                     parameter.grad = bundle.gradients[name].to(parameter.device, parameter.dtype)
-            recorded = check_gradient(step.compute_terms, step.parameters, dtype=step.dtype)
+            recorded = check_step_gradient(step)
         with preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
             # The fault may be one of the run's machine or process, so the step's gradient is computed here too.
             losses = step.run_backward()
-            computed = check_gradient(step.compute_terms, step.parameters, dtype=step.dtype)
+            computed = check_step_gradient(step)
             finding = CauseFinding("unknown", "")
             # A gradient that is right here has no cause to be found on this machine.
             if computed.result == "differs":

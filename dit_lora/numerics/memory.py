@@ -51,14 +51,14 @@ def get_available_bytes(device: torch.device, num_processes: int) -> int:
     return free + cached - torch.cuda.memory_allocated(device)
 
 
-def has_memory_for_fp32(model: nn.Module) -> bool:
+def has_memory_for_fp32(model: nn.Module, extra_bytes: int = 0) -> bool:
     """True if a forward and backward pass in fp32 surely fits into the memory of every rank. Collective.
 
     The estimate is an fp32 copy of all half-precision weights, all held until the backward pass, plus, on a GPU, twice
-    the memory that steps have used so far.
+    the memory that steps have used so far, plus `extra_bytes`.
     """
     # 4 bytes per element of the fp32 copies.
-    needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALF_DTYPES)
+    needed = extra_bytes + 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALF_DTYPES)
     device = next(model.parameters()).device
     if device.type == "cuda":
         in_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

@@ -73,7 +73,12 @@ def test_a_replay_in_the_script_has_the_same_ratio_and_bound(tmp_path: Path, arg
     # A script without the fault: the recorded gradient is as wrong, and the computed one is right.
     mended = replay_bundle(folder, script=str(script), arguments=[*arguments[:-1], "1"])
     assert isinstance(mended, GradientReplayResult)
-    assert mended.recorded == replayed.recorded
+    assert mended.recorded.result == "differs"
+    # In bf16 the recorded gradient is compared with that of replays, which are right now.
+    if "--bf16" in arguments:
+        assert "differs from that of replays of the step by 1 of its length, in all layers" in mended.recorded.message
+    else:
+        assert mended.recorded == replayed.recorded
     assert mended.computed.result == "agrees"
     with pytest.raises(DitLoraError, match="--script"):
         replay_bundle(folder)

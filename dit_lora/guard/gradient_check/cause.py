@@ -11,7 +11,8 @@ On several ranks (DDP), the loss and the gradient are those of all ranks, and al
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from dit_lora.guard.diagnose import NUM_REPLAYS, InconsistentReplayError, find_faulty_component
 from dit_lora.guard.diagnosis import DiagnosisContext, PendingDiagnosis
-from dit_lora.guard.fallbacks import CHECKPOINTING, COMPILE, OFFLOAD, Fallback
+from dit_lora.guard.fallbacks import CHECKPOINTING, COMPILE, OFFLOAD, Fallback, convert_to_fp32
 from dit_lora.guard.gradient_check.check import (
     GRADIENT_NOT_FINITE,
     FaultLocation,
@@ -72,6 +73,8 @@ class ReplayableStep:
     """The lowest precision of the model's forward pass, such as autocast's."""
     previous_batch: MicroBatch | None = None
     """The last micro-batch of the step before; None if unknown."""
+    is_in_fp32: bool = False
+    """True to replay it in fp32 instead of its own precision."""
 
     @property
     def parameters(self) -> Parameters:
@@ -82,12 +85,28 @@ class ReplayableStep:
         """Each sample's share of the step's loss, which is the mean over its micro-batches, (samples,). Collective."""
         return gather_loss_terms(lambda: [micro_batch.forward().losses for micro_batch in self.micro_batches])
 
+    @contextmanager
+    def use_precision(self) -> Iterator[None]:
+        """Context of replays in the precision that `is_in_fp32` says. Converts half-precision weights."""
+        with convert_to_fp32(self.model) if self.is_in_fp32 else nullcontext():
+            yield
+
+    def compute_gradients(self) -> float:
+        """Set `grad` to the gradient of the loss of all ranks, which is returned. Collective."""
+        losses = gather_or_raise("backward", lambda: compute_loss_terms(self.run_backward()).sum().item())
+        average_gradients(self.parameters.values())
+        return sum(losses) / len(losses)
+
     def compare_again(self, comparison: SlopeComparison) -> CheckResult:
         """Compute the step's gradient again, and repeat a comparison that differed. Collective."""
-        with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
-            gather_or_raise("backward", self.run_backward)
-            average_gradients(self.parameters.values())
-            return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=self.dtype)
+        dtype = torch.float32 if self.is_in_fp32 else self.dtype
+        with (
+            self.use_precision(),
+            preserve_gradients(self.model),
+            torch.random.fork_rng(get_cuda_devices(self.model)),
+        ):
+            self.compute_gradients()
+            return repeat_comparison(self.compute_terms, self.parameters, comparison, dtype=dtype)
 
     def run_backward(self) -> list[torch.Tensor]:
         """Add the gradient of this rank's loss to the parameters'. Returns the losses of each micro-batch, (B,)."""
@@ -174,8 +193,10 @@ def find_gradient_cause(
         extra_fallbacks: Further components, which change only how a gradient is computed.
     """
     worst = report.worst
-    # A report that differs has the comparison that does.
-    assert worst is not None
+    # A report that differs without a comparison is about replays, which have another gradient.
+    if worst is None:
+        return _explain_by_micro_batches(step)
+    step = replace(step, is_in_fp32=report.is_in_fp32)
     # Without a change: a fault that comes and goes proves no cause.
     results = [step.compare_again(worst) for _ in range(NUM_REPLAYS)]
     evidence: dict[str, Any] = {"replays": results}
@@ -350,4 +371,6 @@ def build_diagnosis_record(report: GradientReport, finding: CauseFinding, messag
         figures = {"ratio": report.worst.ratio, "bound": report.worst.bound}
         evidence |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
         evidence["along"] = report.worst.direction
+    if report.is_in_fp32:
+        evidence["precision"] = "fp32"
     return {**verdict, "evidence": evidence}

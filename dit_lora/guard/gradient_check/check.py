@@ -11,6 +11,7 @@ A check compares along up to four directions:
 An error smaller than the bounds that are reported is not seen.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ _RELATIVE_SIZE = 0.02
 """First step along a random direction, relative to the weights."""
 _LOSS_NOT_FINITE = "the loss is not finite"
 GRADIENT_NOT_FINITE = "the gradient is not finite"
+MAX_AGREED_BOUND = 0.05
+"""Relative bound above which a check says `cannot tell`: it would not see an error of this size."""
 _MAX_RANDOM_SIZES = 3
 """Step sizes along random signs, which need not give a result."""
 MAX_REPLAY_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 0.01}
@@ -86,6 +89,10 @@ class GradientReport:
     """Where the gradient is wrong, if the result is `differs`."""
     reason: str = ""
     """Why nothing was compared, or what differs without a comparison; else empty."""
+    is_in_fp32: bool = False
+    """True if the comparisons are those of a replay in fp32 of a step in lower precision."""
+    fp32_distance: float | None = None
+    """Relative distance of the step's gradient from that in fp32, if the two were compared."""
 
     @property
     def worst(self) -> SlopeComparison | None:
@@ -109,15 +116,19 @@ class GradientReport:
                 f"slope / gradient is {worst.ratio:.4g} +- {worst.bound:.2g}" if worst else "nothing was compared"
             )
             return f"the gradient could not be checked against the loss: {self.reason or figures}"
+        in_fp32 = " in fp32" * self.is_in_fp32
         if self.result == "agrees":
-            return f"the gradient agrees with the loss: slope / gradient is {worst.ratio:.4f} +- {worst.bound:.2g}"
+            text = f"slope / gradient is {worst.ratio:.4f} +- {worst.bound:.2g}{in_fp32}"
+            distance = self.fp32_distance
+            rounding = f", and rounding moves the gradient by {distance:.1%}" if distance is not None else ""
+            return f"the gradient agrees with the loss: {text}{rounding}"
         location = self.location.description if self.location else ""
         if worst.direction == UntrainedDirection.label:
-            return f"the loss depends on parameters whose gradient is missing or zero{location}"
+            return f"the loss depends on parameters whose gradient is missing or zero{in_fp32}{location}"
         article = "the " if worst.direction.startswith("gradient") else ""
         return (
             f"the gradient is wrong: along {article}{worst.direction}, the slope of the loss is {worst.ratio:.4g} +- "
-            f"{worst.bound:.2g} times what the gradient says{location}"
+            f"{worst.bound:.2g} times what the gradient says{in_fp32}{location}"
         )
 
 
@@ -219,7 +230,9 @@ def check_gradient(
             location = _locate(check, comparison, make_direction, groups or {})
             return GradientReport("differs", tuple(comparisons), evaluator.num_evaluations, location)
     # Random signs are extra: noise may hide their slope without making the others less certain.
-    is_sure = all(c.result == "agrees" for c in comparisons if c.direction != RandomDirection.label)
+    needed = [c for c in comparisons if c.direction != RandomDirection.label]
+    # An estimate that is zero, as its bound, has no relative bound.
+    is_sure = all(c.result == "agrees" and not MAX_AGREED_BOUND < c.bound < math.inf for c in needed)
     return GradientReport("agrees" if is_sure else "cannot tell", tuple(comparisons), evaluator.num_evaluations)
 
 
@@ -263,12 +276,15 @@ def _describe_bad_start(
         return _LOSS_NOT_FINITE
     if not all(bool(p.grad.isfinite().all()) for p in parameters.values() if p.grad is not None):
         return GRADIENT_NOT_FINITE
+    return describe_loss_change(evaluator.base_loss, step_loss, dtype, evaluator.base_noise)
+
+
+def describe_loss_change(loss: float, step_loss: float | None, dtype: torch.dtype, noise: float = 0.0) -> str:
+    """Why a loss that was evaluated again is not the step's; empty if it is, or if the step's is not known."""
     # Without the step's loss, replays are trusted to repeat it.
     if step_loss is None:
         return ""
-    loss = evaluator.base_loss
-    limit = MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * evaluator.base_noise
-    if abs(loss - step_loss) > limit:
+    if abs(loss - step_loss) > MAX_REPLAY_DIFFERENCE[dtype] * abs(step_loss) + 10 * noise:
         return f"the loss is {loss:.6g} when it is evaluated again, and was {step_loss:.6g} in the step"
     return ""
 

@@ -14,6 +14,8 @@ from dit_lora.numerics.streams import derive_seed
 Parameters = Mapping[str, torch.Tensor]
 """Trained parameters by name, with their gradients."""
 _MAGNITUDE = "lora_magnitude_vector"
+_MAX_ELEMENTS = 2**18
+"""Elements that are moved at a time: their temporary values take about 12 MB."""
 
 
 def select_exact_parameters(parameters: Parameters) -> dict[str, torch.Tensor]:
@@ -33,7 +35,7 @@ def select_exact_parameters(parameters: Parameters) -> dict[str, torch.Tensor]:
 class Direction(ABC):
     """A direction over some of the trained parameters, computed for each tensor when it is needed.
 
-    Storing it would take as much memory as the weights.
+    Storing it would take as much memory as the weights. It is computed for some rows at a time, see `split_rows`.
     """
 
     parameters: Parameters
@@ -41,8 +43,8 @@ class Direction(ABC):
     label = ""
 
     @abstractmethod
-    def compute_vector(self, name: str) -> torch.Tensor:
-        """The direction's values for one parameter, in fp32 (fp64 for fp64 parameters)."""
+    def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
+        """The direction's values for rows of one parameter, in fp32 (fp64 for fp64 parameters)."""
 
     def restrict(self, names: Iterable[str]) -> Self:
         """The same direction for some of its parameters; it leaves the others where they are."""
@@ -50,7 +52,11 @@ class Direction(ABC):
 
     def compute_slope(self) -> float:
         """Slope of the loss along the direction according to the gradient."""
-        return sum(project(self.parameters[name], self.compute_vector(name)) for name in self.parameters)
+        return sum(
+            project(parameter, self.compute_vector(name, rows), rows)
+            for name, parameter in self.parameters.items()
+            for rows in split_rows(parameter)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +65,28 @@ class GradientDirection(Direction):
 
     label = "gradient"
 
-    def compute_vector(self, name: str) -> torch.Tensor:
+    def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
         parameter = self.parameters[name]
         # A parameter without a gradient stays where it is.
-        return torch.zeros_like(widen(parameter)) if parameter.grad is None else widen(parameter.grad)
+        if parameter.grad is None:
+            return torch.zeros_like(widen(get_rows(parameter, rows)))
+        return widen(get_rows(parameter.grad, rows))
 
 
 @dataclass(frozen=True, eq=False)
 class TensorwiseGradientDirection(GradientDirection):
     """The gradient, scaled to length 1 in each tensor, so that layers with small gradients count too."""
 
+    norms: dict[str, float] = field(default_factory=dict)
+    """Lengths of the tensors' gradients, each computed when it is needed."""
+
     label = "gradient per tensor"
 
-    def compute_vector(self, name: str) -> torch.Tensor:
-        gradient = super().compute_vector(name)
-        norm = gradient.norm()
-        return gradient / norm if norm > 0 else gradient
+    def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
+        gradient = super().compute_vector(name, rows)
+        if name not in self.norms:
+            self.norms[name] = compute_length(self.parameters[name].grad)
+        return gradient / self.norms[name] if self.norms[name] > 0 else gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +107,9 @@ class RandomDirection(Direction):
         largest = max(scales.values()) or 1.0
         return cls(parameters, {name: scale or largest for name, scale in scales.items()}, seed)
 
-    def compute_vector(self, name: str) -> torch.Tensor:
-        values = widen(self.parameters[name])
-        generator = seed_generator(values.device, self.seed, "signs", name)
+    def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
+        values = widen(get_rows(self.parameters[name], rows))
+        generator = seed_generator(values.device, self.seed, "signs", name, rows.start)
         signs = torch.randint(0, 2, values.shape, generator=generator, device=values.device, dtype=values.dtype)
         return (2 * signs - 1) * self.scales[name]
 
@@ -114,21 +126,43 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def split_rows(tensor: torch.Tensor) -> Iterator[slice]:
+    """Rows of a tensor in parts of at most `_MAX_ELEMENTS` elements, which bounds the memory of temporary values."""
+    num_rows = len(tensor) if tensor.ndim else 1
+    if not tensor.numel():
+        return
+    rows_per_part = max(1, _MAX_ELEMENTS * num_rows // tensor.numel())
+    for start in range(0, num_rows, rows_per_part):
+        yield slice(start, start + rows_per_part)
+
+
+def get_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """A view of these rows; of the whole tensor if it is a scalar."""
+    return tensor.detach()[rows] if tensor.ndim else tensor.detach()
+
+
+def compute_length(tensor: torch.Tensor | None) -> float:
+    """Euclidean length in fp64; 0 for None."""
+    if tensor is None:
+        return 0.0
+    return sum(get_rows(tensor, rows).double().square().sum().item() for rows in split_rows(tensor)) ** 0.5
+
+
 def compute_rms(values: torch.Tensor) -> float:
-    return values.double().square().mean().sqrt().item() if values.numel() else 0.0
+    return compute_length(values) / values.numel() ** 0.5 if values.numel() else 0.0
 
 
-def project(parameter: torch.Tensor, displacement: torch.Tensor) -> float:
-    """Scalar product of a parameter's gradient and a displacement in fp64; 0 without a gradient."""
+def project(parameter: torch.Tensor, displacement: torch.Tensor, rows: slice) -> float:
+    """Scalar product of rows of a parameter's gradient and their displacement in fp64; 0 without a gradient."""
     if parameter.grad is None:
         return 0.0
-    # One tensor at a time in fp64, for sums over millions of elements.
-    return torch.sum(parameter.grad.double() * displacement.double()).item()
+    # In fp64, for sums over millions of elements.
+    return torch.sum(get_rows(parameter.grad, rows).double() * displacement.double()).item()
 
 
-def seed_generator(device: torch.device, seed: int, stream: str, name: str) -> torch.Generator:
+def seed_generator(device: torch.device, seed: int, stream: str, *keys: str | int) -> torch.Generator:
     # On the device: drawing for all trained weights on the CPU would take longer than the forward pass.
-    return torch.Generator(device).manual_seed(derive_seed(seed, stream, name) & 0xFFFFFFFF)
+    return torch.Generator(device).manual_seed(derive_seed(seed, stream, *keys) & 0xFFFFFFFF)
 
 
 class Displacement:
@@ -153,21 +187,23 @@ class Displacement:
         """
         predicted = 0.0
         for name, parameter in self.direction.parameters.items():
-            original = self._originals[name]
-            step = self._compute_step(name, original)
-            # Always from the copy: adding and subtracting would not give the original bits back.
-            parameter.copy_(widen(original) + position * step)
-            # In fp64, of the stored values: what low precision rounded away has not moved the loss either.
-            predicted += project(parameter, parameter.double() - original.double())
+            for rows in split_rows(parameter):
+                moved, original = get_rows(parameter, rows), get_rows(self._originals[name], rows)
+                # Always from the copy: adding and subtracting would not give the original bits back.
+                moved.copy_(widen(original) + position * self._compute_step(name, rows))
+                # In fp64, of the stored values: what low precision rounded away has not moved the loss either.
+                predicted += project(parameter, moved.double() - original.double(), rows)
         return predicted
 
     def compute_random_projection(self) -> float:
         """Root sum square of gradient times step: the typical projection of a step with random signs."""
         total = 0.0
         for name, parameter in self.direction.parameters.items():
-            if parameter.grad is not None:
-                step = self._compute_step(name, self._originals[name])
-                total += torch.sum((parameter.grad.double() * step.double()).square()).item()
+            if parameter.grad is None:
+                continue
+            for rows in split_rows(parameter):
+                step = self._compute_step(name, rows).double()
+                total += torch.sum((get_rows(parameter.grad, rows).double() * step).square()).item()
         return total**0.5
 
     @torch.no_grad()
@@ -175,10 +211,11 @@ class Displacement:
         for name, parameter in self.direction.parameters.items():
             parameter.copy_(self._originals[name])
 
-    def _compute_step(self, name: str, original: torch.Tensor) -> torch.Tensor:
-        vector = self.direction.compute_vector(name)
+    def _compute_step(self, name: str, rows: slice) -> torch.Tensor:
+        original = get_rows(self._originals[name], rows)
+        vector = self.direction.compute_vector(name, rows)
         # Seeded at every call: all positions use the same step.
-        generator = seed_generator(vector.device, 0, "rounding", name)
+        generator = seed_generator(vector.device, 0, "rounding", name, rows.start)
         # The coarser of the dtype that stores the weight and the dtype that it is cast to in the forward pass.
         dtype = max(original.dtype, self.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return round_to_spacing(self.size * vector, widen(original), dtype, generator)

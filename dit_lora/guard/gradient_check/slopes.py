@@ -39,6 +39,10 @@ _TRUNCATION_FACTOR = 2.0
 """A difference is reported only if it is above its bound with so many times the truncation error.
 
 The truncation error is that of a smooth loss. ReLU makes it larger, by 1.2 bounds in a healthy check of Sana."""
+_CONFIRMED_NOISE = 4.0
+"""The difference at the smallest size that confirms it, in bounds of the noise."""
+_MIN_CONFIRMED_SIZE = 1e-3
+"""The smallest size that confirms a difference, relative to the best."""
 _REPEATS = (1.1, 0.9, 1.2)
 """Relative step sizes of measurements that are averaged with the best, if noise makes it too inexact."""
 
@@ -237,6 +241,10 @@ def compare_slopes(
             next_size = next_size / 16 if not estimates and next_size > size / 1e3 else None
             continue
         estimates.append(estimate)
+        # Longer steps reduce noise by this factor at most.
+        max_noise_bound = tolerance.max_bound * estimate.scale * _SIZE_FACTOR ** (max_sizes - 1)
+        if max_sizes < MAX_SIZES and estimate.noise_bound > max_noise_bound and not estimate.differs:
+            break
         next_size = _choose_next_size(_share_noise(estimates), tolerance)
     names = tuple(direction.parameters)
     if not estimates:
@@ -245,9 +253,27 @@ def compare_slopes(
     # Not for comparisons that may stay without a result.
     if max_sizes == MAX_SIZES and _is_inconclusive(shared, tolerance):
         shared = _average_best(evaluator, direction, shared, dtype)
-    num_evaluations = evaluator.num_evaluations - began
     result = judge_estimates(shared, tolerance)
+    if result == "differs" and not _persists(evaluator, direction, shared, dtype):
+        result = "cannot tell"
+    num_evaluations = evaluator.num_evaluations - began
     return SlopeComparison(direction.label, names, result, num_evaluations, _find_best(shared))
+
+
+def _persists(
+    evaluator: LossEvaluator, direction: Direction, estimates: Sequence[SlopeEstimate], dtype: torch.dtype
+) -> bool:
+    """False if a difference disappears at the smallest step size at which noise would still show it."""
+    best = _find_best(estimates)
+    size = best.size * max(_CONFIRMED_NOISE * best.noise_bound / abs(best.difference), _MIN_CONFIRMED_SIZE)
+    # Such a size was tried.
+    if size > 0.7 * min(e.size for e in estimates):
+        return True
+    try:
+        estimate = measure_slope(evaluator, direction, size, dtype)
+    except EvaluationBudgetError:
+        return True
+    return estimate.differs and _is_confirmed_by(best, estimate)
 
 
 def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, dtype: torch.dtype) -> SlopeEstimate:
@@ -390,8 +416,9 @@ def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeToleranc
         return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
     if not best.is_reportable:
         return "cannot tell"
+    # A smaller size: a loss that is not smooth, as with ReLU, deviates by less there, and a wrong gradient does not.
     # An average of four differs less often by chance: a second size need not exclude equality.
-    confirming = [e for e in estimates if e is not best and (e.differs or best.is_average)]
+    confirming = [e for e in estimates if e.size < best.size and (e.differs or best.is_average)]
     return "differs" if any(_is_confirmed_by(best, estimate) for estimate in confirming) else "cannot tell"
 
 

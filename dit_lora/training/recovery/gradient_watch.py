@@ -18,7 +18,8 @@ from dit_lora.guard.gradient_check.cause import (
     find_gradient_cause,
     gather_loss_terms,
 )
-from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.check import GradientReport
+from dit_lora.guard.gradient_check.low_precision import check_step_gradient
 from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.memory import is_out_of_memory
@@ -241,12 +242,12 @@ class GradientWatch:
         unequal = compare_ranks(step)
         if unequal is not None:
             return unequal
-        report = check_gradient(
-            step.compute_terms,
-            step.parameters,
-            dtype=self.setup.dtype,
+        report = check_step_gradient(
+            step,
             groups={group["name"]: group["param_names"] for group in self.setup.optimizer.param_groups},
             step_loss=gather_loss_terms(lambda: losses).double().sum().item(),
+            # Offload replaces the values of frozen weights itself.
+            allow_fp32=make_offload_fallback(self.setup.transformer) is None,
         )
         return report, None
 

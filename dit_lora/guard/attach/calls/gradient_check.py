@@ -26,8 +26,9 @@ from dit_lora.guard.gradient_check.cause import (
     find_gradient_cause,
     sample_gradient,
 )
-from dit_lora.guard.gradient_check.check import MAX_REPLAY_DIFFERENCE, GradientReport, check_gradient
+from dit_lora.guard.gradient_check.check import MAX_REPLAY_DIFFERENCE, GradientReport
 from dit_lora.guard.gradient_check.directions import select_exact_parameters
+from dit_lora.guard.gradient_check.low_precision import check_step_gradient
 from dit_lora.guard.gradient_check.slopes import TOLERANCES
 from dit_lora.guard.replay import MicroBatch, get_cuda_devices, preserve_gradients
 from dit_lora.numerics.objectives import LossOutput
@@ -196,7 +197,7 @@ class LoopGradientCheck:
                 return "a model call has another output when it is run again"
             with preserve_gradients(model):
                 replayable.run_backward()
-                report = check_gradient(replayable.compute_terms, replayable.parameters, dtype=dtype)
+                report = check_step_gradient(replayable)
                 finding = CauseFinding("unknown", "")
                 gradients: dict[str, torch.Tensor] = {}
                 if report.result == "differs":
