@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,6 +13,7 @@ from starlette.routing import BaseRoute
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.pages import load_templates
 from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.studio.data_pages import DataPages
 from dit_lora.studio.job_pages import JobPages
@@ -27,6 +29,8 @@ from dit_lora.studio.work_pages import WorkPages
 
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app of these routes that answers each failure with a message and a status."""
+    # While the user opens the link.
+    Thread(target=load_templates, args=("studio_",), daemon=True).start()
     return Starlette(
         routes=[*routes, ASSET_ROUTE],
         exception_handlers={HTTPException: _show_refusal, DitLoraError: _show_error, OSError: _show_error},
