@@ -35,9 +35,8 @@ def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-# Made once: `json.loads` makes a decoder for each call with options, which takes longer than a line of a table.
+# `json.loads` would make a decoder for each call, which takes as long as to parse a line of a table.
 _DECODER = json.JSONDecoder(parse_int=_parse_integer)
-_UNIQUE_DECODER = json.JSONDecoder(parse_int=_parse_integer, object_pairs_hook=_require_unique_keys)
 
 
 class ParseError(DitLoraError, ValueError):
@@ -59,7 +58,10 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         if isinstance(text, bytes):
             # Some editors write a byte order mark before UTF-8, which JSON does not allow.
             text = text.decode("utf-8-sig")
-        value = (_UNIQUE_DECODER if unique else _DECODER).decode(text)
+        if unique:
+            value = json.loads(text, parse_int=_parse_integer, object_pairs_hook=_require_unique_keys)
+        else:
+            value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
         # The position is kept separately, for callers that parse a part of a larger text.

@@ -80,7 +80,8 @@ def _show_error(request: Request, error: Exception) -> Response:
     # An `OSError` while reading means that the folder has changed, or that the disk has a fault.
     if request.method in ("GET", "HEAD"):
         status = 500 if isinstance(error, OSError) else 400
-    return _show_message(request, status, str(error))
+    path, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+    return _show_message(request, status, f"cannot use {path}: {reason}" if path and reason else str(error))
 
 
 def _show_message(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
