@@ -187,8 +187,10 @@ def test_a_save_is_marked_and_a_run_planned_queued_and_stopped(browser: Any, ser
     page.goto(addresses["form"])
     page.fill("input[name=name]", "next")
     page.fill("input[name='train.steps']", "200")
-    # Its line goes when it has ended, and the form below moves up, perhaps while the button is clicked.
-    page.locator("text=is looking at this machine").wait_for(state="detached")
+    # The form stays where it is when the command ends.
+    before = page.locator("form.new").bounding_box()
+    page.locator("summary", has_text="dit-lora doctor: nothing to report").wait_for()
+    assert page.locator("form.new").bounding_box() == before
     with page.expect_navigation():
         page.click("button:has-text('Plan its memory')")
     page.locator(".memory-bar", has_text="fits: 17.6 of 24 GiB").wait_for()
