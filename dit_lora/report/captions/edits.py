@@ -1,5 +1,6 @@
 """Edit a folder's captions while other programs may edit them too."""
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_shee
 
 _MAX_AWAITED_FILES = 2_000
 """A sheet of at most these files, which take a few hundredths of a second, waits for the first check of all."""
+_CHECK_DELAY_S = 0.1
+"""Time for the sheet that has started the check to be sent first."""
 _CHECKER = ThreadPoolExecutor(1, "caption-checks")
 _CHECKER_IS_FREE = Semaphore(1)
 """Without a queue: a page that finds the checker busy is asked for again, and its folder may be wanted no more."""
@@ -73,7 +76,6 @@ class CaptionEdits:
                 return build_sheet(self._read_source(table), sample_filter, page_number, self.rules)
             source = SheetSource(table, is_checked=False)
             sheet = build_sheet(source, sample_filter, page_number, self.rules)
-            # After the sheet, which the check would slow down.
             self._start_check(table)
             return sheet
 
@@ -173,6 +175,7 @@ class CaptionEdits:
             self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
 
     def _check_all(self, table: CaptionTable) -> tuple[StoredAudit, CaptionFindings]:
+        time.sleep(_CHECK_DELAY_S)
         findings = CaptionFindings(self.rules)
         findings.update(table)
         return StoredAudit.read(self.root), findings
