@@ -4,7 +4,8 @@
 
 The files are pictures of 64x48 pixels, hard links to a hundred contents, each with a caption of its own and with the
 findings of a made-up audit. Requests come one after another from a client in the same process, whose CPU time is part
-of the figures. The first page after the start comes before the findings; the time until it has them is its own row. A page is its HTML; thumbnails are measured one by one, when they are made and when they are cached.
+of the figures. The first page after the start comes before the findings; the time until it has them is its own row. A
+page is its HTML; thumbnails are measured one by one, when they are made and when they are cached.
 """
 
 import argparse
