@@ -35,6 +35,7 @@ def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+# `json.loads` would make a decoder for each call, which takes as long as to parse a line of a table.
 _DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
@@ -57,7 +58,10 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         if isinstance(text, bytes):
             # Some editors write a byte order mark before UTF-8, which JSON does not allow.
             text = text.decode("utf-8-sig")
-        value = json.loads(text, parse_int=_parse_integer, object_pairs_hook=_require_unique_keys if unique else None)
+        if unique:
+            value = json.loads(text, parse_int=_parse_integer, object_pairs_hook=_require_unique_keys)
+        else:
+            value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
         # The position is kept separately, for callers that parse a part of a larger text.

@@ -5,7 +5,7 @@ With `STUDIO_SCREENSHOTS=FOLDER` a picture of each page is left there.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,12 +48,18 @@ def open_page(browser: Any, server: StudioServer, **options: Any) -> tuple[Any, 
     return page, errors
 
 
-def check_page(page: Any, name: str) -> None:
-    """Load all pictures of a page, keep a picture of it if asked, and check that it is no wider than the screen."""
+def check_page(page: Any, name: str, schemes: Sequence[str] = ("",)) -> None:
+    """Load all pictures of a page, keep a picture of it if asked, and check that it is no wider than the screen.
+
+    `schemes` are color schemes in which the page is shown; "" is the present one.
+    """
     # Thumbnails load when they come into sight.
     page.evaluate(_LOAD_PICTURES)
     width = page.viewport_size["width"]
-    if _SCREENSHOTS:
-        scheme = "dark" if page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
-        page.screenshot(path=f"{_SCREENSHOTS}/{name}_{width}_{scheme}.png", full_page=True)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    for scheme in schemes:
+        if scheme:
+            page.emulate_media(color_scheme=scheme)
+        if _SCREENSHOTS:
+            shown = "dark" if page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
+            page.screenshot(path=f"{_SCREENSHOTS}/{name}_{width}_{shown}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dit_lora.adapters.strengths import parse_strengths
 from dit_lora.cli.arguments import BaseModel
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
@@ -80,7 +81,7 @@ def sample(
         references=tuple(reference or ()),
         output_folder=out,
         count=count,
-        strengths=_parse_strengths(strengths),
+        strengths=() if strengths is None else parse_strengths(strengths, "--strengths"),
         other_adapters=tuple(map(_parse_weighted_adapter, adapter or ())),
         weight=weight,
     )
@@ -100,19 +101,6 @@ def _write_samples(request: "SampleRequest") -> None:
         rows = [(cell.prompt, cell.seed, cell.strength, cell.path) for cell in cells]
         page = cells[0].path.parent / "samples.html"
         echo(write_sample_grid(page, request.target.name, rows, written.settings))
-
-
-def _parse_strengths(text: str | None) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        numbers = tuple(float(word) for word in text.split(","))
-    except ValueError as error:
-        raise DitLoraError(f"--strengths must be numbers, such as 0,0.5,1; got {text!r}") from error
-    # Equal strengths would write the same file twice.
-    if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
-        raise DitLoraError(f"--strengths must be finite numbers without repetition; got {text!r}")
-    return numbers
 
 
 def _parse_weighted_adapter(text: str) -> tuple[Path, float]:

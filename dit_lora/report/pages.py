@@ -81,6 +81,13 @@ def render_page(
     return str(page.render(policy=policy, scripts=texts, clean=clean, **values))
 
 
+def load_templates(prefix: str) -> None:
+    """Compile the templates whose names start with a prefix, so that the first pages need not wait for it."""
+    for file in resources.files("dit_lora.report").iterdir():
+        if file.name.startswith(prefix) and file.name.endswith(".html"):
+            _get_environment().get_template(file.name)
+
+
 @cache
 def _get_environment() -> Any:
     import jinja2

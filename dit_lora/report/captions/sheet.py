@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dit_lora.data.audit.captions import count_caption_tokens
@@ -54,7 +54,7 @@ class ContactSheet:
     num_pages: int
     num_matches: int
     facts: Mapping[str, Any]
-    """Title, and numbers of files: `total`, `missing`, `flagged`."""
+    """Title, and numbers of files: `total`, `missing`, and `flagged`, which is None before the first check."""
     codes: Sequence[tuple[str, int]]
     """Codes of findings with their numbers of files, the most frequent first."""
     audit_time: float
@@ -63,6 +63,8 @@ class ContactSheet:
     rules: TextRules
     other_list: str
     """The list that has the captions, where they cannot be edited; empty where they can."""
+    is_checked: bool
+    """False before the first check of the folder: findings, codes and the audit's measurements are not known yet."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class SheetSource:
     """Everything that is known of a folder's files."""
 
     table: CaptionTable
-    audit: StoredAudit
-    caption_findings: Mapping[str, Sequence[Finding]]
+    audit: StoredAudit = field(default_factory=StoredAudit)
+    caption_findings: Mapping[str, Sequence[Finding]] = field(default_factory=dict)
+    is_checked: bool = True
+    """False if neither the captions were checked nor the audit was read."""
 
     def get_findings(self, name: str) -> list[Finding]:
         """All findings about a file: of the audit's last run, and of its caption as it is now."""
@@ -106,17 +110,19 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     # A set for each file: a code that a file has twice counts once.
     for name in {*source.caption_findings, *source.audit.samples} & table.media_names:
         codes.update({finding.code for finding in source.get_findings(name)})
+    facts = count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()})
     return ContactSheet(
         cards=[_build_card(source, name, num_tokens) for name, num_tokens in lengths.items()],
         number=number,
         num_pages=num_pages,
         num_matches=len(names),
-        facts=count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()}),
+        facts=facts if source.is_checked else {**facts, "flagged": None},
         codes=sorted(codes.items(), key=lambda item: (-item[1], item[0])),
         audit_time=source.audit.time,
         undo=None if table.other_list else table.undo_step,
         rules=rules,
         other_list=table.other_list,
+        is_checked=source.is_checked,
     )
 
 

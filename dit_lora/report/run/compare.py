@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +54,24 @@ def list_differences(runs: Sequence[RunFiles]) -> list[Row]:
     return [row for row in rows if len({"null" if value == "not given" else value for value in row[1]}) > 1]
 
 
-def list_prompts(runs: Sequence[RunFiles], step: int) -> list[Row]:
-    """The paths of a step's samples by prompt; recipes may list the same prompts in another order."""
+def choose_step(step_samples: Sequence[Mapping[int, Path]]) -> int | None:
+    """The step at which to compare samples: the last that all runs have, or the last of any; None without samples."""
+    common_steps = set.intersection(*map(set, step_samples))
+    # Step 0 is before the training, where all runs are the same model.
+    return max(common_steps - {0}, default=max(set().union(*step_samples), default=None))
+
+
+def find_nearest_steps(step_samples: Sequence[Mapping[int, Path]], step: int) -> list[int | None]:
+    """For each run the sampled step that is nearest to `step`; None for a run without samples."""
+    return [min(steps, key=lambda sampled: abs(sampled - step), default=None) for steps in step_samples]
+
+
+def list_prompts(runs: Sequence[RunFiles], steps: Sequence[int | None]) -> list[Row]:
+    """The paths of the samples at a step of each run, by prompt; recipes may list the prompts in another order."""
     by_run: list[dict[str, str]] = []
-    for run in runs:
+    for run, step in zip(runs, steps, strict=True):
         texts = get_sample_prompts(ensure_dict(run.config.get("validation")))
-        files = find_step_folders(run.folder).get(step)
+        files = None if step is None else find_step_folders(run.folder).get(step)
         paths = sorted(files.iterdir()) if files else []
         path_by_prompt: dict[str, str] = {}
         for path in paths:

@@ -201,15 +201,25 @@ def find_proven_state(folder: Path, status: Mapping[str, Any]) -> RunState | Non
     return None if lives is None else "running" if lives else "silent"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_recipe_text(folder: Path) -> str:
+    """The text of a run's config.yaml. Raises `DitLoraError` if it is missing, not UTF-8, a link, or no file."""
     path = folder / "config.yaml"
     try:
         # `utf-8-sig` accepts a byte order mark, which some editors write.
-        config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
+        return read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(f"{folder} is not a run: it has no config.yaml; give the folder in run.dir") from error
     except OSError as error:
         raise DitLoraError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    text = read_recipe_text(folder)
+    try:
+        config = parse_yaml(text)
     except ValueError as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):

@@ -51,7 +51,7 @@ def test_recipes_and_samples_are_compared_by_key_and_prompt(folders: list[Path])
         ("lora.rank", ["12", "32"]),
         ("validation.prompts", ["a cat\na dog", "a dog\na cat"]),
     ]
-    assert list_prompts(runs, 10) == [
+    assert list_prompts(runs, [10, 10]) == [
         ("a cat", ["samples/step_000010/prompt_00.mp4", ""]),
         ("a dog", ["samples/step_000010/prompt_01.mp4", "samples/step_000010/prompt_00.mp4"]),
     ]
@@ -60,8 +60,9 @@ def test_recipes_and_samples_are_compared_by_key_and_prompt(folders: list[Path])
 def test_the_page_shows_the_last_common_step_and_curves_of_all(folders: list[Path]) -> None:
     client = StudioClient(build_app(list_pages(RunLibrary([folders[0].parent]))))
     page = client.get(get_address(folders[:2])).text
-    assert re.findall(r"<option( selected)?>(\d+)", page) == [("", "0"), (" selected", "10")]
-    assert "No sample of this prompt at this step." in page
+    assert re.findall(r"<option( selected)?>(\d+)", page) == [("", "0"), (" selected", "10"), ("", "20")]
+    assert "No sample of this prompt." in page
+    assert "Not every run has samples of step" not in page
     videos = re.findall('<video src="([^"]*)"', page)
     assert len(videos) == 3
     assert all(client.get(video).status_code == 200 for video in videos)
@@ -74,6 +75,19 @@ def test_the_page_shows_the_last_common_step_and_curves_of_all(folders: list[Pat
     assert re.findall(r"<option selected>(\d+)", page) == ["20"]
     assert 'class="k1"' in page
     assert 'class="k2"' not in page
+
+
+def test_without_a_common_step_after_0_each_run_shows_its_nearest(folders: list[Path]) -> None:
+    (folders[1] / "samples" / "step_000010").rename(folders[1] / "samples" / "step_000004")
+    client = StudioClient(build_app(list_pages(RunLibrary([folders[0].parent]))))
+    page = client.get(get_address(folders[:2])).text
+    assert re.findall(r"<option selected>(\d+)", page) == ["20"]
+    assert "Not every run has samples of step 20." in page
+    assert (", step 20</figcaption>" in page, ", step 4</figcaption>" in page) == (True, True)
+    assert "step_000004/prompt_00.mp4" in page
+    # Step 0 is shown if it is asked for.
+    page = client.get(f"{get_address(folders[:2])}&step=0").text
+    assert (page.count(", step 0</figcaption>") > 1, "Not every run" in page) == (True, False)
 
 
 def test_one_run_or_too_many_and_unknown_ones_are_refused(folders: list[Path]) -> None:

@@ -1,6 +1,7 @@
 """A new run: the form of a recipe becomes overrides of what was changed, which are checked and shown."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,6 @@ def test_what_cannot_be_started_is_refused_with_its_reason(
     stale: Any = post(client, run_id, **good, version=version)
     assert stale.status_code == 409
     assert "-  steps: 20\n+  steps: 30\n" in stale.text
-    path.unlink()
-    path.symlink_to(RECIPE)
-    assert client.get(f"/new?from={run_id}").status_code == 500
     assert client.get("/new?from=../../etc/passwd").status_code == 404
     assert queue.commands == []
 
@@ -178,6 +176,8 @@ def test_the_form_shows_the_memory_on_the_card_and_what_doctor_says(
     assert "torch 1.0 is too old; <code>pip install torch</code>" in page
     assert 'name="train.steps" value="7"' in page  # what was typed stays
     assert 'value="24GiB"' in page
+    # Closed, so that the form stays in its place.
+    assert '<summary>dit-lora doctor: <b class="reject">1 refuse</b></summary>' in page
     queue.answers["plan"] = {**PLAN, "gpu": None, "fits": True}
     answer = post(client, "smoke/cogvideox", action="plan")
     assert "needs 30 GiB; no GPU was found" in client.get(answer.headers["location"]).text
@@ -213,3 +213,19 @@ def test_the_files_of_a_shipped_recipe_are_made_first(
     (root / "clips").mkdir()
     assert command not in client.get(page).text
     assert post(client, "smoke/cogvideox", root=str(root)).status_code == 303
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "latin-1"])
+def test_a_recipe_that_cannot_be_read_is_a_sentence(client: StudioClient, root: Path, kind: str) -> None:
+    path = root / "earlier" / "config.yaml"
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(RECIPE)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"model: {family: caf\xe9}")
+    page = client.get(f"/new?from={compute_run_id(root / 'earlier')}", headers={"Accept": "text/html"})
+    assert (page.status_code, f"cannot read {path}: " in page.text, "Errno" in page.text) == (400, True, False)

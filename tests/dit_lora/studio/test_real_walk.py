@@ -1,6 +1,6 @@
 """A walk through the studio with real commands: short trainings of the demo's base, at two widths, in light and dark.
 
-The tests of one screen follow each other: each uses the runs of those before. `STUDIO_WALK=FOLDER` keeps the runs, so
+The tests of one width follow each other: each uses the runs of those before. `STUDIO_WALK=FOLDER` keeps the runs, so
 that a later test can be repeated without the earlier ones.
 """
 
@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from studio_browser import CHROMIUM, SCREENS, check_page, open_page
+from studio_browser import CHROMIUM, check_page, open_page
 from studio_client import serving
 
 from dit_lora.adapters.marked_save import read_marked_step
 from dit_lora.cli.app import app
 from dit_lora.cli.tiny import copy_trained_base
 from dit_lora.data.sources.caption_table import CaptionTable
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.scenes import spread_scenes, write_scenes
+from dit_lora.families import get_family
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.server import StudioServer
@@ -31,9 +33,13 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
     pytest.mark.thorough,
 ]
+WIDTHS, SCHEMES = (1280, 390), ("dark", "light")
 COMMAND_TIMEOUT_MS = 900_000  # on a busy machine
 EDITED_DATA = Path("demo/edited")
 """Not the data of the runs: a run whose captions have changed is not continued."""
+PLAIN_DATA = Path("demo/plain")
+"""Pictures without captions."""
+CHAT_MODEL = Path("demo/chat")
 OVERRIDES = "data.sources=[{path: demo/moons}]\nvalidation.inference_steps=2\nvalidation.every=20"
 
 
@@ -75,23 +81,27 @@ class Walk:
         return job
 
 
-@pytest.fixture(scope="module", params=SCREENS, ids=lambda screen: f"{screen[0]}-{screen[1]}")
+@pytest.fixture(scope="module", params=WIDTHS)
 def walk(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
-    width, scheme = request.param
+    width = request.param
     kept = os.environ.get("STUDIO_WALK")
-    root = (Path(kept) if kept else tmp_path_factory.mktemp("walk")) / f"{width}_{scheme}"
+    root = (Path(kept) if kept else tmp_path_factory.mktemp("walk")) / str(width)
     if not root.exists():
         (root / "runs").mkdir(parents=True)
         copy_trained_base(root / "demo" / "model")
         for folder in (root / "demo" / "moons", root / EDITED_DATA):
             folder.mkdir(parents=True)
             write_scenes(folder, spread_scenes("moon", 6), torch.Generator().manual_seed(0))
+        write_shapes(root / PLAIN_DATA, clips=20, frames=1, height=48, width=64, fps=8)
+        for file in (root / PLAIN_DATA).glob("*.txt"):
+            file.unlink()
+        get_family("chat").build_tiny_checkpoint("qwen2.5-vl", root / CHAT_MODEL, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         # The recipe's paths are those of the folder in which the studio was started.
         patch.chdir(root)
         with serving(build_app(list_pages(RunLibrary([Path("runs"), Path("demo")])))) as server:
-            page, errors = open_page(browser, server, viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page, errors = open_page(browser, server, viewport={"width": width, "height": 900})
             yield Walk(page, errors, server, browser, root)
             page.context.close()
 
@@ -101,21 +111,28 @@ def test_a_training_is_stopped_by_the_button_and_saved(walk: Walk) -> None:
     page.goto("/new")
     page.click("text=the demo")
     assert page.locator("pre", has_text="tiny shapes demo/known").is_visible()
-    check_page(page, "real_form")
+    check_page(page, "real_form", SCHEMES)
+    page.fill("[name=overrides]", OVERRIDES)
+    page.fill("[name=gpu]", "24")
+    page.click("button:has-text('Plan its memory')")
+    bar = page.locator(".memory-bar", has_text=re.compile(r"fits: [\d.]+ of 24 GiB"))
+    bar.wait_for(timeout=COMMAND_TIMEOUT_MS)
+    assert {"weights", "activations"} <= set(re.findall(r"[a-z]+", " ".join(bar.locator("li").all_inner_texts())))
+    check_page(page, "real_plan", SCHEMES)
     steps = {"train.steps": "40", "train.save_every": "20", "validation.prompts": "a red moon grows"}
     walk.start_run("demo/moon", "first", **steps, overrides=OVERRIDES)
     first_step = walk.wait_for_job("run.dir=", "running").locator("pre", has_text=re.compile(r"step +\d"))
     first_step.wait_for(timeout=COMMAND_TIMEOUT_MS)
-    check_page(page, "real_training")
+    check_page(page, "real_training", SCHEMES)
     page.goto("/")
     page.locator(".run .pill", has_text="running").wait_for()
-    check_page(page, "real_runs_running")
+    check_page(page, "real_runs_running", SCHEMES)
     page.goto("/jobs")
     walk.find_job("run.dir=").locator("button:has-text('Stop')").click()
     walk.find_job("run.dir=", "stopping|stopped").wait_for()
     # It ends when the run is saved, and says so.
     walk.wait_for_job("run.dir=", "stopped").locator("pre", has_text="train.resume=auto").wait_for()
-    check_page(page, "real_stopped")
+    check_page(page, "real_stopped", SCHEMES)
     # Saved at the step where it stopped; it may have passed step 20 before.
     last_step = json.loads(Path("runs/first/metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert Path(f"runs/first/checkpoints/step_{last_step:06d}").is_dir()
@@ -132,11 +149,11 @@ def test_three_runs_wait_for_each_other(walk: Walk) -> None:
         walk.start_run(source, name, **{"train.steps": "4", "train.save_every": "2", "lora.rank": rank})
     walk.find_job("rank_8", "waiting").wait_for()
     assert page.locator(".pill", has_text="waiting").count() == 2
-    check_page(page, "real_queue")
+    check_page(page, "real_queue", SCHEMES)
     walk.wait_for_job("rank_8", "done|failed")
     trainings = page.locator(".job").filter(has=page.locator("code", has_text="dit-lora train runs/first"))
     assert trainings.locator(".pill").all_inner_texts() == ["done"] * 3
-    check_page(page, "real_queue_done")
+    check_page(page, "real_queue_done", SCHEMES)
     rows = [json.loads(line) for line in Path("runs/first/metrics.jsonl").read_text().splitlines()]
     # The run went on where it was stopped: each step is there once.
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
@@ -148,14 +165,14 @@ def test_runs_are_compared(walk: Walk) -> None:
     page.goto("/")
     for name in ("first", "rank_4", "rank_8"):
         page.check(f"[aria-label='Compare {name}']")
-    check_page(page, "real_runs")
+    check_page(page, "real_runs", SCHEMES)
     page.click("button:has-text('Compare')")
     page.locator("td, th", has_text="lora.rank").first.wait_for()
     assert page.locator(".side video, .side img").count() >= 3
-    check_page(page, "real_compare")
+    check_page(page, "real_compare", SCHEMES)
     page.goto(walk.get_run_page("rank_8"))
     page.wait_for_load_state("networkidle")
-    check_page(page, "real_report")
+    check_page(page, "real_report", SCHEMES)
     assert walk.errors == []
 
 
@@ -167,7 +184,7 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
     page.click("button:has-text('Mark as best')")
     page.locator("td b", has_text="best").wait_for()
     assert read_marked_step(run) == 2
-    check_page(page, "real_work")
+    check_page(page, "real_work", SCHEMES)
     page.fill("input[name=strengths]", "0,1")
     page.fill("input[name=inference_steps]", "2")
     page.click("button:has-text('Sample')")
@@ -179,7 +196,7 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
         walk.wait_for_job(command, "done|failed")
         assert walk.find_job(command, "done").count() == 1
     assert walk.find_job("dit-lora sample").locator("video, img").count() >= 2
-    check_page(page, "real_sampled")
+    check_page(page, "real_sampled", SCHEMES)
     # The marked save is what `--best` takes.
     out = Path("best")
     app(["export", str(run), "--best", "--to", "diffusers", "--out", str(out)], standalone_mode=False)
@@ -193,8 +210,7 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
 def test_a_stale_caption_of_a_second_tab_is_shown_and_not_written(walk: Walk) -> None:
     page = walk.page
     page.goto(walk.data_page)
-    scheme = walk.root.name.partition("_")[2]
-    other, other_errors = open_page(walk.browser, walk.server, viewport=page.viewport_size, color_scheme=scheme)
+    other, other_errors = open_page(walk.browser, walk.server, viewport=page.viewport_size)
     other.goto(walk.data_page)
     texts = [f"a moon, tab {number}, {os.getpid()}" for number in (1, 2)]
     for tab, text in ((page, texts[0]), (other, texts[1])):
@@ -206,14 +222,14 @@ def test_a_stale_caption_of_a_second_tab_is_shown_and_not_written(walk: Walk) ->
     assert other.locator(".sample textarea").first.input_value() == texts[1]
     table = CaptionTable.read(EDITED_DATA)
     assert table.captions[table.media[0]] == texts[0]
-    check_page(other, "real_two_tabs")
+    check_page(other, "real_two_tabs", SCHEMES)
     # So is a change of many captions that was previewed before the edit.
     page.goto(f"{walk.data_page}change?find=moon&replacement=crescent")
     other.locator(".sample button.save").first.click()
     other.locator(".said", has_text="saved").first.wait_for()
     page.click("button:has-text('Change')")
     page.locator(".notes", has_text="Nothing was written").wait_for()
-    check_page(page, "real_stale_change")
+    check_page(page, "real_stale_change", SCHEMES)
     # A thumbnail is refused with 503 while others are made, and asked for again.
     assert [error for error in (*walk.errors, *other_errors) if "409" not in error and "503" not in error] == []
     other.context.close()
@@ -227,5 +243,35 @@ def test_the_media_are_audited(walk: Walk) -> None:
     walk.wait_for_job("dit-lora audit", "done|failed")
     page.goto(walk.data_page)
     assert page.locator(".figure", has_text="Media audit").locator(".value").inner_text() == "done"
-    check_page(page, "real_sheet")
+    check_page(page, "real_sheet", SCHEMES)
+    assert [error for error in walk.errors if "409" not in error and "503" not in error] == []
+
+
+def test_pictures_are_described_by_a_chat_model(walk: Walk) -> None:
+    page = walk.page
+    address = f"/data/{compute_run_id(PLAIN_DATA)}/"
+    page.goto(address)
+    page.click("text=Describe files without a caption")
+    page.fill("input[name=model]", str(CHAT_MODEL))
+    page.fill("form[action$=describe] input[name=trigger]", "sks")
+    page.fill("input[name=max_tokens]", "16")
+    page.click("button:has-text('Describe 20 files')")
+    # The page follows the command every 3 seconds; the answers of a tiny model take less than that.
+    while not (progress := page.locator("progress")).count() and walk.find_job("dit-lora caption", "running").count():
+        page.goto(address)
+    assert progress.get_attribute("max") == "20"
+    assert re.search(r"\d+ of 20 captions are made", page.locator("[data-key=generated]").inner_text())
+    check_page(page, "real_describing", SCHEMES)
+    walk.wait_for_job("dit-lora caption", "done|failed")
+    # The page's figures have followed; captions show when it is loaded again.
+    page.locator(".figure", has_text="Without a caption").locator(".value", has_text=re.compile("^0$")).wait_for()
+    page.goto(address)
+    captions = CaptionTable.read(PLAIN_DATA).captions
+    assert len(captions) == 20
+    assert all(caption.startswith("sks, ") for caption in captions.values())
+    assert all(
+        text.startswith("sks, ")
+        for text in page.locator(".sample textarea").evaluate_all("all => all.map(area => area.value)")
+    )
+    check_page(page, "real_described", SCHEMES)
     assert [error for error in walk.errors if "409" not in error and "503" not in error] == []

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +21,8 @@ from dit_lora.data.audit.summary import build_audit_json, write_json
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.report.captions import edits as caption_edits
+from dit_lora.report.captions.edits import CaptionEdits
 from dit_lora.studio import jobs
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
@@ -184,8 +187,10 @@ def test_a_save_is_marked_and_a_run_planned_queued_and_stopped(browser: Any, ser
     page.goto(addresses["form"])
     page.fill("input[name=name]", "next")
     page.fill("input[name='train.steps']", "200")
-    # Its line goes when it has ended, and the form below moves up, perhaps while the button is clicked.
-    page.locator("text=is looking at this machine").wait_for(state="detached")
+    # The form stays where it is when the command ends.
+    before = page.locator("form.new").bounding_box()
+    page.locator("summary", has_text="dit-lora doctor: nothing to report").wait_for()
+    assert page.locator("form.new").bounding_box() == before
     with page.expect_navigation():
         page.click("button:has-text('Plan its memory')")
     page.locator(".memory-bar", has_text="fits: 17.6 of 24 GiB").wait_for()
@@ -216,4 +221,40 @@ def test_a_clip_opens_from_its_thumbnail(browser: Any, server: StudioServer, roo
     name = CaptionTable.read(root / "data" / "shapes").media[0]
     page.locator(f".picture[href='media/{quote(name)}']").click()
     page.wait_for_url(f"**{sheet}media/{quote(name)}")
+    page.context.close()
+
+
+def test_findings_come_into_a_page_that_was_shown_before_them(
+    browser: Any, server: StudioServer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_check, check_all = Event(), CaptionEdits._check_all
+
+    def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
+        assert may_check.wait(60)
+        return check_all(edits, table)
+
+    monkeypatch.setattr(CaptionEdits, "_check_all", wait_and_check)
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+    page, errors = open_page(browser, server)
+    # Another trigger word is another check.
+    page.goto(f"{list_addresses(root)['sheet']}?word=take")
+    values = page.locator("#figures .value")
+    assert values.all_inner_texts()[2:] == ["\u2026", "\u2026"]
+    assert set(page.locator(".findings").all_inner_texts()) == {"being checked"}
+    assert "Without JavaScript, load the page again" in page.locator(".notes").inner_text()
+    assert page.locator("select[name=finding] option").all_inner_texts() == ["all", "any"]
+    page.select_option("select[name=finding]", "any")
+    page.locator(".sample textarea").first.fill("typed, and not saved")
+    check_page(page, "being_checked")
+    may_check.set()
+    page.locator("#figures .value", has_text="done").wait_for()
+    found, shown = values.all_inner_texts(), page.locator(".findings").all_inner_texts()
+    assert (page.locator(".notes").count(), "being checked" in shown, found[2].isdigit()) == (0, False, True)
+    assert page.locator("select[name=finding]").input_value() == "any"
+    assert page.locator(".sample textarea").first.input_value() == "typed, and not saved"
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.reload()
+    assert (values.all_inner_texts(), page.locator(".findings").all_inner_texts()) == (found, shown)
+    assert page.locator("select[name=finding] option").count() > 2
+    assert errors == []
     page.context.close()

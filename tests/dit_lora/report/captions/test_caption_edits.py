@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from dit_lora.commands.caption import CaptionRequest, caption_folder
 from dit_lora.data.audit.stored_audit import SampleFilter
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.errors import DitLoraError
+from dit_lora.report.captions import edits as caption_edits
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
 from dit_lora.report.captions.page import (
     CaptionFindings,
@@ -211,3 +214,56 @@ def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypa
     (folder / "b.png").unlink()
     with pytest.raises(DitLoraError, match="no longer in the folder"):
         edits.save_caption("b.png", "x", compute_caption_version("b"))
+
+
+def test_sheets_of_many_files_come_before_the_first_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "clips", {"0.png": "same", "1.png": "same", "2.png": ""})
+    other_folder = write_folder(tmp_path / "other", {"a.png": "a"})
+    may_check, check_all = Event(), CaptionEdits._check_all
+
+    def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
+        assert may_check.wait(60)
+        return check_all(edits, table)
+
+    monkeypatch.setattr(CaptionEdits, "_check_all", wait_and_check)
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+    edits, other = CaptionEdits(folder, TextRules()), CaptionEdits(other_folder, TextRules())
+    sheet = edits.build_sheet(SampleFilter(), 1)
+    assert (sheet.is_checked, sheet.codes, [card.findings for card in sheet.cards]) == (False, [], [[], [], []])
+    assert {key: sheet.facts[key] for key in ("total", "missing", "flagged")} == {
+        "total": 3,
+        "missing": 1,
+        "flagged": None,
+    }
+    # The files are served meanwhile, a text is searched for, and another folder has to wait for its check.
+    assert edits.find_media("0.png") == folder / "0.png"
+    assert edits.build_sheet(SampleFilter(text="SAME"), 1).num_matches == 2
+    assert not other.build_sheet(SampleFilter(), 1).is_checked
+    assert other._first_check is None
+    # An edit during the check counts.
+    with lock_table(folder) as table:
+        table.write_captions({"1.png": "another"})
+    may_check.set()
+    # A filter that needs the findings waits for them.
+    missing = edits.build_sheet(SampleFilter(finding="caption_missing"), 1)
+    assert ([card.name for card in missing.cards], missing.is_checked) == (["2.png"], True)
+    sheet = edits.build_sheet(SampleFilter(), 1)
+    assert (sheet.facts["flagged"], sheet.codes) == (0, [("caption_missing", 1)])
+    while not other.build_sheet(SampleFilter(), 1).is_checked:
+        time.sleep(0.01)
+
+
+def test_a_first_check_that_fails_is_reported_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = CaptionEdits(write_folder(tmp_path / "clips", {"0.png": "same"}), TextRules())
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+
+    def fail(*_: object) -> None:
+        raise DitLoraError("this tokenizer fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CaptionEdits, "_check_all", fail)
+        with pytest.raises(DitLoraError, match="this tokenizer fails"):  # noqa: PT012 -- until the thread has ended
+            while not edits.build_sheet(SampleFilter(), 1).is_checked:
+                time.sleep(0.01)
+    while not edits.build_sheet(SampleFilter(), 1).is_checked:
+        time.sleep(0.01)
