@@ -1,7 +1,8 @@
 """A gradient check over two ranks: both take the same decisions, and a gradient that is not their mean is found."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.guard.diagnosis import DiagnosisContext
+from dit_lora.guard.gradient_check import cause
 from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compare_ranks, find_gradient_cause
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
+from dit_lora.guard.gradient_check.low_precision import check_step_gradient
 from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
@@ -73,10 +76,15 @@ class RankedStep:
         return report, find_gradient_cause(self.step, report, DiagnosisContext(self.model))
 
 
-def run_rank() -> tuple[dict[str, tuple[GradientReport, CauseFinding]], list[str]]:
-    """Results of checks and errors on this rank, in one launch."""
+Rank = tuple[dict[str, tuple[GradientReport, CauseFinding]], list[str], list[GradientReport]]
+"""Results of checks, errors, and reports of steps in 16 bits."""
+
+
+def run_rank() -> Rank:
+    """Everything that is tried on this rank, in one launch."""
     distributed.init_process_group("gloo")
-    return examine_steps(distributed.get_rank()), fail_on_one_rank(distributed.get_rank())
+    rank = distributed.get_rank()
+    return examine_steps(rank), fail_on_one_rank(rank), check_in_16_bits(rank)
 
 
 def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
@@ -110,6 +118,18 @@ def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
         ranked.model[0].weight[0, 0] += rank
     examine("other weights")
     return results
+
+
+def check_in_16_bits(rank: int) -> list[GradientReport]:
+    """Reports of a step in 16 bits, of which rank 1 can convert no weights the second time."""
+    ranked = RankedStep(rank)
+    ranked.run_backward()
+    step = replace(ranked.step, dtype=torch.bfloat16)
+    reports = [run_together(lambda: check_step_gradient(step))]
+    error = RuntimeError("no memory left") if rank == 1 else None
+    with patch.object(cause, "convert_to_fp32", side_effect=error, wraps=cause.convert_to_fp32):
+        reports.append(run_together(lambda: check_step_gradient(step)))
+    return reports
 
 
 def fail_on_one_rank(rank: int) -> list[str]:
@@ -146,7 +166,11 @@ def fail_on_one_rank(rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_find_the_same_and_name_what_is_not_the_mean_over_them() -> None:
-    (first, first_errors), (second, second_errors) = on_ranks(2, run_rank)
+    (first, first_errors, first_reports), (second, second_errors, second_reports) = on_ranks(2, run_rank)
+    # Without fp32 on one rank, none uses it.
+    assert first_reports == second_reports
+    results = [(report.result, report.is_in_fp32) for report in first_reports]
+    assert results == [("agrees", True), ("cannot tell", False)]  # in 16 bits, the bound is too wide
     for name, (report, finding) in first.items():
         assert (report, finding) == second[name], name
     report, _ = first["healthy"]
