@@ -267,7 +267,7 @@ NOT_RUN: dict[str, list[str]] = {
     "README.md": ["they make or change an environment"],
     "docs/benchmarks/gradient_check.md": ["takes minutes to hours"],
     "docs/benchmarks/other_trainers.md": ["it clones four repositories"],
-    "docs/benchmarks/world.md": ["it trains for hours"] * 2,
+    "docs/benchmarks/world.md": ["it trains for hours"] * 3,
     "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
     "docs/contributing.md": ["it builds the whole site"],
     "docs/evaluate_chat.md": ["lmms-eval downloads benchmarks from the Hub"] * 2,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
+from benchmarks.world.quality import GUIDANCE, compare, draw_scenes, open_pipeline, sample_clips
 from dit_lora.config.load import load_recipe
 from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
 
@@ -100,13 +100,13 @@ def write_clips(
     return folders
 
 
-def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str]) -> dict[str, float]:
-    """Train the recipe with `overrides`; returns what `run_measured` does."""
+def train(run_dir: Path, clips: Sequence[Path], overrides: Sequence[str], base: Path = BASE) -> dict[str, float]:
+    """Train the recipe on `base` with `overrides`; returns what `run_measured` does."""
     weights = [source.weight for source in load_recipe(RECIPE).data.sources]
     sources = json.dumps(
         [{"path": str(folder), "weight": weight} for folder, weight in zip(clips, weights, strict=True)]
     )
-    paths = [f"model.path={BASE}", f"data.sources={sources}", f"run.dir={run_dir}"]
+    paths = [f"model.path={base}", f"data.sources={sources}", f"run.dir={run_dir}"]
     quiet = ["validation.prompts=[]", f"train.save_every={10**6}"]
     command = [sys.executable, str(ROOT / "recipes" / "lora.py"), str(RECIPE), *paths, *quiet, *overrides]
     return run_measured(command)
@@ -132,17 +132,25 @@ def run_measured(command: Sequence[str], log: Path | None = None) -> dict[str, f
     return {"seconds": time.perf_counter() - began, "peak_gib": peak_kib / 2**20}
 
 
-def judge(run_dir: Path | None, per_group: int, seed: int, scale: float = 1.0) -> dict[str, float]:
+def judge(
+    run_dir: Path | None,
+    per_group: int,
+    seed: int,
+    scale: float = 1.0,
+    base: Path = BASE,
+    guidance: float = GUIDANCE,
+) -> dict[str, float]:
     """Shares of judged samples that show their caption: of the new shape, and of what the base knows.
 
     The samples are kept in `judged.npz`. `scale` multiplies the adapter, for files that do not hold their alpha.
     """
-    pipeline = open_pipeline(BASE, run_dir)
+    pipeline = open_pipeline(base, run_dir)
     if scale != 1:
         pipeline.set_adapters(pipeline.get_active_adapters(), scale)
     groups = {"new": draw_scenes(NEW_SHAPE, per_group, seed), "others": draw_scenes(None, per_group, seed)}
     videos = {
-        name: sample_clips(pipeline, [scene.caption for scene in scenes], seed) for name, scenes in groups.items()
+        name: sample_clips(pipeline, [scene.caption for scene in scenes], seed, guidance)
+        for name, scenes in groups.items()
     }
     if run_dir:
         np.savez_compressed(run_dir / "judged.npz", **videos)

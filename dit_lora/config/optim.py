@@ -215,11 +215,11 @@ class TrainConfig(Section):
     timesteps: TimestepsConfig | None = None
     """Noise levels of models that are trained by flow matching; null for the family's."""
     target: Literal["data", "guided"] = "data"
-    """The target of the loss. `data`: the data. `guided`: the data with guidance added, for checkpoints that guidance
-    was distilled into and that plain training would take it out of: the base's prediction for an empty caption, plus
-    `guided_scale` times the data's difference from it. About 1.3 times the compute."""
+    """The target of the loss. `data`: the data. `guided`: the base's prediction for an empty caption, plus
+    `guided_scale` times the data's difference from it. It is for checkpoints that guidance was distilled into, which
+    training on the data takes out. About 1.3 times the compute."""
     guided_scale: Annotated[float, Field(gt=1)] | None = None
-    """The guidance of `target: guided`; null for 3."""
+    """The guidance of `target: guided`: the one that was distilled; null for 3."""
     preserve: PreserveConfig | None = None
     """Also train each sample on its caption without the trigger, with the base's prediction as the target: a second
     loss, for twice the activations and 1.2 times more compute. Null for none. Prior preservation, with pictures that

@@ -390,5 +390,11 @@ class Recipe(Section):
         return self
 
     @property
+    def keeps_distillation(self) -> bool:
+        """True if the recipe has something that keeps a distilled checkpoint's sampling: a frozen adapter that may
+        undo the distillation in training, or a guided target."""
+        return bool(self.lora.under) or self.train.target == "guided"
+
+    @property
     def cache_dir(self) -> Path:
         return Path(self.data.cache) if self.data.cache else Path(self.run.dir).parent / "cache"

@@ -62,6 +62,12 @@ def position_limit_errors(sizes: Mapping[str, tuple[int, int]], option: str) -> 
     ]
 
 
+KEEP_DISTILLATION = (
+    "give an adapter that undoes it in lora.under; or set train.target: guided, which keeps sampling without guidance"
+)
+"""What may be added to a recipe that trains a distilled checkpoint, for messages."""
+
+
 def is_named_distilled(name: str, word: str = "turbo") -> bool:
     """True if the last part of a path or Hub id has the word for a model's distilled version."""
     return word in _get_folder_name(name) and not is_named_dedistilled(name)

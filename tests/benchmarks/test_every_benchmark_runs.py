@@ -26,7 +26,7 @@ from launching import ROOT
 from benchmarks import first_step
 from benchmarks.faults.world import World
 from benchmarks.loops.loop_file import find_loops
-from benchmarks.world import quality
+from benchmarks.world import quality, settings
 from dit_lora.errors import DitLoraError
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -149,6 +149,12 @@ SMALL_RUNS = (
         r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \| N \|",
     ),
     SmallRun(
+        "world.distilled",
+        "{work} --seeds 0 --routes under guided --steps 1 --per-group 1 --new-clips 2 --known-clips 2 "
+        "--distillation-steps 1 --distillation-clips 1",
+        r"\| guided target \| 1 \| N \(N to N\) \| N \(N to N\) \| N \| N \|",
+    ),
+    SmallRun(
         "world.quality",
         "dit_lora/models/moving_shapes --per-group 1",
         r'before: \{"new": \{"shape": N, .*\}, "others": \{.*\}\}',
@@ -207,8 +213,8 @@ def test_its_smallest_form_prints_a_figure(
     work.mkdir()
     arguments = shlex.split(small_run.arguments.replace("{work}", str(work)))
     benchmark = importlib.import_module(f"benchmarks.{small_run.module}")
-    # `race` starts its processes by `first_step`.
-    for module in (benchmark, first_step):
+    # `race` starts its processes by `first_step`, `world.distilled` by `settings`.
+    for module in (benchmark, first_step, settings):
         if hasattr(module, "subprocess"):
             monkeypatch.setattr(module, "subprocess", processes_in_this_one(lora_main))
     code = exit_code_of(lambda: benchmark.main(arguments))

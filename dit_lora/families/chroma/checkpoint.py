@@ -61,11 +61,12 @@ class ChromaInfo(FluxInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        if self.from_scratch is not None or recipe.lora.under or not is_named_distilled(name, "flash"):
+        if self.from_scratch is not None or recipe.keeps_distillation or not is_named_distilled(name, "flash"):
             return []
         return [
             f"distilled: {name} is Chroma1-Flash by its name (no file of it says so): training it directly breaks "
-            "sampling in few steps. Train lodestones/Chroma1-HD and sample from this one with validation.model"
+            "sampling in few steps. Train lodestones/Chroma1-HD and sample from this one with validation.model, or "
+            "set train.target: guided"
         ]
 
 

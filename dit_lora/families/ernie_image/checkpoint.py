@@ -67,11 +67,12 @@ class ErnieImageInfo(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        if self.from_scratch is not None or recipe.lora.under or not is_named_distilled(name):
+        if self.from_scratch is not None or recipe.keeps_distillation or not is_named_distilled(name):
             return []
         return [
             f"distilled: {name} is ERNIE-Image-Turbo by its name (no file of it says so): training it directly breaks "
-            "sampling in eight steps. Train baidu/ERNIE-Image and sample from this one with validation.model"
+            "sampling in eight steps. Train baidu/ERNIE-Image and sample from this one with validation.model, or set "
+            "train.target: guided"
         ]
 
 

@@ -112,9 +112,11 @@ class FluxInfo(CheckpointInfo):
         # FLUX.1 checkpoints without a guidance embedding, such as schnell, are distilled.
         if self.guidance is not None:
             return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
+        if recipe.keeps_distillation:
+            return []
         return [
             f"distilled: {self.path.name} has no guidance embedding, like FLUX.1-schnell: training may lose sampling "
-            "in one to four steps. FLUX.1-dev is the usual base"
+            "in one to four steps. FLUX.1-dev is the usual base; train.target: guided keeps sampling without guidance"
         ]
 
     @property

@@ -63,6 +63,7 @@ from dit_lora.families.references import (
     get_reference_latents,
     min_side_error,
 )
+from dit_lora.families.refusals import KEEP_DISTILLATION
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
@@ -84,12 +85,11 @@ class Flux2Info(FluxInfo):
         return self.pipeline_class is Flux2KleinPipeline
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        if self.is_distilled and not recipe.lora.under:
+        if self.is_distilled and not recipe.keeps_distillation:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
-                "into both, and sample from this one with validation.model; or give an adapter that undoes it in "
-                "lora.under"
+                f"into both, and sample from this one with validation.model; or {KEEP_DISTILLATION}"
             )
         return super().with_recipe(recipe, training_options)
 

@@ -30,6 +30,7 @@ from dit_lora.families.qwen_latents import (
     read_qwen_latents_checkpoint,
     sample_normalized_latents,
 )
+from dit_lora.families.refusals import KEEP_DISTILLATION
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
@@ -47,11 +48,11 @@ class Krea2Info(QwenLatentsInfo):
 
     def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         # First: a distilled checkpoint is refused whatever else the recipe says.
-        if self.is_distilled and not recipe.lora.under:
+        if self.is_distilled and not recipe.keeps_distillation:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
-                "validation.model; or give an adapter that undoes it in lora.under"
+                f"validation.model; or {KEEP_DISTILLATION}"
             )
         return super().with_recipe(recipe, training_options)
 

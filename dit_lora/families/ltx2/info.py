@@ -14,7 +14,7 @@ from dit_lora.families.base import CheckpointInfo
 from dit_lora.families.flow_matching import require_min_steps
 from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
 from dit_lora.families.opening import get_call_default
-from dit_lora.families.refusals import frame_count_errors, side_errors
+from dit_lora.families.refusals import KEEP_DISTILLATION, frame_count_errors, side_errors
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 
@@ -84,11 +84,11 @@ class LTX2Info(CheckpointInfo):
         """
         info = super().with_recipe(recipe, training_options)
         data = recipe.data
-        if self.is_distilled and not recipe.lora.under:
+        if self.is_distilled and not recipe.keeps_distillation:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it "
                 "undoes that; train its base, whose adapter loads into both, and sample from this one with "
-                "validation.model; or give an adapter that undoes it in lora.under"
+                f"validation.model; or {KEEP_DISTILLATION}"
             )
         # Check now: otherwise validation samples would fail in the middle of a run.
         steps = recipe.validation.inference_steps

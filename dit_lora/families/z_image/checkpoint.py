@@ -88,13 +88,13 @@ class ZImageInfo(CheckpointInfo):
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
         turbo_sign = None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
-        if turbo_sign is None or recipe.lora.under:
+        if turbo_sign is None or recipe.keeps_distillation:
             return []
         return [
             f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): training it "
             "directly breaks sampling in eight steps. Train it over a de-distillation adapter "
             f"(lora.under=[{DE_DISTILLATION_ADAPTER}]), or train Tongyi-MAI/Z-Image and sample from this one "
-            "with validation.model"
+            "with validation.model, or set train.target: guided"
         ]
 
     @property

@@ -200,12 +200,13 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     assert plain.info.training_metadata() == {}
     notes = " ".join(plain.info.recipe_notes(recipe))
     assert ("FLUX.1-dev is the usual base" in notes) == (variant == "flux-schnell")
+    assert plain.info.recipe_notes(recipe_for(path, recipe_values, train={**train, "target": "guided"})) == []
 
 
 def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, recipe_values: dict[str, Any]
 ) -> None:
-    """Unless something under the adapter undoes it; and it samples for its base."""
+    """Unless something under the adapter undoes it or the target is guided; and it samples for its base."""
     base = tiny_checkpoints["flux2-klein"]
     path = changed(base, tmp_path / "klein-4b", "", is_distilled=True)
     family, recipe = get_family("flux2"), recipe_for(path, recipe_values)
@@ -213,6 +214,8 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
         family.open(recipe.model, recipe)
     lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
     family.open(recipe.model, recipe_for(path, recipe_values, lora=lora))
+    guided = {**recipe_values["train"], "target": "guided"}
+    family.open(recipe.model, recipe_for(path, recipe_values, train=guided))
     training = recipe_for(base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]})
     second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
     assert second.info.is_distilled

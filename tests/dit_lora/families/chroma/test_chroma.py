@@ -48,8 +48,11 @@ def test_a_run_on_flash_starts_with_a_warning(
     path = Path(shutil.copytree(tiny_checkpoints["chroma"], tmp_path / name))
     values = {"data": {"path": ".", "height": 64, "width": 96}, "model": {"family": "chroma", "path": str(path)}}
     recipe = parse_recipe({**recipe_values, **values}, "test")
-    notes = FAMILY.open(recipe.model, recipe).info.recipe_notes(recipe)
+    checkpoint = FAMILY.open(recipe.model, recipe)
+    notes = checkpoint.info.recipe_notes(recipe)
     assert any("breaks sampling in few steps" in note for note in notes) == warned
+    train = {**recipe_values["train"], "target": "guided"}
+    assert not checkpoint.info.recipe_notes(parse_recipe({**recipe_values, **values, "train": train}, "test"))
 
 
 def counted(config: dict[str, Any]) -> int:

@@ -56,8 +56,11 @@ def test_a_run_on_turbo_starts_with_a_warning(
     path = Path(shutil.copytree(tiny_checkpoints["ernie-image"], tmp_path / name))
     values = {"data": {"path": ".", "height": 64, "width": 96}, "model": {"family": "ernie_image", "path": str(path)}}
     recipe = parse_recipe({**recipe_values, **values}, "test")
-    notes = FAMILY.open(recipe.model, recipe).info.recipe_notes(recipe)
+    checkpoint = FAMILY.open(recipe.model, recipe)
+    notes = checkpoint.info.recipe_notes(recipe)
     assert any("breaks sampling in eight steps" in note for note in notes) == warned
+    train = {**recipe_values["train"], "target": "guided"}
+    assert not checkpoint.info.recipe_notes(parse_recipe({**recipe_values, **values, "train": train}, "test"))
 
 
 def test_a_shift_by_size_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -211,13 +211,18 @@ def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
 
 
 def test_turbo_is_refused_by_name_and_still_samples(raw: Path, turbo: Path, recipe_values: dict[str, Any]) -> None:
-    """Unless an adapter below undoes the distillation. Turbo samples for Raw, with the same shift at every size."""
+    """Unless an adapter below undoes the distillation or the target is guided.
+
+    Turbo samples for Raw, with the same shift at every size.
+    """
     family, recipe = get_family("krea2"), recipe_for(turbo, recipe_values)
     with pytest.raises(DitLoraError, match=r"turbo is step-distilled.*train krea/Krea-2-Raw"):
         family.open(recipe.model, recipe)
     lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
     trained = family.open(recipe.model, recipe_for(turbo, recipe_values, lora=lora))
     assert trained.denoiser.mu(torch.Size([16, 1, 128, 128])) == 1.15
+    guided = recipe_for(turbo, recipe_values, train={**recipe_values["train"], "target": "guided"})
+    assert family.open(guided.model, guided).info.is_distilled
     validation = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}
     training = recipe_for(raw, recipe_values, validation=validation)
     second: Any = open_sampling_checkpoint(training, family.open(training.model, training))

@@ -287,6 +287,7 @@ def test_a_distilled_checkpoint_is_sampled_from_and_not_trained(
     assert opened(path).info.is_distilled
     with pytest.raises(DitLoraError, match=r"fast is step-distilled .* validation.model"):
         for_recipe(path)
+    assert for_recipe(path, train={"target": "guided"}).info.is_distilled
 
 
 WITHOUT_SOUND = {

@@ -258,6 +258,7 @@ def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(
     unnamed = Path(shutil.copytree(turbo, tmp_path / "merged"))
     assert "by its scheduler's shift of 3" in said(unnamed)
     assert "distilled" not in said(turbo, lora={"rank": 4, "under": [{"path": "a.safetensors"}]})
+    assert "distilled" not in said(turbo, train={**recipe_values["train"], "target": "guided"})
     assert "distilled" not in said(tiny_checkpoints["z-image"])
     model_values = {"family": "z_image", "path": str(turbo), "from_scratch": {"n_layers": 1}}
     full_training = {
