@@ -36,6 +36,11 @@ _current_file: Path | None = None
 """The file whose tests run."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "The tiny checkpoints that tests need, with commas between them. Default: all, which takes half a minute."
+    parser.addoption("--variants", help=text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow tests first, so that no worker ends with one alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
@@ -68,12 +73,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, Path]:
     """One tiny random checkpoint of every variant of every family; xdist's workers share them, and the work."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     root = tmp_path_factory.getbasetemp().parent / "tiny" if worker else tmp_path_factory.mktemp("tiny")
     root.mkdir(exist_ok=True)
     families = {variant: family for family in map(get_family, FAMILIES) for variant in family.tiny_variants}
+    selected = pytestconfig.getoption("variants")
+    if selected is not None:
+        families = {variant: families[variant] for variant in selected.split(",")}
     # The second worker begins at the other end, so that neither waits for what the other builds.
     for variant in reversed(families) if worker == "gw1" else families:
         with FileLock(root / f"{variant}.lock"):
