@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dit_lora.cli.app import app
-from dit_lora.config.load import load_recipe
 from safetensors.torch import load_file
 from typer.testing import CliRunner
+
+from dit_lora.cli.app import app
+from dit_lora.config.load import load_recipe
 
 
 def run_command(*arguments: str) -> str:
