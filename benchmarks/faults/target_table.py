@@ -48,6 +48,9 @@ _ERNIE_IMAGE = FaultTargets(
     ff_out="layers.0.mlp.linear_fc2",
     modulation="adaLN_modulation.1",
     final_proj="final_linear",
+    # The scheduler's shift is 4, as ERNIE-Image's.
+    late=_find_quantile(0.85, 4.0),
+    upper=round(_find_quantile(0.65, 4.0)),
 )
 _FLUX = FaultTargets(
     family="flux",

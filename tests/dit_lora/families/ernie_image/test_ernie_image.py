@@ -91,7 +91,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(tmp_path: Path) -> Non
         report = attach_lora(transformer, LoraConfig(rank=16), FAMILY.lora_targets, seed=0)
     assert num_parameters == counted(config) == 8_033_490_048
     assert (report.num_adapted, report.num_parameters) == (144, 18_874_368)
-    assert checkpoint.denoiser.objective.shift == 3.0
+    assert checkpoint.denoiser.objective.shift == 4.0
     licence = FAMILY.get_license("baidu/ERNIE-Image-Turbo")
     assert licence is not None
     assert licence.id == "apache-2.0"
