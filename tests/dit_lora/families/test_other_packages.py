@@ -46,7 +46,7 @@ def write_metadata(folder: Path) -> None:
 def run_example_tests(folder: Path, expression: str, *files: str) -> str:
     """Run tests of these files with the example on the path, as after its installation; returns pytest's output."""
     write_metadata(folder)
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not thorough", "--variants", "aura-flow"]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not thorough", "--lazy-checkpoints"]
     folders = (folder, EXAMPLE, EXAMPLE / "tests")
     return run("-m", "pytest", *options, "-k", expression, *(str(ROOT / file) for file in files), folders=folders)
 
