@@ -1,6 +1,7 @@
 """A family of another package, registered by an entry point, in a process that has its folder on the path."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,27 +44,31 @@ def write_metadata(folder: Path) -> None:
     (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 
-def run_example_tests(folder: Path, expression: str, *files: str) -> str:
-    """Run tests of these files with the example on the path, as after its installation; returns pytest's output."""
+def run_example_tests(folder: Path, expression: str, *files: str) -> int:
+    """Run tests of these files with the example on the path, as after its installation.
+
+    Returns the number of tests, all of which passed.
+    """
     write_metadata(folder)
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not thorough", "--lazy-checkpoints"]
     folders = (folder, EXAMPLE, EXAMPLE / "tests")
-    return run("-m", "pytest", *options, "-k", expression, *(str(ROOT / file) for file in files), folders=folders)
+    output = run("-m", "pytest", *options, "-k", expression, *(str(ROOT / file) for file in files), folders=folders)
+    (num_passed,) = re.findall(r"(\d+) passed", output)
+    return int(num_passed)
 
 
 @pytest.mark.slow
 def test_the_example_meets_the_contract_and_commands_train_it(tmp_path: Path) -> None:
     files = ("tests/dit_lora/families/test_contract.py", "examples/aura_flow/tests")
-    output = run_example_tests(tmp_path, "aura or every_variant", *files)
-    # 15 of the contract, one that asks for all families' cases, and the example's own two.
-    assert "18 passed" in output, output
+    # The contract's, one that asks for all families' cases, and the example's own two.
+    assert run_example_tests(tmp_path, "aura or every_variant", *files) >= 17
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
-    output = run_example_tests(tmp_path, "aura or every_smoke", "tests/recipes/test_families.py")
-    assert "2 passed" in output, output
+    # Its smoke recipe, and a test that asks for all smoke recipes.
+    assert run_example_tests(tmp_path, "aura or every_smoke", "tests/recipes/test_families.py") == 2
 
 
 def test_whatever_a_package_raises_when_imported_is_one_line(
