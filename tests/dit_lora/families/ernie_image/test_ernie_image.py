@@ -16,6 +16,7 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.ernie_image.checkpoint import MAX_TEXT_TOKENS
+from dit_lora.training.tasks.diffusion.model import patch_kernels
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs" / "ERNIE-Image"
 FAMILY = get_family("ernie_image")
@@ -58,6 +59,20 @@ def test_a_run_on_turbo_starts_with_a_warning(
     recipe = parse_recipe({**recipe_values, **values}, "test")
     notes = FAMILY.open(recipe.model, recipe).info.recipe_notes(recipe)
     assert any("breaks sampling in eight steps" in note for note in notes) == warned
+
+
+def test_sharing_a_samples_tokens_is_not_refused_for_a_kernel_that_nobody_set(
+    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any]
+) -> None:
+    """`enable_context_parallel` refuses it, by its own option."""
+    path = tiny_checkpoints["ernie-image"]
+    values = {
+        "data": {"path": ".", "height": 64, "width": 96},
+        "model": {"family": "ernie_image", "path": str(path)},
+        "train": {"steps": 1, "context_parallel": 2},
+    }
+    recipe = parse_recipe({**recipe_values, **values}, "test")
+    assert patch_kernels(recipe, opened(path).denoiser.load_transformer(torch.float32)) == ""
 
 
 def test_a_shift_by_size_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
