@@ -36,6 +36,11 @@ _current_file: Path | None = None
 """The file whose tests run."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "Build a tiny checkpoint when a test asks for it, and not all at the start, which takes half a minute."
+    parser.addoption("--lazy-checkpoints", action="store_true", help=text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow tests first, so that no worker ends with one alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
@@ -67,19 +72,41 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # else nanobind reports what is left as leaks
 
 
+class TinyCheckpoints(dict[str, Path]):
+    """Folders of tiny random checkpoints by variant. Each is built when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+        self._families = {variant: family for family in map(get_family, FAMILIES) for variant in family.tiny_variants}
+
+    def __missing__(self, variant: str) -> Path:
+        folder = self._root / variant
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                self._families[variant].build_tiny_checkpoint(variant, folder, 0)
+        self[variant] = folder
+        return folder
+
+    def build_all(self, *, backwards: bool) -> None:
+        for variant in reversed(self._families) if backwards else self._families:
+            self[variant]
+
+
 @pytest.fixture(scope="session")
-def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One tiny random checkpoint of every variant of every family; xdist's workers share them, and the work."""
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, Path]:
+    """One tiny random checkpoint of every variant of every family; xdist's workers share them, and the work.
+
+    They are built before the first test, which may replace functions that builders call.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     root = tmp_path_factory.getbasetemp().parent / "tiny" if worker else tmp_path_factory.mktemp("tiny")
     root.mkdir(exist_ok=True)
-    families = {variant: family for family in map(get_family, FAMILIES) for variant in family.tiny_variants}
-    # The second worker begins at the other end, so that neither waits for what the other builds.
-    for variant in reversed(families) if worker == "gw1" else families:
-        with FileLock(root / f"{variant}.lock"):
-            if not (root / variant).exists():
-                families[variant].build_tiny_checkpoint(variant, root / variant, 0)
-    return {variant: root / variant for variant in families}
+    checkpoints = TinyCheckpoints(root)
+    if not pytestconfig.getoption("lazy_checkpoints"):
+        # The second worker begins at the other end, so that neither waits for what the other builds.
+        checkpoints.build_all(backwards=worker == "gw1")
+    return checkpoints
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from family_cases import CASES, OTHERS, SMOKES
-from launching import ROOT
+
+from dit_lora.config.catalog import find_recipe
 
 RUNS = {**SMOKES, **OTHERS}
 _FAMILY_OF = {case.variant: case.family for case in CASES}
@@ -25,7 +26,7 @@ def smoke_args(
         clips = folder / "data"
         smoke.write_data(clips)
     return [
-        str(ROOT / "recipes" / "smoke" / f"{smoke.recipe or name}.yaml"),
+        str(find_recipe(f"smoke/{smoke.recipe or name}")),
         f"model.path={checkpoints[variant or smoke.variant]}",
         f"data.path={clips}",
         f"data.cache={folder / 'cache'}",

@@ -1,6 +1,8 @@
 """The fault targets of every tiny variant of every family."""
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from benchmarks.faults.targets import FaultTargets
 from dit_lora.config.lora import ADAPTER_KINDS, AdapterKind
 from dit_lora.errors import DitLoraError
+from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.families.z_image.checkpoint import TRAINING_SHIFT
 from dit_lora.numerics.noise_levels import LOGIT_NORMAL
 
@@ -45,6 +48,9 @@ _ERNIE_IMAGE = FaultTargets(
     ff_out="layers.0.mlp.linear_fc2",
     modulation="adaLN_modulation.1",
     final_proj="final_linear",
+    # The scheduler's shift is 4, as ERNIE-Image's.
+    late=_find_quantile(0.85, 4.0),
+    upper=round(_find_quantile(0.65, 4.0)),
 )
 _FLUX = FaultTargets(
     family="flux",
@@ -363,7 +369,16 @@ _TARGETS = (
         "attention.v_proj",
     ),
 )
-FAULT_TARGETS = {targets.variant: targets for targets in _TARGETS}
+
+
+def _load_other_targets() -> Iterator[FaultTargets]:
+    """Fault targets of other packages' families: `FAULT_TARGETS` of `<family>_faults`, if the path has this module."""
+    for family in DIFFUSION_FAMILIES:
+        if importlib.util.find_spec(f"{family}_faults"):
+            yield from importlib.import_module(f"{family}_faults").FAULT_TARGETS
+
+
+FAULT_TARGETS = {targets.variant: targets for targets in (*_TARGETS, *_load_other_targets())}
 """By tiny variant."""
 DEFAULT = "cogvideox-5b"
 

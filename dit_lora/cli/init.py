@@ -48,7 +48,13 @@ def recipes(
         return
     defaults = get_default_recipes()
     # All recipes are read, also for one family: they are small files.
-    records = [PackagedRecipe.from_name(name).record(defaults) for name in list_recipe_names()]
+    records = []
+    for name in list_recipe_names():
+        try:
+            records.append(PackagedRecipe.from_name(name).record(defaults))
+        except DitLoraError as error:
+            # A recipe of another package must not end a command that does not need it.
+            echo(f"warning: {error}", err=True)
     selected_records = [record for record in records if family in (None, record["family"])]
     write_answer(context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records))
 
@@ -72,6 +78,7 @@ def init(
 ) -> None:
     """Create a folder to train in, with recipe, training script and Accelerate config."""
     selected_recipe = PackagedRecipe.from_name(recipe, get_default_recipes())
+    selected_recipe.require_complete()
     # The recipe's own launch is the default.
     config = accelerate or selected_recipe.accelerate_config
     if config not in list_accelerate_configs():

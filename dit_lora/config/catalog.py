@@ -2,11 +2,13 @@
 
 import ast
 import difflib
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +37,42 @@ def find_packaged_files() -> Path:
     )
 
 
+@cache
+def _list_recipe_folders() -> tuple[Path, ...]:
+    """Folders of recipes: this package's, and those that other packages name by the entry point `dit_lora.recipes`."""
+    folders = [find_packaged_files() / "recipes"]
+    for point in entry_points(group="dit_lora.recipes"):
+        package, *subpackages = point.value.split(".")
+        # Finding a package at the top runs none of its code.
+        spec = importlib.util.find_spec(package)
+        locations = (spec.submodule_search_locations if spec else None) or ()
+        folders += [Path(location, *subpackages) for location in locations]
+    return tuple(folders)
+
+
+def _map_recipe_paths() -> dict[str, Path]:
+    """Files of all recipes by name. A name of this package wins over the same name of another package."""
+    paths: dict[str, Path] = {}
+    for folder in reversed(_list_recipe_folders()):
+        paths |= {f"{path.parent.name}/{path.stem}": path for path in folder.glob("*/*.yaml")}
+    return paths
+
+
 def list_recipe_names() -> list[str]:
     """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
-    paths = (find_packaged_files() / "recipes").glob("*/*.yaml")
-    names = [f"{path.parent.name}/{path.stem}" for path in paths]
     # False sorts before True.
-    return sorted(names, key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
+    return sorted(_map_recipe_paths(), key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
+
+
+def find_recipe(name: str) -> Path:
+    """File of the recipe with this name, one of `list_recipe_names`."""
+    return _map_recipe_paths()[name]
 
 
 def load_packaged_recipes() -> list["PackagedRecipe"]:
-    """Read all recipes that come with the package, in the order of `list_recipe_names`."""
-    folder = find_packaged_files() / "recipes"
-    return [
-        PackagedRecipe(name, (folder / f"{name}.yaml").read_text(encoding="utf-8")) for name in list_recipe_names()
-    ]
+    """Read all recipes that come with this package and others, in the order of `list_recipe_names`."""
+    paths = _map_recipe_paths()
+    return [PackagedRecipe(name, paths[name].read_text(encoding="utf-8")) for name in list_recipe_names()]
 
 
 def list_accelerate_configs() -> dict[str, Path]:
@@ -77,8 +101,7 @@ class PackagedRecipe:
         names = list_recipe_names()
         if name not in names:
             raise DitLoraError(_describe_unknown_name(name, names, defaults))
-        path = find_packaged_files() / "recipes" / f"{name}.yaml"
-        return cls(name, path.read_text(encoding="utf-8"))
+        return cls(name, find_recipe(name).read_text(encoding="utf-8"))
 
     @property
     def is_smoke(self) -> bool:
@@ -129,8 +152,21 @@ class PackagedRecipe:
         # The package's own files need none of the checks of `parse_yaml`, which take 20 times as long.
         return yaml.load(self.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
+    def require_complete(self) -> None:
+        """Raise `DitLoraError` if the recipe lacks what commands read of it, as one of another package may."""
+        try:
+            missing = [label for label in ("Title", "Task", "Memory", "Time") if label not in self.facts]
+            script = "recipes/lora.py" in shlex.split(self.commands[-1])
+            missing += [] if script else ["a launch command with recipes/lora.py"]
+            missing += [] if self.values["model"]["path"] and self.values["model"]["family"] else ["model"]
+        except (LookupError, TypeError, ValueError, yaml.YAMLError) as error:
+            missing = [f"a readable header and sections ({type(error).__name__}: {error})"]
+        if missing:
+            raise DitLoraError(f"recipe {self.name} lacks {', '.join(missing)}; compare it with smoke/sd3")
+
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
-        """A packaged recipe's entry in the output of `dit-lora recipes --json`."""
+        """A packaged recipe's entry in the output of `dit-lora recipes --json`. Raises `DitLoraError`."""
+        self.require_complete()
         return {
             "name": self.name,
             "family": self.values["model"]["family"],

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from dit_lora.config.catalog import PackagedRecipe, find_packaged_files, list_recipe_names
+from dit_lora.config.catalog import PackagedRecipe, find_recipe, list_recipe_names
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe_form import list_fields, list_overrides
 from dit_lora.environment.command_job import CommandJob
@@ -147,7 +147,7 @@ class NewRunPages:
     def _read_base(self, source: str) -> BaseRecipe:
         """The shipped recipe, or the recipe of the run, that an address names."""
         if source in list_recipe_names():
-            path = find_packaged_files() / "recipes" / f"{source}.yaml"
+            path = find_recipe(source)
             return BaseRecipe(path, path.read_text(encoding="utf-8"))
         folder = self._library.get_folder(source)
         return BaseRecipe(folder / "config.yaml", read_recipe_text(folder))

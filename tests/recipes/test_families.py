@@ -15,6 +15,7 @@ from smoke_recipes import OTHERS, RUNS, SMOKES, smoke_args
 
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.sample import SampleRequest, write_samples
+from dit_lora.config.catalog import find_recipe, list_recipe_names
 from dit_lora.config.load import load_recipe
 from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
@@ -24,7 +25,8 @@ Main = Callable[[list[str]], None]
 
 
 def test_every_smoke_recipe_is_tried_here() -> None:
-    recipes = {path.stem: load_recipe(path) for path in (ROOT / "recipes" / "smoke").glob("*.yaml")}
+    names = [name for name in list_recipe_names() if name.startswith("smoke/")]
+    recipes = {name.removeprefix("smoke/"): load_recipe(find_recipe(name)) for name in names}
     # Those of chat models are in test_chat.py.
     assert set(SMOKES) == {n for n, r in recipes.items() if r.model.family in DIFFUSION_FAMILIES}
 

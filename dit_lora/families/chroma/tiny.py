@@ -28,6 +28,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
             approximator_hidden_dim=32,
             approximator_layers=1,
         ),
+        # As lodestones/Chroma, which shifts by size. Chroma1-HD has shift 3 at every size.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)

@@ -20,7 +20,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         text_encoder=Mistral3Model(config).eval(),
         vae=build_flux2_vae(),
         transformer=_build_transformer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=4.0),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
 

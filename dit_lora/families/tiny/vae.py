@@ -9,7 +9,9 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 LATENT_CHANNELS = 4
 
 
-def build_image_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0) -> AutoencoderKL:
+def build_image_vae(
+    scaling_factor: float = 0.3611, shift_factor: float | None = 0.1159, width: float = 8.0
+) -> AutoencoderKL:
     """A small image autoencoder, by default with FLUX.1's scaling and shift.
 
     `width` scales the mean of its posterior, so that scaled latents have a variance of about 1.

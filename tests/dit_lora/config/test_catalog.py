@@ -7,10 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dit_lora.cli.app import app
+from dit_lora.config import catalog
 from dit_lora.config.catalog import (
     PackagedRecipe,
     find_packaged_files,
+    find_recipe,
     list_recipe_names,
     write_run_folder,
 )
@@ -122,6 +126,38 @@ def test_names_are_taken_as_users_write_them() -> None:
 def test_an_unknown_recipe_gets_the_nearest_names(name: str, message: str) -> None:
     with pytest.raises(DitLoraError, match=message):
         PackagedRecipe.from_name(name, get_default_recipes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("# Task: ", "# Tasks: "), "recipe other/mine lacks Task; compare it with smoke/sd3"),
+        (("recipes/lora.py", "train.py"), "lacks a launch command with recipes/lora.py"),
+        (("\nmodel:", "\nmodels:"), "lacks a readable header and sections"),
+        (("  path: tiny/sd3.5-medium ", "  path: [ "), "lacks a readable header and sections"),
+    ],
+)
+def test_an_incomplete_recipe_of_another_package_is_a_warning_where_all_are_listed(
+    change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "recipes" / "smoke" / "sd3.yaml").read_text()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.yaml").write_text(text.replace(*change))
+    (tmp_path / "other" / "whole.yaml").write_text(text)
+    monkeypatch.setattr(catalog, "_list_recipe_folders", lambda: (ROOT / "recipes", tmp_path))
+    result = CliRunner().invoke(app, ["recipes", "--family", "sd3"], catch_exceptions=False)
+    assert "other/whole" in result.stdout
+    assert "other/mine" not in result.stdout
+    assert "warning: recipe other/mine lacks" in result.stderr
+    with pytest.raises(DitLoraError, match=message):
+        CliRunner().invoke(app, ["init", "other/mine", str(tmp_path / "run")], catch_exceptions=False)
+
+
+def test_recipes_of_this_package_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke" / "sd3.yaml").write_text("model: {family: other}\n")
+    monkeypatch.setattr(catalog, "_list_recipe_folders", lambda: (ROOT / "recipes", tmp_path))
+    assert find_recipe("smoke/sd3") == ROOT / "recipes" / "smoke" / "sd3.yaml"
 
 
 def test_a_folder_of_recipes_is_listed() -> None:

@@ -1,25 +1,24 @@
 """A family of another package, registered by an entry point, in a process that has its folder on the path."""
 
-import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from family_cases.case import captioned_images
-from launching import ROOT, SCRIPT, launch_environment
-from safetensors import safe_open
-from safetensors.torch import load_file
+from launching import ROOT, launch_environment
 
 from dit_lora import families
 
 PACKAGE = ROOT / "tests" / "toy_package"
 
 
-def run(*args: str, code: int = 0) -> str:
-    """Standard output and standard error of Python with these arguments and the package on its path."""
-    path = os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])
+def run(*args: str, code: int = 0, folders: Sequence[Path] = (PACKAGE,)) -> str:
+    """Standard output and standard error of Python with these arguments and folders on its path."""
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [sys.executable, *args],
         env={**launch_environment(), "PYTHONPATH": path},
@@ -27,44 +26,49 @@ def run(*args: str, code: int = 0) -> str:
         text=True,
         check=False,
     )
-    assert result.returncode == code, result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
 
-TRAIN_SAMPLE_EXPORT = """
-import importlib.util, sys
-from pathlib import Path
-from dit_lora.commands.sample import SampleRequest, write_samples
-from dit_lora.export.export import ExportRequest, export
-from dit_lora.families import get_family
+EXAMPLE = ROOT / "examples" / "aura_flow"
 
-script, folder, *args = sys.argv[1:]
-folder = Path(folder)
-get_family("toy").build_tiny_checkpoint("toy-image", folder / "tiny", 0)
-spec = importlib.util.spec_from_file_location("lora_recipe", script)
-recipe = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(recipe)
-recipe.main([*args, f"model.path={folder / 'tiny'}", f"run.dir={folder / 'run'}"])
-write_samples(SampleRequest(folder / "run", ("a red disc",), inference_steps=2, output_folder=folder / "samples"))
-export(ExportRequest((folder / "run",), "peft", folder / "peft"))
-"""
+
+def write_metadata(folder: Path) -> None:
+    """Write the metadata that pip writes when it installs the example, with the entry points of its pyproject.toml."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text("utf-8"))["project"]
+    metadata = folder / "dit_lora_aura_flow-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+def run_example_tests(folder: Path, expression: str, *files: str) -> int:
+    """Run tests of these files with the example on the path, as after its installation.
+
+    Returns the number of tests, all of which passed.
+    """
+    write_metadata(folder)
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not thorough", "--lazy-checkpoints"]
+    folders = (folder, EXAMPLE, EXAMPLE / "tests")
+    output = run("-m", "pytest", *options, "-k", expression, *(str(ROOT / file) for file in files), folders=folders)
+    (num_passed,) = re.findall(r"(\d+) passed", output)
+    return int(num_passed)
 
 
 @pytest.mark.slow
-def test_it_trains_samples_and_exports(tmp_path: Path) -> None:
-    captioned_images(tmp_path / "data")
-    values = ["model.family=toy", f"data.path={tmp_path / 'data'}", f"data.cache={tmp_path / 'cache'}"]
-    values += ["train.steps=2", "validation.inference_steps=2"]
-    recipe = ROOT / "recipes" / "smoke" / "sd3.yaml"
-    run("-c", TRAIN_SAMPLE_EXPORT, str(SCRIPT), str(tmp_path), str(recipe), *values)
-    adapter = tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors"
-    assert {name.split(".")[-3] for name in load_file(adapter)} == {"to_q", "to_k", "to_v", "add_q_proj"}
-    with safe_open(adapter, framework="pt") as opened:
-        metadata = json.loads(opened.metadata()["dit_lora"])
-    assert (metadata["family"], metadata["toy"]) == ("toy", True)
-    assert list((tmp_path / "samples").glob("*.png"))
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert config["r"] == 4
+def test_the_example_meets_the_contract_and_commands_train_it(tmp_path: Path) -> None:
+    files = ("tests/dit_lora/families/test_contract.py", "examples/aura_flow/tests")
+    # The contract's, one that asks for all families' cases, and the example's own two.
+    assert run_example_tests(tmp_path, "aura or every_variant", *files) >= 17
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
+    # Its smoke recipe, and a test that asks for all smoke recipes.
+    assert run_example_tests(tmp_path, "aura or every_smoke", "tests/recipes/test_families.py") == 2
 
 
 def test_whatever_a_package_raises_when_imported_is_one_line(

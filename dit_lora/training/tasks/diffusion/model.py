@@ -14,6 +14,7 @@ from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.attention import require_mask_support
 from dit_lora.fuse.registry import OPS_WITHOUT_TRITON
+from dit_lora.training.distributed.token_split import has_context_plan
 
 
 def require_quantization(recipe: Recipe) -> None:
@@ -46,7 +47,8 @@ def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     # Raise now, and not at the first batch whose captions do not fill their mask.
     if get_family(recipe.model.family).has_attention_mask:
         require_mask_support(attention)
-    if attention == "auto" and recipe.train.context_parallel > 1:
+    # Models that cannot split their tokens are refused later, by that reason and not by their attention.
+    if attention == "auto" and recipe.train.context_parallel > 1 and has_context_plan(transformer):
         # Only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly.
         attention = "native"
     report = fuse(transformer, ops, attention=attention, check=False)

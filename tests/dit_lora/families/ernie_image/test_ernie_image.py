@@ -16,6 +16,7 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.ernie_image.checkpoint import MAX_TEXT_TOKENS
+from dit_lora.training.tasks.diffusion.model import patch_kernels
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs" / "ERNIE-Image"
 FAMILY = get_family("ernie_image")
@@ -63,6 +64,20 @@ def test_a_run_on_turbo_starts_with_a_warning(
     assert not checkpoint.info.recipe_notes(parse_recipe({**recipe_values, **values, "train": train}, "test"))
 
 
+def test_sharing_a_samples_tokens_is_not_refused_for_a_kernel_that_nobody_set(
+    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any]
+) -> None:
+    """`enable_context_parallel` refuses it, by its own option."""
+    path = tiny_checkpoints["ernie-image"]
+    values = {
+        "data": {"path": ".", "height": 64, "width": 96},
+        "model": {"family": "ernie_image", "path": str(path)},
+        "train": {"steps": 1, "context_parallel": 2},
+    }
+    recipe = parse_recipe({**recipe_values, **values}, "test")
+    assert patch_kernels(recipe, opened(path).denoiser.load_transformer(torch.float32)) == ""
+
+
 def test_a_shift_by_size_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     tiny = tiny_checkpoints["ernie-image"]
     path = changed(tiny, tmp_path / "dynamic", "scheduler/scheduler_config.json", use_dynamic_shifting=True)
@@ -94,7 +109,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(tmp_path: Path) -> Non
         report = attach_lora(transformer, LoraConfig(rank=16), FAMILY.lora_targets, seed=0)
     assert num_parameters == counted(config) == 8_033_490_048
     assert (report.num_adapted, report.num_parameters) == (144, 18_874_368)
-    assert checkpoint.denoiser.objective.shift == 3.0
+    assert checkpoint.denoiser.objective.shift == 4.0
     licence = FAMILY.get_license("baidu/ERNIE-Image-Turbo")
     assert licence is not None
     assert licence.id == "apache-2.0"
