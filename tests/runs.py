@@ -39,7 +39,7 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
 
 
 def require_short_log(log: str, run: Path) -> list[str]:
-    """The lines of a normal run's log, of which there are at most 15, with at most 80 columns.
+    """The lines of a normal run's log: at most 15, with at most 80 columns.
 
     Kernels that the recipe asks for by name have lines of their own, and a line that is wrapped counts once.
     """

@@ -61,8 +61,8 @@ def distil_guidance(
         captions = torch.where(is_empty[:, None, None], empty_embeds, captions)
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                both = torch.cat([captions, empty_embeds.expand_as(captions)])
-                conditional, unconditional = _predict(teacher, noisy.repeat(2, 1, 1, 1, 1), both, timesteps, rotary)
+                embeds = torch.cat([captions, empty_embeds.expand_as(captions)])
+                conditional, unconditional = _predict(teacher, noisy.repeat(2, 1, 1, 1, 1), embeds, timesteps, rotary)
             prediction = _predict(student, noisy, captions, timesteps, rotary)[0]
         # For an empty caption both predictions are equal, and so is the target.
         loss = (prediction - (unconditional + guidance * (conditional - unconditional))).square().mean()

@@ -124,10 +124,10 @@ def train_de_distillation(args: argparse.Namespace) -> Path:
     run_dir: Path = args.work / DE_DISTILLATION
     if not (run_dir / "adapter").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
-        known = write_clips(args.work, 0, args.new_clips, args.known_clips)[1]
-        sources = json.dumps([{"path": str(known)}])
+        known_clips = write_clips(args.work, 0, args.new_clips, args.known_clips)[1]
+        sources = json.dumps([{"path": str(known_clips)}])
         overrides = [f"data.sources={sources}", "train.seed=1000", f"train.steps={args.steps}"]
-        train(run_dir, (known, known), overrides, args.work / DISTILLED)
+        train(run_dir, (known_clips, known_clips), overrides, args.work / DISTILLED)
     return run_dir
 
 

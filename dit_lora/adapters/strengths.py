@@ -17,12 +17,14 @@ def parse_strengths(text: str, name: str = "strengths", max_numbers: int | None 
         DitLoraError: If they are not numbers, not finite, equal to each other, or too many.
     """
     try:
+        # Spaces around a number are allowed.
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise DitLoraError(f"{name} must be numbers, such as 0,0.5,1; got {text[:80]!r}") from error
     # Equal strengths would write the same file twice.
     if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
         raise DitLoraError(f"{name} must be finite numbers without repetition; got {text[:80]!r}")
+    # Each one is a sample, or a file, to be made.
     if max_numbers is not None and len(numbers) > max_numbers:
         raise DitLoraError(f"{name} must be at most {max_numbers} numbers; got {len(numbers)}")
     return numbers

@@ -72,12 +72,24 @@ class CaptionEdits:
         """
         with self._lock:
             table = self._read_table()
-            if not self._should_defer_check(table, sample_filter):
+            is_checked = self._findings.has_checked or (self._first_check is not None and self._first_check.done())
+            if is_checked or sample_filter.needs_checks or len(table.media) <= _MAX_AWAITED_FILES:
                 return build_sheet(self._read_source(table), sample_filter, page_number, self.rules)
-            source = SheetSource(table, is_checked=False)
-            sheet = build_sheet(source, sample_filter, page_number, self.rules)
-            self._start_check(table)
+            sheet = build_sheet(SheetSource(table, is_checked=False), sample_filter, page_number, self.rules)
+            # At most one check in this process: that of another folder may be under way.
+            if self._first_check is None and _CHECKER_IS_FREE.acquire(blocking=False):
+                # A copy of what edits change meanwhile. The next `update` checks these edits.
+                self._first_check = _CHECKER.submit(self.check_all, replace(table, captions=dict(table.captions)))
+                self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
             return sheet
+
+    def check_all(self, table: CaptionTable) -> tuple[StoredAudit, CaptionFindings]:
+        """Read the folder's audit and check all captions, which takes a second for 30,000 files."""
+        # Both threads share one interpreter, which would otherwise delay the sheet.
+        time.sleep(_CHECK_DELAY_S)
+        findings = CaptionFindings(self.rules)
+        findings.update(table)
+        return StoredAudit.read(self.root), findings
 
     def list_lines(self, sample_filter: SampleFilter) -> list[str]:
         """A line for each file that passes a filter: name, tokens or words, codes of findings, caption."""
@@ -162,26 +174,9 @@ class CaptionEdits:
         self._table = CaptionTable.read(self.root, self._table, allow_other_lists=True)
         return self._table
 
-    def _should_defer_check(self, table: CaptionTable, sample_filter: SampleFilter) -> bool:
-        """True if a sheet is to be shown before the first check of all files has ended."""
-        has_ended = self._findings.has_checked or (self._first_check is not None and self._first_check.done())
-        return not (has_ended or sample_filter.needs_checks or len(table.media) <= _MAX_AWAITED_FILES)
-
-    def _start_check(self, table: CaptionTable) -> None:
-        """Start the first check in a thread, unless this or another folder's is under way."""
-        if self._first_check is None and _CHECKER_IS_FREE.acquire(blocking=False):
-            # A copy of what edits change meanwhile. The next `update` checks these edits.
-            self._first_check = _CHECKER.submit(self._check_all, replace(table, captions=dict(table.captions)))
-            self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
-
-    def _check_all(self, table: CaptionTable) -> tuple[StoredAudit, CaptionFindings]:
-        time.sleep(_CHECK_DELAY_S)
-        findings = CaptionFindings(self.rules)
-        findings.update(table)
-        return StoredAudit.read(self.root), findings
-
     def _read_source(self, table: CaptionTable) -> SheetSource:
         """Everything about the files as they are now; waits for a first check that is under way."""
+        # A check that failed is tried again at the next request.
         first_check, self._first_check = self._first_check, None
         if first_check is not None:
             self._audit, self._findings = first_check.result()

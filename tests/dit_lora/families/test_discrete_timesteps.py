@@ -102,7 +102,7 @@ def test_a_range_alone_is_uniform_in_it(tiny_checkpoints: dict[str, Path]) -> No
 
 
 def test_losses_keep_their_weights(tiny_checkpoints: dict[str, Path]) -> None:
-    """The loss of a drawn timestep is Diffusers' plain mean squared error there, whatever its density."""
+    """The loss of a drawn timestep is Diffusers' plain mean squared error there, for every density."""
     checkpoint = open_with(tiny_checkpoints, "cogvideox", {"density": "logit_normal", "mean": 1.5})
     path, generator, rows = tiny_checkpoints["cogvideox-2b"], torch.Generator().manual_seed(0), range(6)
     mean = torch.randn(6, 4, 3, 4, 6, generator=generator)

@@ -47,7 +47,7 @@ def write_metadata(folder: Path) -> None:
 def run_example_tests(folder: Path, expression: str, *files: str) -> int:
     """Run tests of these files with the example on the path, as after its installation.
 
-    Returns the number of tests, all of which passed.
+    All must pass. Returns their number.
     """
     write_metadata(folder)
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not thorough", "--lazy-checkpoints"]

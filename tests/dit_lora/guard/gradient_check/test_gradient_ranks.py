@@ -121,7 +121,7 @@ def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
 
 
 def check_in_16_bits(rank: int) -> list[GradientReport]:
-    """Reports of a step in 16 bits, of which rank 1 can convert no weights the second time."""
+    """Reports of two checks of a step in 16 bits. In the second, rank 1 cannot convert its weights."""
     ranked = RankedStep(rank)
     ranked.run_backward()
     step = replace(ranked.step, dtype=torch.bfloat16)

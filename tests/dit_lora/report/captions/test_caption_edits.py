@@ -219,13 +219,13 @@ def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypa
 def test_sheets_of_many_files_come_before_the_first_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "clips", {"0.png": "same", "1.png": "same", "2.png": ""})
     other_folder = write_folder(tmp_path / "other", {"a.png": "a"})
-    may_check, check_all = Event(), CaptionEdits._check_all
+    may_check, check_all = Event(), CaptionEdits.check_all
 
     def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
         assert may_check.wait(60)
         return check_all(edits, table)
 
-    monkeypatch.setattr(CaptionEdits, "_check_all", wait_and_check)
+    monkeypatch.setattr(CaptionEdits, "check_all", wait_and_check)
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
     edits, other = CaptionEdits(folder, TextRules()), CaptionEdits(other_folder, TextRules())
     sheet = edits.build_sheet(SampleFilter(), 1)
@@ -261,7 +261,7 @@ def test_a_first_check_that_fails_is_reported_and_tried_again(tmp_path: Path, mo
         raise DitLoraError("this tokenizer fails")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CaptionEdits, "_check_all", fail)
+        patch.setattr(CaptionEdits, "check_all", fail)
         with pytest.raises(DitLoraError, match="this tokenizer fails"):  # noqa: PT012 -- until the thread has ended
             while not edits.build_sheet(SampleFilter(), 1).is_checked:
                 time.sleep(0.01)
