@@ -150,7 +150,7 @@ SMALL_RUNS = (
     ),
     SmallRun(
         "world.distilled",
-        "{work} --seeds 0 --routes under guided --steps 1 --per-group 1 --new-clips 2 --known-clips 2 "
+        "{work} --seeds 0 --routes guided --steps 1 --per-group 1 --new-clips 2 --known-clips 2 "
         "--distillation-steps 1 --distillation-clips 1",
         r"\| guided target \| 1 \| N \(N to N\) \| N \(N to N\) \| N \| N \|",
     ),
