@@ -31,13 +31,13 @@ _NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("at
 """A pass with very many calls fails each time, and then the backend is rightly off."""
 
 
-def _late(name: str, change: Callable[[], Change], step: int = 3) -> Fault:
+def _late(name: str, change: Callable[[], Change], step: int = 3, needs: tuple[str, ...] = ()) -> Fault:
     """A kernel fault whose change keeps state, which is new in each run."""
 
     def strike(when: When) -> Arm:
         return lambda stage: kernel(change(), when)(stage)
 
-    return from_step(name, "kernel", _KERNEL, strike, step, overrides=COMPARED)
+    return from_step(name, "kernel", _KERNEL, strike, step, overrides=COMPARED, needs=needs)
 
 
 def _in_training(output: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def _in_training(output: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: tuple[Fault, ...] = (
-    _late("a fused kernel that gives every sample the first one's rows, late", lambda: first_row),
+    _late("a fused kernel that gives every sample the first one's rows, late", lambda: first_row, needs=("batched",)),
     _late(
         "a fused kernel whose gradient is a fifth too small, late",
         lambda: backward_of(times(0.8)),

@@ -49,12 +49,17 @@ def op_of_target(change: Change, module: str) -> Arm:
 
     def arm(stage: Stage) -> None:
         rows: list[list[bool]] = [[]]
+        calls = [count()]
 
         def note(batch: Tensors, streams: RandomStreams) -> Tensors:
-            rows[0] = stage.is_target(batch)
+            rows[0], calls[0] = stage.is_target(batch), count()
             return batch
 
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            if not stage.targets.batched:
+                # Each call has the next sample of the batch.
+                number = next(calls[0])
+                return change(output) if number < len(rows[0]) and rows[0][number] else output
             parts = output.chunk(max(1, len(rows[0])))
             if len(parts) != len(rows[0]):
                 return output  # no batch of samples: the probe that a run's start and end note
@@ -150,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
         # The place is the linear layer that makes shift, scale and gate from the time embedding.
         kernel(first_row, _ALWAYS, "kernel:modulate", "{modulation}"),
         CHECKED,
-        needs=("modulation",),
+        needs=("modulation", "batched"),
     ),
     Fault(
         "a fused kernel that is wrong only backward",

@@ -35,6 +35,7 @@ _CHROMA = FaultTargets(
     attention="transformer_blocks.1.attn",
     modulation="distilled_guidance_layer.out_proj",
     time_proj="time_text_embed.time_proj",
+    batched=False,
     has_buffers=True,
 )
 _COGVIDEOX = FaultTargets(family="cogvideox", variant="cogvideox-5b", data=_CLIPS)

@@ -48,6 +48,8 @@ class FaultTargets:
     """The cached floating-point tensor of the caption."""
     posterior: bool = True
     """True if the VAE returns a distribution."""
+    batched: bool = True
+    """True if one call of the model has all samples of a micro-batch; False if each has a call of its own."""
     has_buffers: bool = False
     """True if the model has floating-point buffers, such as position tables."""
     class_table: str | None = None
