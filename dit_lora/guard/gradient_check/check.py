@@ -96,7 +96,15 @@ class GradientReport:
 
     @property
     def worst(self) -> SlopeComparison | None:
-        """The comparison that differs; without one, that along the gradient. None if there is neither."""
+        """The comparison that differs; without one, that along the gradient. None if there is neither.
+
+        If the check cannot tell, the comparison with the widest bound among those that could not.
+        """
+        if self.result == "cannot tell":
+            # Random signs need not give a result, and a slope of zero has no relative bound.
+            needed = [c for c in self.comparisons if c.direction != RandomDirection.label and c.bound < math.inf]
+            undecided = [c for c in needed if c.result == "cannot tell"]
+            return max(undecided or needed, key=lambda comparison: comparison.bound, default=None)
         differing = [c for c in self.comparisons if c.result == "differs"]
         along_gradient = [c for c in self.comparisons if c.direction == GradientDirection.label]
         return next(iter(differing or along_gradient), None)

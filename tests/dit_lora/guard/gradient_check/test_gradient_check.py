@@ -22,7 +22,9 @@ from dit_lora.guard.gradient_check.directions import (
 )
 from dit_lora.guard.gradient_check.slopes import (
     TOLERANCES,
+    CheckResult,
     LossEvaluator,
+    SlopeComparison,
     SlopeEstimate,
     compare_slopes,
     divide,
@@ -200,6 +202,17 @@ def test_a_smaller_step_must_confirm_a_difference(sizes: list[float], difference
     noises = [1e-4, 1e-4] if sizes[0] == 1.0 else [1e-4, 4e-4]
     estimates = [make_estimate(*values) for values in zip(sizes, differences, noises, strict=True)]
     assert judge_estimates(estimates, TOLERANCES[torch.float32]) == result
+
+
+def test_a_check_that_cannot_tell_gives_the_comparison_that_could_not() -> None:
+    def compare(direction: str, result: CheckResult, noise: float) -> SlopeComparison:
+        return SlopeComparison(direction, ("a",), result, 4, make_estimate(1.0, 0.0, noise))
+
+    along, tensorwise = compare("gradient", "agrees", 1e-5), compare("gradient per tensor", "cannot tell", 1e-3)
+    signs, nothing = compare("random signs", "cannot tell", 1.0), SlopeComparison("gradient", ("a",), "cannot tell", 0)
+    assert GradientReport("cannot tell", (along, tensorwise, signs), 12).worst is tensorwise
+    assert GradientReport("cannot tell", (along, signs), 8).worst is along
+    assert GradientReport("cannot tell", (nothing,), 0).worst is None
 
 
 def test_large_tensors_are_moved_in_parts_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
