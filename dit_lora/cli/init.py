@@ -10,7 +10,7 @@ import typer
 
 from dit_lora.cli.arguments import complete_families, complete_launch_config_names, complete_recipes
 from dit_lora.cli.json_output import JsonFlag, write_answer
-from dit_lora.config.catalog import PackagedRecipe, list_accelerate_configs, list_recipe_names, write_run_folder
+from dit_lora.config.catalog import PackagedRecipe, list_accelerate_configs, map_recipe_paths, write_run_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_default_recipes, get_families
 from dit_lora.terminal import echo
@@ -49,9 +49,9 @@ def recipes(
     defaults = get_default_recipes()
     # All recipes are read, also for one family: they are small files.
     records = []
-    for name in list_recipe_names():
+    for name, path in map_recipe_paths().items():
         try:
-            records.append(PackagedRecipe.from_name(name).record(defaults))
+            records.append(PackagedRecipe.from_file(name, path).record(defaults))
         except DitLoraError as error:
             # A recipe of another package must not end a command that does not need it.
             echo(f"warning: {error}", err=True)

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import entry_points
@@ -50,29 +51,39 @@ def _list_recipe_folders() -> tuple[Path, ...]:
     return tuple(folders)
 
 
-def _map_recipe_paths() -> dict[str, Path]:
-    """Files of all recipes by name. A name of this package wins over the same name of another package."""
+def map_recipe_paths() -> dict[str, Path]:
+    """Files of all recipes by name; recipes that need no GPU come first.
+
+    A name of this package wins over the same name of another package.
+    """
     paths: dict[str, Path] = {}
     for folder in reversed(_list_recipe_folders()):
         paths |= {f"{path.parent.name}/{path.stem}": path for path in folder.glob("*/*.yaml")}
-    return paths
+    # False sorts before True.
+    names = sorted(paths, key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
+    return {name: paths[name] for name in names}
 
 
 def list_recipe_names() -> list[str]:
-    """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
-    # False sorts before True.
-    return sorted(_map_recipe_paths(), key=lambda name: (not name.startswith(_CPU_FOLDERS), name))
+    """Names for `dit-lora init`, such as `cogvideox/5b_t2v`, in the order of `map_recipe_paths`."""
+    return list(map_recipe_paths())
 
 
 def find_recipe(name: str) -> Path:
     """File of the recipe with this name, one of `list_recipe_names`."""
-    return _map_recipe_paths()[name]
+    return map_recipe_paths()[name]
 
 
 def load_packaged_recipes() -> list["PackagedRecipe"]:
-    """Read all recipes that come with this package and others, in the order of `list_recipe_names`."""
-    paths = _map_recipe_paths()
-    return [PackagedRecipe(name, paths[name].read_text(encoding="utf-8")) for name in list_recipe_names()]
+    """Read all recipes that come with this package and others, in the order of `list_recipe_names`.
+
+    Files that cannot be read are left out.
+    """
+    recipes = []
+    for name, path in map_recipe_paths().items():
+        with suppress(DitLoraError):
+            recipes.append(PackagedRecipe.from_file(name, path))
+    return recipes
 
 
 def list_accelerate_configs() -> dict[str, Path]:
@@ -101,7 +112,15 @@ class PackagedRecipe:
         names = list_recipe_names()
         if name not in names:
             raise DitLoraError(_describe_unknown_name(name, names, defaults))
-        return cls(name, find_recipe(name).read_text(encoding="utf-8"))
+        return cls.from_file(name, find_recipe(name))
+
+    @classmethod
+    def from_file(cls, name: str, path: Path) -> "PackagedRecipe":
+        """Read a recipe that another package may bring. Raises `DitLoraError`."""
+        try:
+            return cls(name, path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DitLoraError(f"cannot read recipe {name}, {path}: {error}") from error
 
     @property
     def is_smoke(self) -> bool:

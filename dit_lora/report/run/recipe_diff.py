@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
@@ -87,7 +88,14 @@ def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
         return {}
     # Search the text first: parsing all recipes takes half a second.
     line = re.compile(rf"^  family: *{re.escape(family)}\b", re.MULTILINE)
-    return {recipe.name: recipe.values for recipe in recipes if line.search(recipe.text)}
+    values_by_name = {}
+    for recipe in recipes:
+        if line.search(recipe.text):
+            # Another package may have incomplete ones.
+            with suppress(DitLoraError):
+                recipe.require_complete()
+                values_by_name[recipe.name] = recipe.values
+    return values_by_name
 
 
 def _list_changes(shipped: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]] | None:

@@ -153,6 +153,19 @@ def test_an_incomplete_recipe_of_another_package_is_a_warning_where_all_are_list
         CliRunner().invoke(app, ["init", "other/mine", str(tmp_path / "run")], catch_exceptions=False)
 
 
+def test_a_file_of_another_package_that_is_no_text_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other" / "folder.yaml").mkdir(parents=True)
+    (tmp_path / "other" / "latin.yaml").write_bytes("# Title: caf\xe9\n".encode("latin-1"))
+    monkeypatch.setattr(catalog, "_list_recipe_folders", lambda: (ROOT / "recipes", tmp_path))
+    result = CliRunner().invoke(app, ["recipes", "--family", "sd3"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for name in ("folder", "latin"):
+        assert f"warning: cannot read recipe other/{name}, " in result.stderr
+    assert not {"other/folder", "other/latin"} & {recipe.name for recipe in catalog.load_packaged_recipes()}
+
+
 def test_recipes_of_this_package_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke" / "sd3.yaml").write_text("model: {family: other}\n")
