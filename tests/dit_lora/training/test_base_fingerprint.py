@@ -225,6 +225,22 @@ def test_a_kernel_that_goes_wrong_is_named(
     assert failing(verify_adapter(tmp_path / "run")) == {"output"}
 
 
+def test_a_hook_that_is_added_after_the_first_record_is_no_fault_of_a_kernel(
+    start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = preparing.record_base_fingerprint
+
+    def record_and_hook(setup: Setup[Any, Any], *arguments: Any, **options: Any) -> Any:
+        fingerprint = record(setup, *arguments, **options)
+        assert fingerprint.initial_output is not None
+        setup.transformer.proj_out.register_forward_hook(lambda _module, _inputs, output: 1.5 * output)
+        return fingerprint
+
+    monkeypatch.setattr(preparing, "record_base_fingerprint", record_and_hook)
+    assert "a hook or another forward changes the run's output" in ended(start, *KERNELS, "guard.preflight=true")
+    assert "lora_linear" not in "".join(path.read_text() for path in (tmp_path / "run").rglob("events.jsonl"))
+
+
 @pytest.mark.parametrize(("times", "passes"), [(1 + BLOCK_TOLERANCE / 4, True), (1.05, False)])
 def test_what_passes_at_the_start_passes_at_the_end(
     start: Callable[..., str],
