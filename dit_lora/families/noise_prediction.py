@@ -4,7 +4,7 @@ Shapes: B batch, C latent channels, F latent frames of a clip, H and W latent si
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,8 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import TensorMap, Tensors
-from dit_lora.families.discrete_timesteps import DiscreteDenoiser
+from dit_lora.families.base import Denoiser, TensorMap, Tensors
+from dit_lora.families.discrete_timesteps import DiscreteTimesteps
 from dit_lora.families.latents import compute_loss_weights, sample_posterior
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
@@ -24,16 +24,21 @@ from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseDenoiser(DiscreteDenoiser):
+class NoiseDenoiser(Denoiser):
     """Base class of denoisers that predict noise, and optionally its variance."""
 
     objective: EpsilonPrediction
     should_train_variance: bool = True
     """Train the variance too, if the network predicts one (`train.vlb`)."""
+    discrete_timesteps: DiscreteTimesteps = field(default_factory=DiscreteTimesteps)
 
     @property
     def training_options(self) -> tuple[str, ...]:
-        return ("train.vlb", *super().training_options)
+        return ("train.vlb", "train.timesteps", *super().training_options)
+
+    @property
+    def timestep_range(self) -> range:
+        return self.discrete_timesteps.get_range(self.num_train_timesteps)
 
     @property
     def has_learned_variance(self) -> bool:
@@ -50,12 +55,18 @@ class NoiseDenoiser(DiscreteDenoiser):
         trains_variance = self.has_learned_variance and recipe.train.vlb is not False
         if trains_variance and recipe.train.target == "guided":
             raise DitLoraError("train.target: guided has no target for the variance; add train.vlb: false")
-        return replace(super().apply_training_options(recipe), should_train_variance=trains_variance)
+        timesteps = DiscreteTimesteps.from_recipe(recipe, self.info.path.name)
+        return replace(
+            super().apply_training_options(recipe),
+            should_train_variance=trains_variance,
+            discrete_timesteps=timesteps,
+        )
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape: (C, H, W) or (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
-        return {"posterior": noise, "noise": noise, **self.timestep_draw_function()}
+        timestep = self.discrete_timesteps.make_draw_function(self.num_train_timesteps)
+        return {"posterior": noise, "noise": noise, "timestep": timestep}
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Loss of each sample in fp32: squared error of the noise, plus the variational bound of the variance in bits.

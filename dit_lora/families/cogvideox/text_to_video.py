@@ -7,18 +7,20 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import nn
 
 from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import (
     CheckpointInfo,
+    Denoiser,
     Encoders,
     Sampler,
     TensorMap,
@@ -28,7 +30,7 @@ from dit_lora.families.base import (
     TextLimit,
 )
 from dit_lora.families.captions import load_text_limit, make_padded_encoder
-from dit_lora.families.discrete_timesteps import DiscreteDenoiser
+from dit_lora.families.discrete_timesteps import DiscreteTimesteps
 from dit_lora.families.latents import (
     compute_loss_weights,
     encode_video,
@@ -126,7 +128,7 @@ class CogVideoXEncoders(Encoders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXDenoiser(DiscreteDenoiser):
+class CogVideoXDenoiser(Denoiser):
     """CogVideoX's transformer and loss, for text-to-video and image-to-video.
 
     The tasks differ only in the conditioning.
@@ -134,7 +136,20 @@ class CogVideoXDenoiser(DiscreteDenoiser):
 
     info: CogVideoXInfo
     objective: VPrediction
+    discrete_timesteps: DiscreteTimesteps = field(default_factory=DiscreteTimesteps)
     transformer_class: ClassVar[Any] = CogVideoXTransformer3DModel
+
+    @property
+    def training_options(self) -> tuple[str, ...]:
+        return ("train.timesteps", *super().training_options)
+
+    def apply_training_options(self, recipe: Recipe) -> Self:
+        timesteps = DiscreteTimesteps.from_recipe(recipe, self.info.path.name)
+        return replace(super().apply_training_options(recipe), discrete_timesteps=timesteps)
+
+    @property
+    def timestep_range(self) -> range:
+        return self.discrete_timesteps.get_range(self.num_train_timesteps)
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
@@ -142,7 +157,7 @@ class CogVideoXDenoiser(DiscreteDenoiser):
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
             "posterior": partial(normal, (channels, frames, *size)),
             "noise": partial(normal, (channels, frames + self.num_padding_frames(frames), *size)),
-            **self.timestep_draw_function(),
+            "timestep": self.discrete_timesteps.make_draw_function(self.num_train_timesteps),
             **self.conditioning.draw_functions(batch),
         }
 
