@@ -58,8 +58,8 @@ class DiscreteTimesteps:
         if self.distribution is None:
             return range(num_train_timesteps)
         # Rounded outwards, as the timesteps of levels at the ends are.
-        first = math.floor(self.distribution.t_min * num_train_timesteps)
-        return range(first, math.ceil(self.distribution.t_max * num_train_timesteps))
+        start = math.floor(self.distribution.t_min * num_train_timesteps)
+        return range(start, math.ceil(self.distribution.t_max * num_train_timesteps))
 
     def make_draw_function(self, num_train_timesteps: int) -> Callable[[Sequence[torch.Generator]], torch.Tensor]:
         """Function that draws a timestep for each sample's generator, int64 (B,)."""

@@ -21,10 +21,10 @@ def noisy(*arguments):
     early.write("three\\n")
     subprocess.run(["echo", "four"])
     atexit.register(print, "five")
-    return ()
+    return {}
 from dit_lora import cli
 sys.argv = ["dit-lora", "recipes", "--json"]
-with mock.patch("dit_lora.cli.init.list_recipe_names", noisy):
+with mock.patch("dit_lora.cli.init.map_recipe_paths", noisy):
     cli.main()
 """
 
