@@ -105,7 +105,7 @@ def _check_in_fp32(
         return report
     if replay_error is not None:
         return replace(replay_error, num_evaluations=report.num_evaluations + _EVALUATIONS_PER_REPLAY)
-    # In low precision a kernel, or compiled code, may have a fault of its own.
+    # A kernel, or compiled code, may be wrong in low precision only.
     distance = measure_rounding(gradients, exact, step.dtype)
     return None if distance is None or report.result != "agrees" else replace(report, fp32_distance=distance)
 
@@ -161,12 +161,14 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
     share = f"{total_error / total_length:.2g}" if total_length else "all"
     # A wrong scale, or another batch, makes all layers wrong.
     if len(layers) == len(errors):
-        location, place = FaultLocation(None, tuple(layers)), "all layers"
+        location, layer_text = FaultLocation(None, tuple(layers)), "all layers"
     else:
         # A backward pass goes from the last layer to the first, so the last is nearest to the fault.
         location = FaultLocation(layers[-1], (layers[-1],), earlier_layers="differs" if len(layers) > 1 else None)
-        place = location.description.removeprefix(", in ")
-    reason = f"the gradient is wrong: it differs from that of replays of the step by {share} of its length, in {place}"
+        layer_text = location.description.removeprefix(", in ")
+    reason = (
+        f"the gradient is wrong: it differs from that of replays of the step by {share} of its length, in {layer_text}"
+    )
     return GradientReport("differs", (), 0, location, reason)
 
 
