@@ -3,9 +3,10 @@
     python -m benchmarks.studio_load [--files 30000] [--runs 200] [--rounds 10]
 
 The files are pictures of 64x48 pixels, hard links to a hundred contents, each with a caption of its own and with the
-findings of a made-up audit. Requests come one after another from a client in the same process, whose CPU time is part
-of the figures. The first page after the start comes before the findings; the time until it has them is its own row. A
-page is its HTML; thumbnails are measured one by one, when they are made and when they are cached.
+findings of a made-up audit; a second folder has the same captions in a .txt file beside each picture. Requests come
+one after another from a client in the same process, whose CPU time is part of the figures. The first page after the
+start comes before the findings; the time until it has them is its own row. A page is its HTML; thumbnails are measured
+one by one, when they are made and when they are cached.
 """
 
 import argparse
@@ -35,8 +36,8 @@ _NUM_STEPS = 300  # of a made-up run
 _NUM_THUMBNAILS = 60
 
 
-def write_data(folder: Path, num_files: int) -> None:
-    """Write pictures, their captions, and an audit with a finding for each tenth file."""
+def write_data(folder: Path, num_files: int, *, has_table: bool = True) -> None:
+    """Write pictures, their captions in a table or in .txt files, and an audit with a finding for each tenth file."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     contents = []
@@ -48,7 +49,11 @@ def write_data(folder: Path, num_files: int) -> None:
         os.link(contents[number % len(contents)], folder / name)
     captions = [f"picture {number} of a red disc that moves to the left" for number in range(num_files)]
     rows = [{"file_name": name, "text": caption} for name, caption in zip(names, captions, strict=True)]
-    (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if has_table:
+        (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        for number, caption in enumerate(captions):
+            (folder / f"{number:06d}.txt").write_text(caption)
     samples = [
         {
             "file": name,
@@ -146,6 +151,14 @@ def measure_data(server: StudioServer, folder: Path, rounds: int) -> None:
     measure("files: the page after a save", lambda _: send(server, path), 1)
 
 
+def measure_texts(server: StudioServer, folder: Path, rounds: int) -> None:
+    path = f"/data/{compute_run_id(folder)}/"
+    measure(".txt files: the first page after the start", lambda _: send(server, path), 1)
+    measure(".txt files: the first page until it has the findings", lambda _: wait_for_findings(server, path), 1)
+    measure(".txt files: another page", lambda number: send(server, f"{path}?page={number + 2}"), rounds)
+    measure(".txt files: with a text", lambda number: send(server, f"{path}?text=picture+{number}"), rounds)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=30_000)
@@ -155,13 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as work:
         root = Path(work)
         write_data(root / "data", options.files)
+        write_data(root / "texts", options.files, has_table=False)
         write_runs(root / "runs", options.runs)
-        # As long ago: folders that have just changed are listed again.
-        os.utime(root / "data", (1, 1))
+        for name in ("data", "texts"):
+            # As long ago: folders that have just changed are listed again.
+            os.utime(root / name, (1, 1))
         print("| request | median, s | most, s | CPU, s |\n|---|---:|---:|---:|")
         with serve(root) as server:
             measure("runs: the list", lambda _: send(server, "/"), options.rounds)
             measure_data(server, root / "data", options.rounds)
+            measure_texts(server, root / "texts", options.rounds)
     return 0
 
 

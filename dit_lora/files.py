@@ -207,19 +207,23 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
 
 
 def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
-    # Read from the open file, which cannot be replaced any more.
-    status = os.fstat(handle)
-    reason = ""
-    if stat.S_ISDIR(status.st_mode):
-        reason = os.strerror(errno.EISDIR)
-    elif not stat.S_ISREG(status.st_mode):
-        reason = "is not a regular file"
-    elif max_bytes is not None and status.st_size > max_bytes:
-        reason = f"has {status.st_size:,} bytes, more than the limit of {max_bytes:,}"
-    if reason:
+    try:
+        # Read from the open file, which cannot be replaced any more.
+        status = os.fstat(handle)
+        _require_regular_status(status, str(path))
+        if max_bytes is not None and status.st_size > max_bytes:
+            reason = f"has {status.st_size:,} bytes, more than the limit of {max_bytes:,}"
+            raise OSError(errno.ENXIO, reason, str(path))
+    except OSError:
         os.close(handle)
-        raise OSError(errno.ENXIO, reason, str(path))
+        raise
     return os.fdopen(handle, "rb")
+
+
+def _require_regular_status(status: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        is_folder = stat.S_ISDIR(status.st_mode)
+        raise OSError(errno.ENXIO, os.strerror(errno.EISDIR) if is_folder else "is not a regular file", path)
 
 
 def can_open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
@@ -241,6 +245,22 @@ def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Read a regular file; links are followed. Raises `OSError` for other kinds of files, or more than `max_bytes`."""
     with open_regular(path, max_bytes) as file:
         return file.read()
+
+
+def read_regular_with_status(path: str) -> tuple[bytes, os.stat_result]:
+    """Read a small regular file, and return its bytes and its status from before; links are followed.
+
+    For thousands of files: it takes a third of the time of `Path.stat` and `read_regular`. Raises `OSError` for other
+    kinds of files.
+    """
+    handle = os.open(path, _OPEN_FLAGS)
+    try:
+        status = os.fstat(handle)
+        _require_regular_status(status, path)
+        # One byte more, for a file that grows meanwhile.
+        return os.read(handle, status.st_size + 1), status
+    finally:
+        os.close(handle)
 
 
 def compute_sha256(path: Path) -> str:

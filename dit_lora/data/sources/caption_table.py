@@ -13,12 +13,13 @@ from typing import Any
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import resolve_below
 from dit_lora.data.sources.caption_lines import set_value, to_json_text
+from dit_lora.data.sources.caption_text import suggest_encoding
 from dit_lora.data.sources.caption_undo import CaptionUndo, UndoStep
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
-from dit_lora.files import replace_contents
+from dit_lora.files import read_regular_with_status, replace_contents
 from dit_lora.parsing import parse_json
 
 TABLE_NAME = TABLE_NAMES[0]
@@ -83,8 +84,8 @@ class CaptionTable:
             contents = "tar files, whose captions lie in them" if listing.tars else "no clip and no picture"
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
         # Take the stamp before reading the bytes, so that a change in between is noticed next time.
-        stamp = _compute_stamp(root, listing, other_lists)
-        if previous is not None and stamp == previous._stamp:
+        stamp = _compute_stamp(root, other_lists)
+        if previous is not None and previous._stamp == (stamp or _compute_text_stamp(root, listing)):
             previous.listing = listing
             # Files may have been added, although the table is the same.
             previous._update_media()
@@ -97,7 +98,7 @@ class CaptionTable:
             scanned = read_folder(root, SourceConfig(path=str(root)), None)
             table.captions = {clip.id: clip.caption for clip in scanned.clips}
             table._update_media()
-        elif (root / TABLE_NAME).is_file():
+        elif stamp:
             table._read_rows()
         else:
             table._read_texts()
@@ -150,7 +151,7 @@ class CaptionTable:
             raise DitLoraError(f"cannot write {error.filename or self.root / TABLE_NAME}: {error.strerror}") from error
         self._lines, self._row_indices = lines, rows
         self.captions |= new
-        self._stamp = _compute_stamp(self.root, self.listing)
+        self._stamp = _compute_stamp(self.root)
 
     @property
     def undo_step(self) -> UndoStep | None:
@@ -221,15 +222,24 @@ class CaptionTable:
         self.media_names = set(self.media)
 
     def _read_texts(self) -> None:
-        """Read the captions of the folder's .txt files."""
+        """Read the captions of the folder's .txt files, and set the stamp."""
         self._update_media()
-        for name in self.media:
-            text_file = _get_text_file(name)
-            if text_file in self.listing.texts:
+        stamps: list[object] = []
+        # Strings, as `Path` would take half of the time.
+        prefix = os.path.join(self.root, "")
+        for name, text_file in _list_text_files(self.listing):
+            path = prefix + text_file
+            try:
+                data, status = read_regular_with_status(path)
                 # Training collapses white space in .txt captions too.
-                caption = " ".join(read_text(self.root / text_file).split())
-                # An empty .txt file counts as no caption.
-                self.captions |= {name: caption} if caption else {}
+                caption = " ".join(data.removeprefix(_BOM).decode().split())
+            except (OSError, UnicodeDecodeError) as error:
+                raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
+            stamps += (text_file, *_get_stamp(status))
+            # An empty .txt file counts as no caption.
+            if caption:
+                self.captions[name] = caption
+        self._stamp = tuple(stamps)
 
 
 def make_work_folder(root: Path) -> Path:
@@ -280,32 +290,36 @@ def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[Cap
         os.close(handle)
 
 
-def _compute_stamp(root: Path, listing: Listing, other_lists: Sequence[str] = ()) -> tuple[object, ...]:
-    """Values that differ if the captions on disk may have changed.
-
-    They are those of other lists, of metadata.jsonl, or without any list of the .txt files.
-    """
+def _compute_stamp(root: Path, other_lists: Sequence[str] = ()) -> tuple[object, ...]:
+    """Values that differ if other lists or else metadata.jsonl may have changed; empty if there is no list."""
     if other_lists:
-        return tuple(_read_file_stamp(root / name) for name in other_lists)
+        return tuple(_get_stamp((root / name).stat()) for name in other_lists)
     with suppress(OSError):
-        return _read_file_stamp(root / TABLE_NAME)
+        return _get_stamp((root / TABLE_NAME).stat())
+    return ()
+
+
+def _compute_text_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
+    """Values that differ if the .txt files may have changed."""
     stamps: list[object] = []
-    for name in listing.media:
-        text_file = _get_text_file(name)
-        if text_file in listing.texts:
-            with suppress(OSError):
-                stamps += (text_file, *_read_file_stamp(root / text_file))
+    prefix = os.path.join(root, "")
+    for _, text_file in _list_text_files(listing):
+        with suppress(OSError):
+            stamps += (text_file, *_get_stamp(os.stat(prefix + text_file)))
     return tuple(stamps)
 
 
-def _read_file_stamp(path: Path) -> tuple[int, ...]:
+def _get_stamp(status: os.stat_result) -> tuple[int, ...]:
     """Device, inode, size and times of a file."""
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _get_text_file(name: str) -> str:
-    return f"{name.rpartition('.')[0]}.txt"
+def _list_text_files(listing: Listing) -> Iterator[tuple[str, str]]:
+    """Yield the media files that have a .txt file of the same name, and the .txt file."""
+    for name in listing.media:
+        text_file = f"{name.rpartition('.')[0]}.txt"
+        if text_file in listing.texts:
+            yield name, text_file
 
 
 def _choose_column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -76,7 +77,7 @@ class Listing:
         try:
             self._folder_times[folder] = os.stat(folder).st_mtime_ns
             with os.scandir(folder) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
+                entries = sorted(scanned, key=attrgetter("name"))
         except FileNotFoundError:
             return
         except OSError as error:
