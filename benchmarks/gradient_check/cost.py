@@ -23,10 +23,10 @@ from dit_lora.training.check_budget import count_paying_steps
 from dit_lora.training.execution.fake_step import AllocationTracker, count_tensor_bytes
 
 
-def measure_extra_memory(dtype: torch.dtype) -> float:
-    """Peak memory that a check allocates besides forward passes, relative to its trained weights of 64 MiB."""
+def measure_extra_memory(dtype: torch.dtype, size_mib: int = 64) -> float:
+    """Peak memory that a check allocates besides forward passes, relative to its trained weights."""
     generator = torch.Generator().manual_seed(0)
-    parameters = {f"{k}.weight": torch.randn(1024, 2048, generator=generator) for k in range(8)}
+    parameters = {f"{k}.weight": torch.randn(16 * size_mib, 2048, generator=generator) for k in range(8)}
     for parameter in parameters.values():
         parameter.grad = parameter.clone()
     gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default="wan")
     parser.add_argument("--micro-batches", type=int, default=16, metavar="N")
     parser.add_argument("--checks", type=int, default=3, metavar="N")
+    parser.add_argument("--weights", type=int, default=64, metavar="MIB", help="size of the weights for memory")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps tiny checkpoints for the next call")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_s += time.process_time() - began
             interval = count_paying_steps(num_evaluations // arguments.checks)
             share = check_s / (interval * step_s)
-            ratio = measure_extra_memory(training.dtype)
+            ratio = measure_extra_memory(training.dtype, arguments.weights)
             cells = (
                 *(dtype, f"{step_s / arguments.checks:.2f}", f"{check_s / arguments.checks:.2f}"),
                 *(num_evaluations // arguments.checks, interval, f"{share:.2%}", f"{ratio:.2f}"),

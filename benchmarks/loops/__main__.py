@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.loops.composer.compose import compose_loops
-from benchmarks.loops.driver import Driver, Selection, select, select_third
+from benchmarks.loops.driver import Driver, Selection, select, select_share
 from benchmarks.loops.loop_file import LoopFile, find_loops
 from benchmarks.loops.processes import RunResult, RunSpec
 from benchmarks.loops.summary import describe_counts, describe_failures
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parse_options(argv)
     if options.command == "run":
         selections = _select(find_loops(options.only), options)
-        sys.exit(_run(select_third(selections) if options.third else selections, options))
+        sys.exit(_run(select_share(selections, options.share), options))
     with tempfile.TemporaryDirectory(prefix="loops_") as folder:
         loops = compose_loops(options.seed, options.count, options.keep or Path(folder))
         options.keep = None
@@ -35,7 +35,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="check the loops of this folder")
-    run.add_argument("--third", action="store_true", help="a fixed third of the faulty runs")
+    run.add_argument("--share", type=int, default=1, metavar="N", help="a fixed part of the faulty runs: 1 of N")
     run.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what runs leave")
     compose = commands.add_parser("compose", help="draw loops by a seed, and check them")
     compose.add_argument("--seed", type=int, default=0)

@@ -155,19 +155,20 @@ def select(loops: Sequence[LoopFile], fault: Callable[[str], bool], guard: Calla
     ]
 
 
-def select_third(selections: Sequence[Selection]) -> list[Selection]:
-    """A fixed third of the faulty runs, and every healthy one.
+def select_share(selections: Sequence[Selection], share: int) -> list[Selection]:
+    """A fixed part of the faulty runs, 1 of `share`, and every healthy one.
 
-    Each fault is run in every third loop that declares it. The faults start at different loops, so that about a third
-    of each loop's faults is run.
+    Each fault is run in one of `share` loops that declare it, and at least once. The faults start at different loops,
+    so that about the same part of each loop's faults is run.
     """
+    totals = Counter(fault for selection in selections for fault in selection.faults)
     num_seen: Counter[str] = Counter()
-    thirds = []
+    parts = []
     for selection in selections:
         faults = []
         for fault in selection.faults:
-            if (num_seen[fault] + FAULTS.index(fault)) % 3 == 0:
+            if (num_seen[fault] + FAULTS.index(fault)) % min(share, totals[fault]) == 0:
                 faults.append(fault)
             num_seen[fault] += 1
-        thirds.append(Selection(selection.loop, faults, selection.guards))
-    return thirds
+        parts.append(Selection(selection.loop, faults, selection.guards))
+    return parts

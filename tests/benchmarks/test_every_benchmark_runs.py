@@ -87,7 +87,7 @@ SMALL_RUNS = (
     ),
     SmallRun(
         "gradient_check.cost",
-        "--work {work} --family latte --micro-batches 1 --checks 1",
+        "--work {work} --family latte --micro-batches 1 --checks 1 --weights 2",
         r"\| fp32 \| N \| N \| \d+ \| \d+ \| N% \| N \|",
     ),
     SmallRun(
