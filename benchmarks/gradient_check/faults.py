@@ -30,6 +30,11 @@ class GradientFault:
     is_race: bool = False
     """True if replays of the step do not have the fault in their passes."""
 
+    @property
+    def is_in_replays(self) -> bool:
+        """True if replays of the step have the whole fault."""
+        return self.compute is TinyTraining.run_backward and not self.is_race
+
     def plant(self, training: TinyTraining) -> None:
         with self.passes(training):
             self.compute(training)
