@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import on_ranks
 from loop_helpers import bad_batch, batch, causes, everything, fresh_accelerator, same
 from torch import nn
 
@@ -250,6 +251,26 @@ def test_a_bad_loss_with_finite_gradients_is_reported_unless_its_check_is_left_o
     reported = [(event["kind"], event["action"]) for event in guard.events]
     assert reported == ([("non_finite_loss", "report")] if "loss" in checks else [])
     assert guard.format_summary() is None
+
+
+def train_with_a_bad_loss_on_rank_1() -> list[dict[str, Any]]:
+    accelerator, model = fresh_accelerator(), nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard = Guard.attach(accelerator, model, optimizer)
+    for number in range(1, 4):
+        loss = model(batch(number)).square().mean()
+        is_bad = number == 2 and accelerator.process_index == 1
+        accelerator.backward(loss + torch.nan if is_bad else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return guard.events
+
+
+def test_a_bad_loss_of_a_rank_with_finite_gradients_is_reported_on_all() -> None:
+    for events in on_ranks(2, train_with_a_bad_loss_on_rank_1):
+        (event,) = events
+        assert (event["step"], event["kind"], event["action"]) == (2, "non_finite_loss", "report")
+        assert event["rank"] == 1
 
 
 @pytest.mark.parametrize(

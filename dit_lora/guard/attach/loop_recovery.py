@@ -330,10 +330,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self._has_logged_scale = True
             self._report(step, "loss_scale", message)
 
-    def report_loss(self, failure: LoopFailure) -> None:
-        """Report why a loss is not finite though every gradient is. The step is taken."""
-        diagnoses = [entry.diagnosis for entry in self._diagnose(failure)]
-        diagnoses = diagnoses or [diagnose_missing_call(failure.step, self.host.rank)]
+    def report_loss(self, failure: LoopFailure, *, is_on_this_rank: bool) -> None:
+        """Report why a rank's loss is not finite though every gradient is. The step is taken. Collective."""
+        results = self._diagnose(failure)
+        # Of a rank with a finite loss, only what all ranks have found together is a cause.
+        if not is_on_this_rank and not self.collective_forward:
+            results = []
+        diagnoses = self.gather_diagnoses(failure, results)
         for diagnosis in diagnoses:
             event = make_event(failure.step, failure.kind, diagnosis, "report", 0.0)
             self.write_event(replace(event, facts={"guard": self.guard_id}))

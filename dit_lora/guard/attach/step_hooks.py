@@ -300,29 +300,29 @@ class StepHooks:
             if not self._passes.is_tracking and not is_zero:
                 self._passes.track_parameter()
         is_in_backward = torch._C._current_graph_task_id() != -1
+        bad_loss = self._passes.has_bad_loss()
+        # Ranks diagnose a loss together.
+        any_bad_loss = bad_loss and self._host.num_ranks == 1
         if self._host.num_ranks > 1 and not is_in_backward:
             # Only the affected rank sees weights that its memory has damaged, but all ranks must restore together.
             bad_weights = self._checks_weights and not watched.checks.has_finite_weights()
-            flags = torch.tensor([bad_gradient, bad_weights], device=self._host.device).float()
-            bad_gradient, bad_weights = map(bool, self._host.sum_flags(flags))
+            flags = torch.tensor([bad_gradient, bad_weights, bad_loss], device=self._host.device).float()
+            bad_gradient, bad_weights, any_bad_loss = map(bool, self._host.sum_flags(flags))
             if bad_weights:
                 return BAD_WEIGHTS
-        bad_loss = self._passes.has_bad_loss()
         if bad_gradient:
             return "non_finite_loss" if bad_loss else "non_finite_gradient"
         if (
-            bad_loss
+            any_bad_loss
             and "loss" in self._checks
             and not self._scaled_ids
             and not self._has_failed
             and self._num_reports < _MAX_REPORTS
-            # Ranks diagnose together, but each rank would report its loss separately here.
-            and self._host.num_ranks == 1
         ):
             self._num_reports += 1
             failure = self._make_failure(self.optimizers[0], "non_finite_loss")
             with self._mark_diagnosing():
-                self._recovery.report_loss(failure)
+                self._recovery.report_loss(failure, is_on_this_rank=bad_loss)
         if not is_zero:
             self._recovery.reset_zero_gradients()
         elif "zero_gradient" in self._checks and not bad_loss and not self._has_failed and not self._passes.is_idle:
