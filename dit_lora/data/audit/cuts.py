@@ -68,7 +68,7 @@ def _compute_usual_change(changes: np.ndarray, k: int) -> float:
 
 
 def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
-    """True if a picture from before k appears again at k or soon after, so that there is no cut at k.
+    """True if a picture from before k appears again at k or soon after, which means no cut at k.
 
     It may be brighter, darker or shifted.
     """
