@@ -174,8 +174,8 @@ class TensorCache:
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read a cache entry's tensors, and verify them on the first read.
 
-        The tensors are views of a memory map of the shard, which lives as long as they do. Copy tensors that are kept for long,
-        so that it does not keep a whole shard mapped. Writing to the tensors does not change the file.
+        The tensors are views of a memory map of the shard, which lives as long as they do. Copy tensors that are kept
+        for long, since each keeps a whole shard mapped. Writing to the tensors does not change the file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and no rank may take the step, which
         the gate ensures. A damaged entry is returned as NaN with the shapes of `spec`. If a shard cannot be reached,
