@@ -21,7 +21,7 @@ GRADIENT_CHECK_SHARE = 0.01
 _FORWARDS_PER_SAMPLE = 3
 """Cost of a training sample in forward passes: a backward pass takes about twice the time of a forward pass."""
 
-_FORWARDS_PER_EVALUATION = 1.5
+_FORWARDS_PER_EVALUATION = 1.6
 """Cost of an evaluation of the loss in a gradient check, in forward passes: the weights are moved before each.
 
 In steps of 150 ms on a CPU (`python -m benchmarks.gradient_check.cost`); in longer steps it is less."""

@@ -332,11 +332,12 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
 
     def report_loss(self, failure: LoopFailure, *, is_on_this_rank: bool) -> None:
         """Report why a rank's loss is not finite though every gradient is. The step is taken. Collective."""
-        results = self._diagnose(failure)
-        # Of a rank with a finite loss, only what all ranks have found together is a cause.
-        if not is_on_this_rank and not self.collective_forward:
-            results = []
-        diagnoses = self.gather_diagnoses(failure, results)
+        with self.host.limit_collectives():
+            results = self._diagnose(failure)
+            # Of a rank with a finite loss, only what all ranks have found together is a cause.
+            if not is_on_this_rank and not self.collective_forward:
+                results = []
+            diagnoses = self.gather_diagnoses(failure, results)
         for diagnosis in diagnoses:
             event = make_event(failure.step, failure.kind, diagnosis, "report", 0.0)
             self.write_event(replace(event, facts={"guard": self.guard_id}))
