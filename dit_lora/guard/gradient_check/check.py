@@ -13,7 +13,7 @@ An error smaller than the bounds that are reported is not seen.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,7 @@ from dit_lora.guard.gradient_check.slopes import (
     LossTerms,
     SlopeComparison,
     compare_slopes,
+    persists_down_to_rounding,
 )
 from dit_lora.numerics.adapter_tensors import get_layer_name
 
@@ -236,7 +237,9 @@ def check_gradient(
         # The first direction that differs is searched; the rest would find the same fault again.
         if comparison.result == "differs":
             location = _locate(check, comparison, make_direction, groups or {})
-            return GradientReport("differs", tuple(comparisons), evaluator.num_evaluations, location)
+            if location is not None:
+                return GradientReport("differs", tuple(comparisons), evaluator.num_evaluations, location)
+            comparisons[-1] = replace(comparison, result="cannot tell")
     # Random signs are extra: noise may hide their slope without making the others less certain.
     needed = [c for c in comparisons if c.direction != RandomDirection.label]
     # An estimate that is zero, as its bound, has no relative bound.
@@ -299,8 +302,11 @@ def describe_loss_change(loss: float, step_loss: float | None, dtype: torch.dtyp
 
 def _locate(
     check: _Check, comparison: SlopeComparison, make_direction: DirectionMaker, groups: Mapping[str, Sequence[str]]
-) -> FaultLocation:
-    """Find the parameter groups that differ, then by bisection the last layer that does."""
+) -> FaultLocation | None:
+    """Find the parameter groups that differ, then by bisection the last layer that does.
+
+    None if there the loss is not smooth, and the difference disappears in small steps.
+    """
     comparisons: list[SlopeComparison] = []
     if comparison.direction == GradientDirection.label:
         # Within a part of the model, every layer counts alike.
@@ -326,6 +332,12 @@ def _locate(
         return compare([name for layer in layers[start:end] for name in names_of_layer[layer]])
 
     low, high = _bisect(len(layers), compare_layers)
+    names = [name for layer in layers[low:high] for name in names_of_layer[layer]]
+    differing_comparisons = [c for c in comparisons if c.result == "differs" and set(c.parameters) == set(names)]
+    last_comparison = differing_comparisons[-1] if differing_comparisons else comparison
+    direction = make_direction(last_comparison.parameters)
+    if not persists_down_to_rounding(check.evaluator, direction, last_comparison, check.dtype):
+        return None
     is_single = high - low == 1
     return FaultLocation(
         layer=layers[low] if is_single else None,

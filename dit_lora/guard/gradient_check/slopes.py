@@ -41,6 +41,8 @@ _TRUNCATION_FACTOR = 2.0
 The truncation error is that of a smooth loss. ReLU makes it larger, by 1.2 bounds in a healthy check of Sana."""
 _CONFIRMED_NOISE = 4.0
 """The difference at the smallest size that confirms it, in bounds of the noise."""
+_CONFIRMED_SIZE_FACTOR = 8.0
+"""Ratio of two step sizes in `persists_down_to_rounding`."""
 _MIN_CONFIRMED_SIZE = 1e-3
 """The smallest size that confirms a difference, relative to the best."""
 _REPEATS = (1.1, 0.9, 1.2)
@@ -171,7 +173,7 @@ class SlopeEstimate:
     @property
     def noise_bound(self) -> float:
         # Like Student's t: few values may happen to be close to each other.
-        return _NOISE_FACTOR * (1 + 4 / self.num_values) * _SLOPE_DEVIATION * self.noise
+        return (1 + 4 / self.num_values) * _bound_noise(self.noise)
 
     @property
     def difference(self) -> float:
@@ -185,6 +187,11 @@ class SlopeEstimate:
     def is_reportable(self) -> bool:
         """True if the difference is too large even for a loss that is not smooth."""
         return abs(self.difference) > self.bound + (_TRUNCATION_FACTOR - 1) * self.truncation
+
+
+def _bound_noise(noise: float) -> float:
+    """Bound of a slope's error, from the standard deviation of one evaluation."""
+    return _NOISE_FACTOR * _SLOPE_DEVIATION * noise
 
 
 def divide(numerator: float, denominator: float) -> float:
@@ -274,6 +281,33 @@ def _persists(
     except EvaluationBudgetError:
         return True
     return estimate.differs and _is_confirmed_by(best, estimate)
+
+
+def persists_down_to_rounding(
+    evaluator: LossEvaluator, direction: Direction, comparison: SlopeComparison, dtype: torch.dtype
+) -> bool:
+    """True if a difference stays the same down to the smallest step size at which rounding does not hide it.
+
+    Attention that divides by a sum of ReLUs near zero bends the loss within a thousandth of a usual step. `_persists`
+    takes such bends for noise, and does not look that closely.
+    """
+    best = comparison.estimate
+    if best is None:
+        return False
+    difference = abs(best.difference) / best.size
+    try:
+        # Where rounding hides the difference, the fourth difference is rounding alone.
+        closest = measure_slope(evaluator, direction, _bound_noise(evaluator.base_noise) / difference, dtype)
+        smallest = _CONFIRMED_NOISE * closest.noise_bound / difference
+        size = best.size
+        while size > 1.4 * smallest:
+            size = max(size / _CONFIRMED_SIZE_FACTOR, smallest)
+            estimate = measure_slope(evaluator, direction, size, dtype)
+            if not (estimate.differs and _is_confirmed_by(best, estimate)):
+                return False
+    except EvaluationBudgetError:
+        return False
+    return True
 
 
 def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, dtype: torch.dtype) -> SlopeEstimate:
