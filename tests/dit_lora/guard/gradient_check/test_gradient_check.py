@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.gradient_check import directions
+from dit_lora.guard.gradient_check import directions, slopes
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
 from dit_lora.guard.gradient_check.directions import (
     Direction,
@@ -139,6 +139,27 @@ def test_a_scaled_gradient_differs_by_its_factor(dtype: torch.dtype, factor: flo
         # Of all layers: the last one, and those before it.
         assert report.location is not None
         assert (report.location.layer, report.location.earlier_layers) == ("5", "differs")
+
+
+@pytest.mark.parametrize(("bend", "factor", "result"), [(1e-6, 1.0, "cannot tell"), (1e9, 2.0, "differs")])
+def test_a_bend_within_a_thousandth_of_a_step_is_no_fault(
+    bend: float, factor: float, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention of ReLUs has such bends; what differs before it looks as closely is not reported."""
+    # Bends of other elements look like noise, so that the first confirmation does not look closely.
+    monkeypatch.setattr(slopes, "_persists", lambda *_args: True)
+    weight = torch.full((6,), 0.5, dtype=torch.float64, requires_grad=True)
+    start = weight.detach().clone()
+    inputs = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def compute_terms() -> torch.Tensor:
+        moved = inputs @ (weight - start)
+        return 1 + inputs @ weight / 50 + bend * torch.tanh(moved / bend) / 5
+
+    compute_terms().sum().backward()
+    assert weight.grad is not None
+    weight.grad.mul_(factor)
+    assert check_gradient(compute_terms, {"0.weight": weight}, dtype=torch.float64).result == result
 
 
 @pytest.mark.parametrize(("stop", "result"), [(stop_gradient, "agrees"), (torch.Tensor.detach, "differs")])
@@ -346,9 +367,11 @@ def test_the_budget_of_evaluations_is_kept() -> None:
     step = small_step()
     step.scale_gradients(2, ["3.weight"])
     assert step.check(max_evaluations=5).result == "cannot tell"
-    report = step.check(max_evaluations=18)
-    assert report.result == "differs"
-    assert report.num_evaluations <= 18
+    # Enough to find a difference, and too few to follow it down to the rounding.
+    for max_evaluations, result in ((18, "cannot tell"), (100, "differs")):
+        report = step.check(max_evaluations=max_evaluations)
+        assert report.result == result
+        assert report.num_evaluations <= max_evaluations
 
 
 def test_division_by_zero_keeps_the_sign() -> None:
