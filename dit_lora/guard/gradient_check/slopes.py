@@ -295,10 +295,12 @@ def persists_down_to_rounding(
     if best is None:
         return False
     difference = abs(best.difference) / best.size
+    # Terms may be fp64 sums of what the model has computed in `dtype`.
+    rounding = max(evaluator.base_noise, torch.finfo(dtype).eps * evaluator.base_terms.norm().item())
     try:
         # Where rounding hides the difference, the fourth difference is rounding alone.
-        closest = measure_slope(evaluator, direction, _bound_noise(evaluator.base_noise) / difference, dtype)
-        smallest = _CONFIRMED_NOISE * closest.noise_bound / difference
+        closest = measure_slope(evaluator, direction, _bound_noise(rounding) / difference, dtype)
+        smallest = _CONFIRMED_NOISE * replace(closest, noise=max(closest.noise, rounding)).noise_bound / difference
         size = best.size
         while size > 1.4 * smallest:
             size = max(size / _CONFIRMED_SIZE_FACTOR, smallest)
