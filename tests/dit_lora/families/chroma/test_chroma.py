@@ -1,5 +1,6 @@
 """Chroma's own facts: prompts are cut like captions, Flash is known by its name, sizes are the published."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ import torch
 from family_cases.subject import CPU
 from launching import ROOT
 from safetensors.torch import save_file
+from yaml import safe_load
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.families import get_family
+from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs" / "Chroma1-HD"
 FAMILY = get_family("chroma")
@@ -87,3 +91,16 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(tmp_path: Path) -> Non
     licence = FAMILY.get_license("lodestones/Chroma1-HD")
     assert licence is not None
     assert licence.id == "apache-2.0"
+
+
+def test_the_recipes_other_noise_levels_are_those_of_chromas_author() -> None:
+    """Their density is 2 - 7.7 (level - 0.5)^2, normalised (lodestone-rock/flow, trainer/train_chroma.py)."""
+    text = (ROOT / "recipes" / "chroma" / "hd.yaml").read_text()
+    match = re.search(r"# timesteps: (\{.*\})  .* within (\S+) of", text)
+    assert match is not None
+    config = TimestepsConfig.model_validate(safe_load(match[1]))
+    assert config.shift == 1
+    levels = torch.linspace(1e-6, 1 - 1e-6, 2001, dtype=torch.float64)
+    integral = 2 * levels - 7.7 / 3 * ((levels - 0.5) ** 3 + 0.125)
+    difference = NoiseLevelDistribution(std=config.std or 1.0).cdf(levels, shift=1.0) - integral / (2 - 7.7 / 12)
+    assert difference.abs().max() < float(match[2])
