@@ -20,7 +20,7 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     Raises `DitLoraError` if loading needs code from the checkpoint or the Hub, if files are damaged, and for a folder
     that does not exist.
     """
-    from diffusers import ModelMixin
+    from diffusers import ModelMixin, ModularPipeline
 
     from dit_lora.environment.chat_templates import limit_chat_templates
 
@@ -33,6 +33,13 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
             raise DitLoraError(f"the folder {source} does not exist")
     else:
         require_regular(folder)
+    if issubclass(model_class, ModularPipeline):
+        # Import here: it loads the components with this function.
+        from dit_lora.environment.modular_pipelines import load_modular_pipeline
+
+        if name is not None:
+            raise DitLoraError(f"{name}: a modular pipeline is loaded from a folder; download it first")
+        return load_modular_pipeline(model_class, folder, **options)
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
     if not issubclass(model_class, ModelMixin):
         options["trust_remote_code"] = False

@@ -22,6 +22,7 @@ logging.getLogger("transformers.utils.import_utils").addFilter(
 )
 
 _OWN_DIFFUSION_FAMILIES = {
+    "anima": "dit_lora.families.anima",
     "chroma": "dit_lora.families.chroma",
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",

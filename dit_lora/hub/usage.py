@@ -54,6 +54,10 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     # The revision pins the base to the commit that was trained on.
     if contents.base is not None and contents.metadata.get("revision"):
         base += f", revision={quote_literal(contents.metadata['revision'])}"
+        # A modular pipeline's index names no revision, and may name other repositories.
+        base_source = f"pretrained_model_name_or_path={base}, "
+    else:
+        base_source = ""
     # Lines that load the adapter, one per expert; none for a full pipeline.
     load_lines = []
     if is_pipeline and contents.kind != "pipeline":
@@ -65,12 +69,13 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
-        facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
+        facts={"to_image": False, "is_modular": False, **contents.facts["pipeline" if is_pipeline else "model"]},
         references=list_reference_files(contents.facts.get("pipeline", {})),
         clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,
         prompt=prompt,
         base=base,
+        base_source=base_source,
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
