@@ -1,4 +1,4 @@
-"""LoRA for Diffusers' models and pipelines that have no LoRA loader: DiT, Latte, PixArt.
+"""LoRA for Diffusers' models and pipelines without a LoRA loader (DiT, Latte, PixArt), or without its save (Anima).
 
 Diffusers' mixins need only a class's modules, so an object's class is replaced by a subclass that has the mixins. Its
 name, config and weights stay the same, and so do the files that `save_pretrained` writes.
@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.loaders import CogVideoXLoraLoaderMixin, FluxLoraLoaderMixin, PeftAdapterMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from torch import nn
 from transformers import PreTrainedModel
 
 from dit_lora.numerics.quantized_linear import QuantizedLinear
 
+_UNWRITTEN = LoraBaseMixin.save_lora_weights
 Pipeline = TypeVar("Pipeline", bound=Any)
 
 
@@ -40,10 +42,11 @@ def add_adapter_methods(model: nn.Module) -> nn.Module:
 
 
 def get_lora_pipeline_class(pipeline_class: type) -> Any:
-    """The pipeline class itself if it can load LoRA weights, else a subclass that can."""
-    if hasattr(pipeline_class, "save_lora_weights"):
+    """The pipeline class itself if it can load and save LoRA weights, else a subclass that can."""
+    # Anima's mixin loads them, and inherits a method without content to save them.
+    if getattr(pipeline_class, "save_lora_weights", _UNWRITTEN) != _UNWRITTEN:
         return pipeline_class
-    # Of Diffusers' LoRA mixins, this one loads into `transformer` only.
+    # Of Diffusers' LoRA mixins, this one has `transformer` only. A loader that the class has comes before it.
     return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
 
 

@@ -100,8 +100,7 @@ def select_component(model: ModelConfig, path: Path) -> str:
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
-            f"model.part does not apply: {model.path} has one transformer (no transformer_2 in its "
-            "index); remove it"
+            f"model.part does not apply: {model.path} has one transformer (no transformer_2 in its index); remove it"
         )
     return "transformer_2" if model.part == "transformer_2" else "transformer"
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dit_lora.config.data import VideoShape
-from family_cases.case import Case, Smoke, captioned_images
+from family_cases.case import Call, Case, Smoke, captioned_images
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
@@ -13,6 +13,11 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     config = pipeline.vae.config
     mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
     return pipeline.vae.decode(clean / (1.0 / std) + mean).sample
+
+
+def timesteps(call: Call) -> torch.Tensor:
+    """The pipeline's blocks divide them. In fp64, so that dividing once more gives the same."""
+    return (call["timestep"].double() * 1000).float()
 
 
 CASES = (
@@ -24,8 +29,7 @@ CASES = (
         captions=("picture 0", "a Picture 1", "a longer caption than both, of a disc below a square, 2"),
         decode=decode,
         vae_decode=lambda pipeline, mean: pipeline.vae.decode(mean).sample,
-        # The pipeline's blocks divide them.
-        timesteps=lambda call: call["timestep"] * 1000,
+        timesteps=timesteps,
         takes=frozenset({"lora_linear"}),
         refused=(
             (VideoShape(1, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),

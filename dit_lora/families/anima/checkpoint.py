@@ -26,15 +26,21 @@ from dit_lora.families.anima.mask_resize import provide_mask_resize
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
+from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.modular import ModularSampler
 from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
+from dit_lora.numerics.objectives import FlowMatching
 
 provide_mask_resize()
 MAX_TEXT_TOKENS: int = inspect.signature(AnimaTextEncoderStep.encode_prompt).parameters["max_sequence_length"].default
 """Number of tokens that prompts are truncated to, by Qwen3's tokenizer and by T5's: the pipeline's default."""
+TRAINING_SHIFT = 1.0
+"""Shift of the noise levels in training: none, as in the trainer of Anima's author. The pipeline samples at 3.
+
+Source: tdrussell/diffusion-pipe, models/cosmos_predict2.py, `prepare_inputs`, whose `shift` is off by default.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ class AnimaInfo(QwenLatentsInfo):
 @dataclass(frozen=True, kw_only=True)
 class AnimaEncoders(QwenLatentsEncoders):
     info: AnimaInfo
-    text_postprocessors = {"text_conditioner": AnimaTextConditioner}
+    text_postprocessors: ClassVar[Mapping[str, Any]] = {"text_conditioner": AnimaTextConditioner}
 
     def load_text_limit(self) -> TextLimit:
         """Load T5's tokenizer, whose tokens are the rows of the embeddings. Qwen3's has the same limit."""
@@ -154,11 +160,12 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         )
     conditioner = fill_defaults(AnimaTextConditioner, read_component_config(fields["path"], "text_conditioner"))
     _require_matching_parts(model, fields["transformer_config"], fields["vae_config"], conditioner)
+    objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
     info = AnimaInfo(**fields, scheduler=scheduler, text_rows=conditioner["min_sequence_length"])
     return Checkpoint(
         info=info,
         encoders=AnimaEncoders(info=info),
-        denoiser=AnimaDenoiser(info=info, objective=build_flow_matching(scheduler)),
+        denoiser=AnimaDenoiser(info=info, objective=objective),
         sampler=AnimaSampler(info=info),
     )
 
