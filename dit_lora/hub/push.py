@@ -1,16 +1,17 @@
 """Pushes a run's result, card and samples in one commit. huggingface_hub does not send files that the Hub has."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.records import parse_typed_json
 from dit_lora.environment.pipeline_index import MODULAR_INDEX_FILE, set_component_source
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_json, write_atomically
+from dit_lora.files import read_regular, write_atomically
 from dit_lora.hub.account import HubError, check_account, request_with_retries
 from dit_lora.hub.card import write_card
 from dit_lora.hub.cleaning import clean_json
@@ -54,7 +55,8 @@ def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     index = files.get(MODULAR_INDEX_FILE)
     if index is not None:
         # On the Hub, a modular index must name the repository that has the components.
-        values = json.loads(index) if isinstance(index, bytes) else read_json(index)
+        content = index if isinstance(index, bytes) else read_regular(index)
+        values = parse_typed_json(content, dict[str, Any], MODULAR_INDEX_FILE)
         files[MODULAR_INDEX_FILE] = clean_json(set_component_source(values, repo_id)).encode()
     return Publication(contents, repo_id, files)
 

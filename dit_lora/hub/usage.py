@@ -54,10 +54,6 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     # The revision pins the base to the commit that was trained on.
     if contents.base is not None and contents.metadata.get("revision"):
         base += f", revision={quote_literal(contents.metadata['revision'])}"
-        # A modular pipeline's index names no revision, and may name other repositories.
-        base_source = f"pretrained_model_name_or_path={base}, "
-    else:
-        base_source = ""
     # Lines that load the adapter, one per expert; none for a full pipeline.
     load_lines = []
     if is_pipeline and contents.kind != "pipeline":
@@ -75,7 +71,6 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         repo_id=repo_id,
         prompt=prompt,
         base=base,
-        base_source=base_source,
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
