@@ -13,13 +13,10 @@ from dit_lora.files import read_json, write_json
 INDEX_FILE = "model_index.json"
 MODULAR_INDEX_FILE = "modular_model_index.json"
 INDEX_FILES = (INDEX_FILE, MODULAR_INDEX_FILE)
-# The fields of an entry that say where Diffusers loads the component from.
-_SOURCE = "pretrained_model_name_or_path"
-_REVISION = "revision"
 
 
 def find_index_file(folder: Path) -> Path | None:
-    """The index of the pipeline in this folder: `model_index.json` if there are both. None if there is no pipeline."""
+    """The index of the pipeline in a folder, `model_index.json` if both exist. None for a folder without a pipeline."""
     return next((folder / name for name in INDEX_FILES if (folder / name).is_file()), None)
 
 
@@ -29,6 +26,7 @@ def copy_index(base: Path, output_folder: Path, changes: Mapping[str, Any]) -> N
     A modular index would still load components from the base's repository. Its entries get no source, with which
     Diffusers loads the components of a local folder.
     """
+    # A missing index raises an error that names the usual file.
     source = find_index_file(base) or base / INDEX_FILE
     index = {**read_json(source), **changes}
     write_json(output_folder / source.name, set_component_source(index, None))
@@ -36,11 +34,10 @@ def copy_index(base: Path, output_folder: Path, changes: Mapping[str, Any]) -> N
 
 def set_component_source(index: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     """A copy of an index whose modular entries are loaded from `source`, the name of a repository on the Hub."""
-    return {name: _set_entry_source(value, source) for name, value in index.items()}
-
-
-def _set_entry_source(value: Any, source: str | None) -> Any:
-    # A modular entry is [library, class, fields]; a stock one is [library, class].
-    if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], dict):
-        return value
-    return [*value[:2], {**value[2], _SOURCE: source, _REVISION: None}]
+    changed_index = dict(index)
+    for name, value in index.items():
+        # A modular entry is [library, class, fields]; a stock one is [library, class], and options have other values.
+        if isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict):
+            # The revision is one of the former source.
+            changed_index[name] = [*value[:2], {**value[2], "pretrained_model_name_or_path": source, "revision": None}]
+    return changed_index

@@ -34,12 +34,9 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     else:
         require_regular(folder)
     if issubclass(model_class, ModularPipeline):
-        # Import here: it loads the components with this function.
-        from dit_lora.environment.modular_pipelines import load_modular_pipeline
-
         if name is not None:
             raise DitLoraError(f"{name}: a modular pipeline is loaded from a folder; download it first")
-        return load_modular_pipeline(model_class, folder, **options)
+        return _load_modular_pipeline(model_class, folder, **options)
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
     if not issubclass(model_class, ModelMixin):
         options["trust_remote_code"] = False
@@ -48,6 +45,54 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     with _translate_load_errors(folder / part if part else folder, model_class):
         # For a local folder, a missing file must not lead to a request to the Hub.
         return model_class.from_pretrained(name or folder, local_files_only=name is None, **options)
+
+
+def _load_modular_pipeline(
+    pipeline_class: Any,
+    folder: Path,
+    *,
+    blocks: Any = None,
+    dtype: Any = None,
+    use_safetensors: bool = True,
+    **components: Any,
+) -> Any:
+    """Load a `ModularPipeline` with every component that its blocks need, each from its folder in the checkpoint.
+
+    Diffusers' own `load_components` reads from the index which class each component has and which repository it is in,
+    and only warns about a component that cannot be loaded. Here the index is not read.
+
+    Args:
+        pipeline_class: A subclass of `ModularPipeline`.
+        folder: The checkpoint's folder, with a folder for each component.
+        blocks: The blocks to run; None for all blocks of the class.
+        dtype: Dtype of the weights, or dtypes by component with one for the others under "default".
+        use_safetensors: Must be true: weights in other formats are not read.
+        components: Components to use in place of the stored ones; None leaves a component out.
+    """
+    from torch.nn import Module
+
+    if not use_safetensors:
+        raise DitLoraError(f"{folder}: weights are read from .safetensors files only")
+    pipeline = pipeline_class(blocks=blocks)
+    # Callers leave out components that these blocks may not have.
+    loaded = {name: part for name, part in components.items() if part is not None and name in pipeline.component_names}
+    for name in pipeline.pretrained_component_names:
+        if name in components:
+            continue
+        if not (folder / name).is_dir():
+            raise DitLoraError(
+                f"{folder} has no folder {name}: put that component's files there, which its index may place in "
+                "another repository"
+            )
+        # The class that the blocks name. An index could name any class of any package.
+        component_class = pipeline.get_component_spec(name).type_hint
+        # Tokenizers and schedulers have no weights, and would store these options.
+        options = {"use_safetensors": True} if issubclass(component_class, Module) else {}
+        if options and dtype is not None:
+            options["dtype"] = dtype.get(name, dtype["default"]) if isinstance(dtype, dict) else dtype
+        loaded[name] = load_pretrained(component_class, folder, subfolder=name, **options)
+    pipeline.update_components(**loaded)
+    return pipeline
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:

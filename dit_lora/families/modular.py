@@ -38,7 +38,7 @@ class ModularSampler(Sampler):
 def accept_guidance_scale(pipeline: Any) -> Any:
     """Let a modular pipeline take `guidance_scale` when it is called, as stock pipelines do, in place.
 
-    A modular pipeline has a guider, a component, in place of this argument. A scale of at most 1 is no guidance.
+    A modular pipeline has a guider, a component, in place of this argument. A scale of 1 or less turns guidance off.
     """
     base = type(pipeline)
 
