@@ -16,7 +16,7 @@ INDEX_FILES = (INDEX_FILE, MODULAR_INDEX_FILE)
 
 
 def find_index_file(folder: Path) -> Path | None:
-    """The index of the pipeline in a folder, `model_index.json` if both exist. None for a folder without a pipeline."""
+    """The index of the pipeline in a folder: `model_index.json` if both exist, None without a pipeline."""
     return next((folder / name for name in INDEX_FILES if (folder / name).is_file()), None)
 
 

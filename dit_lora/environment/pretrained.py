@@ -73,9 +73,13 @@ def _load_modular_pipeline(
 
     if not use_safetensors:
         raise DitLoraError(f"{folder}: weights are read from .safetensors files only")
+    # Without a path the pipeline reads no index, and has only components without files, such as the guider.
     pipeline = pipeline_class(blocks=blocks)
-    # Callers leave out components that these blocks may not have.
-    loaded = {name: part for name, part in components.items() if part is not None and name in pipeline.component_names}
+    loaded = {name: component for name, component in components.items() if component is not None}
+    # A component may be left out that the blocks do not have, but not given.
+    unknown = sorted(loaded.keys() - set(pipeline.component_names))
+    if unknown:
+        raise DitLoraError(f"{pipeline_class.__name__}: its blocks have no component {', '.join(unknown)}")
     for name in pipeline.pretrained_component_names:
         if name in components:
             continue

@@ -44,6 +44,8 @@ def test_a_component_is_replaced_left_out_or_missed(folder: Path) -> None:
     pipeline = load_pretrained(AnimaModularPipeline, folder, **HERE, transformer=transformer, no_such_part=None)
     assert pipeline.transformer is transformer
     assert pipeline.vae is None
+    with pytest.raises(DitLoraError, match="have no component no_such_part"):
+        load_pretrained(AnimaModularPipeline, folder, **HERE, no_such_part=transformer)
     shutil.rmtree(folder / "t5_tokenizer")
     with pytest.raises(DitLoraError, match="has no folder t5_tokenizer"):
         load_pretrained(AnimaModularPipeline, folder, **HERE)
