@@ -42,9 +42,10 @@ def add_adapter_methods(model: nn.Module) -> nn.Module:
 
 def get_lora_pipeline_class(pipeline_class: type) -> Any:
     """The pipeline class itself if it can load and save LoRA weights, else a subclass that can."""
-    save = getattr(pipeline_class, "save_lora_weights", LoraBaseMixin.save_lora_weights)
+    base_class: Any = LoraBaseMixin
+    save = getattr(pipeline_class, "save_lora_weights", base_class.save_lora_weights)
     # Anima's mixin loads them, but only inherits the method to save them, which raises NotImplementedError.
-    if save.__func__ is not LoraBaseMixin.save_lora_weights.__func__:
+    if save.__func__ is not base_class.save_lora_weights.__func__:
         return pipeline_class
     # Of Diffusers' LoRA mixins, this one has `transformer` only. A loader that the class has comes before it.
     return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
