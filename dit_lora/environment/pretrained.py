@@ -91,7 +91,7 @@ def _load_modular_pipeline(
         # The class that the blocks name. An index could name any class of any package.
         component_class = pipeline.get_component_spec(name).type_hint
         # Tokenizers and schedulers have no weights, and would store these options.
-        options = {"use_safetensors": True} if issubclass(component_class, Module) else {}
+        options: dict[str, Any] = {"use_safetensors": True} if issubclass(component_class, Module) else {}
         if options and dtype is not None:
             options["dtype"] = dtype.get(name, dtype["default"]) if isinstance(dtype, dict) else dtype
         loaded[name] = load_pretrained(component_class, folder, subfolder=name, **options)

@@ -89,7 +89,7 @@ class AnimaEncoders(QwenLatentsEncoders):
         pipeline = self.load_text_pipeline(dtype, device)
 
         def encode_caption(caption: str) -> Tensors:
-            text = AnimaTextEncoderStep.encode_prompt(
+            text: dict[str, Any] = AnimaTextEncoderStep.encode_prompt(
                 pipeline,
                 caption,
                 prepare_unconditional_embeds=False,
