@@ -81,6 +81,7 @@ def _load_modular_pipeline(
     if unknown:
         raise DitLoraError(f"{pipeline_class.__name__}: its blocks have no component {', '.join(unknown)}")
     for name in pipeline.pretrained_component_names:
+        # A component that is given or left out needs no files.
         if name in components:
             continue
         if not (folder / name).is_dir():
@@ -95,6 +96,7 @@ def _load_modular_pipeline(
         if options and dtype is not None:
             options["dtype"] = dtype.get(name, dtype["default"]) if isinstance(dtype, dict) else dtype
         loaded[name] = load_pretrained(component_class, folder, subfolder=name, **options)
+    # In one call, which also brings the pipeline's list of its components up to date.
     pipeline.update_components(**loaded)
     return pipeline
 
