@@ -46,6 +46,7 @@ HUB = {
     "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
     "Qwen/Qwen-Image": "qwen-image",
     "baidu/ERNIE-Image": "ernie-image",
+    "circlestone-labs/Anima-Base-v1.0-Diffusers": "anima",
     "lodestones/Chroma1-HD": "chroma",
     "Lightricks/LTX-Video": "ltx-video",
     "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",

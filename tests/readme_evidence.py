@@ -51,7 +51,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "| `krea2/raw`": (_MEMORY,),
     "| `sd3/3.5_large`": (_MEMORY,),
     "| `chat/qwen`": (_MEMORY,),
-    "Also ERNIE-Image": (f"{_README}::test_every_model_is_in_a_recipe_or_on_the_pages_of_models",),
+    "Also Anima": (f"{_README}::test_every_model_is_in_a_recipe_or_on_the_pages_of_models",),
     "On [one H200]": (_FIGURES,),
     "As of August 2026": _LOOKED_UP,
     "The first row": (_COMPARISON, *_LOOKED_UP),

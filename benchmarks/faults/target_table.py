@@ -26,6 +26,17 @@ def _find_quantile(share: float, shift: float) -> float:
     return 1000 * LOGIT_NORMAL.compute_levels(gaussian, shift).item()
 
 
+_ANIMA = FaultTargets(
+    family="anima",
+    variant="anima",
+    data=_IMAGES,
+    samples="images",
+    modulation="transformer_blocks.1.norm1.linear_2",
+    time_proj="time_embed.time_proj",
+    # Trained without a shift; the module receives t / 1000.
+    late=_find_quantile(0.85, 1.0) / 1000,
+    upper=round(_find_quantile(0.65, 1.0)),
+)
 _CHROMA = FaultTargets(
     family="chroma",
     variant="chroma",
@@ -245,6 +256,7 @@ def _transformers_chat_targets(
 
 
 _TARGETS = (
+    _ANIMA,
     _CHROMA,
     replace(_COGVIDEOX, variant="cogvideox-2b", has_buffers=True),
     _COGVIDEOX,

@@ -20,9 +20,10 @@ from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.own_files import copy_checkpoint_files
 from dit_lora.adapters.start import build_saved_config, build_saved_state
 from dit_lora.config.records import RunMetadata, parse_typed_json
+from dit_lora.environment.pipeline_index import copy_index
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, format_list
-from dit_lora.files import read_json, set_shared_permissions, stage_folder, write_json
+from dit_lora.files import set_shared_permissions, stage_folder, write_json
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
 
@@ -121,7 +122,7 @@ def save_pipeline(
 ) -> Path:
     """Write a whole pipeline to `output_folder`: the checkpoint `base` with this transformer as its `part`.
 
-    The components that the base's model_index.json names are copied, and no other files in the folder. Entries of
+    The components that the base's index names are copied, and no other files in the folder. Entries of
     `index` replace the base's. The folder is written under a temporary name and renamed. `weights` are those of
     `save_adapter`. Raises `CheckFailedError` for values that are not finite.
     """
@@ -137,8 +138,7 @@ def save_pipeline(
         # Every component but the trained one, which is written below.
         copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
         transformer.save_pretrained(staged / part, safe_serialization=True)
-        model_index = read_json(base / "model_index.json")
-        write_json(staged / "model_index.json", {**model_index, **index})
+        copy_index(base, staged, index)
         write_json(staged / RUN_METADATA_FILE, run_metadata)
     return output_folder
 

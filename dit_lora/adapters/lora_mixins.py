@@ -1,4 +1,4 @@
-"""LoRA for Diffusers' models and pipelines that have no LoRA loader: DiT, Latte, PixArt.
+"""LoRA for Diffusers' models and pipelines without a LoRA loader (DiT, Latte, PixArt), or without its save (Anima).
 
 Diffusers' mixins need only a class's modules, so an object's class is replaced by a subclass that has the mixins. Its
 name, config and weights stay the same, and so do the files that `save_pretrained` writes.
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.loaders import CogVideoXLoraLoaderMixin, FluxLoraLoaderMixin, PeftAdapterMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -40,10 +41,13 @@ def add_adapter_methods(model: nn.Module) -> nn.Module:
 
 
 def get_lora_pipeline_class(pipeline_class: type) -> Any:
-    """The pipeline class itself if it can load LoRA weights, else a subclass that can."""
-    if hasattr(pipeline_class, "save_lora_weights"):
+    """The pipeline class itself if it can load and save LoRA weights, else a subclass that can."""
+    base_class: Any = LoraBaseMixin
+    save = getattr(pipeline_class, "save_lora_weights", base_class.save_lora_weights)
+    # Anima's mixin loads them, but only inherits the method to save them, which raises NotImplementedError.
+    if save.__func__ is not base_class.save_lora_weights.__func__:
         return pipeline_class
-    # Of Diffusers' LoRA mixins, this one loads into `transformer` only.
+    # Of Diffusers' LoRA mixins, this one has `transformer` only. A loader that the class has comes before it.
     return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
 
 

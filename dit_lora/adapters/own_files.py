@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config.records import read_typed_json
+from dit_lora.environment.pipeline_index import find_index_file
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.files import list_files, read_regular
 from dit_lora.parsing import parse_json
 
-INDEX_FILE = "model_index.json"
 # The files of a component that `from_pretrained` reads: configs, safetensors and tokenizer files.
 _COMPONENT_FILE = re.compile(
     r"(\w+_)?config\.json|.+\.safetensors(\.index(\.\w+)?\.json)?|tokenizer\.json|vocab\.(json|txt)|merges\.txt|"
@@ -28,10 +28,11 @@ def list_checkpoint_files(folder: Path) -> list[str]:
     Raises `DitLoraError` that lists all such files that link to outside the folder: their contents were never part of
     the checkpoint. In the Hub's cache, links to the blobs of the same repository are allowed.
     """
-    if (folder / INDEX_FILE).is_file():
+    index = find_index_file(folder)
+    if index is not None:
         # A pipeline: its index names the components, and each has a folder.
-        candidates = [folder / INDEX_FILE]
-        parts = [folder / name for name in _list_components(folder)]
+        candidates = [index]
+        parts = [folder / name for name in _list_components(index)]
     else:
         # A single model, with its files at the top of the folder.
         candidates = [path for path in folder.iterdir() if _COMPONENT_FILE.fullmatch(path.name)]
@@ -81,11 +82,11 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
         raise DitLoraError(format_list(message, names))
 
 
-def _list_components(folder: Path) -> list[str]:
+def _list_components(index: Path) -> list[str]:
     try:
-        named = read_typed_json(folder / INDEX_FILE, dict[str, Any])
+        named = read_typed_json(index, dict[str, Any])
     except OSError as error:
-        raise DitLoraError(f"cannot read {folder / INDEX_FILE}: {error.strerror or error}") from error
+        raise DitLoraError(f"cannot read {index}: {error.strerror or error}") from error
     return [
         name
         for name, value in named.items()

@@ -17,6 +17,7 @@ from dit_lora.adapters.strength import scale_adapters, set_adapter_weights
 from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.environment.pipeline_index import INDEX_FILES, find_index_file
 from dit_lora.environment.progress_bar import ProgressBar, hide_progress_bars
 from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.families import get_family
@@ -227,12 +228,12 @@ def _load_adapters(
 
 def _download_target(request: SampleRequest) -> SampleRequest:
     """Download a Hub repository and return the request with its local folder. Samples then go to samples/NAME."""
-    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *EXPERT_FILE_PATTERNS, *PEFT_FILES)
+    files = (ADAPTER_FILE, BASE_FILE, *INDEX_FILES, *EXPERT_FILE_PATTERNS, *PEFT_FILES)
     folder = resolve_result_folder(request.target, files)
     if folder == request.target:
         return request
     # A full pipeline needs the files of all its components, which the first download left out.
-    if (folder / "model_index.json").is_file():
+    if find_index_file(folder):
         resolve_result_folder(request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"))
     output_folder = request.output_folder or Path("samples") / request.target.name
     return replace(request, target=folder, output_folder=output_folder)

@@ -20,7 +20,7 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     Raises `DitLoraError` if loading needs code from the checkpoint or the Hub, if files are damaged, and for a folder
     that does not exist.
     """
-    from diffusers import ModelMixin
+    from diffusers import ModelMixin, ModularPipeline
 
     from dit_lora.environment.chat_templates import limit_chat_templates
 
@@ -33,6 +33,10 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
             raise DitLoraError(f"the folder {source} does not exist")
     else:
         require_regular(folder)
+    if issubclass(model_class, ModularPipeline):
+        if name is not None:
+            raise DitLoraError(f"{name}: a modular pipeline is loaded from a folder; download it first")
+        return _load_modular_pipeline(model_class, folder, **options)
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
     if not issubclass(model_class, ModelMixin):
         options["trust_remote_code"] = False
@@ -41,6 +45,60 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     with _translate_load_errors(folder / part if part else folder, model_class):
         # For a local folder, a missing file must not lead to a request to the Hub.
         return model_class.from_pretrained(name or folder, local_files_only=name is None, **options)
+
+
+def _load_modular_pipeline(
+    pipeline_class: Any,
+    folder: Path,
+    *,
+    blocks: Any = None,
+    dtype: Any = None,
+    use_safetensors: bool = True,
+    **components: Any,
+) -> Any:
+    """Load a `ModularPipeline` with every component that its blocks need, each from its folder in the checkpoint.
+
+    Diffusers' own `load_components` reads from the index which class each component has and which repository it is in,
+    and only warns about a component that cannot be loaded. Here the index is not read.
+
+    Args:
+        pipeline_class: A subclass of `ModularPipeline`.
+        folder: The checkpoint's folder, with a folder for each component.
+        blocks: The blocks to run; None for all blocks of the class.
+        dtype: Dtype of the weights, or dtypes by component with one for the others under "default".
+        use_safetensors: Must be true: weights in other formats are not read.
+        components: Components to use in place of the stored ones; None leaves a component out.
+    """
+    from torch.nn import Module
+
+    if not use_safetensors:
+        raise DitLoraError(f"{folder}: weights are read from .safetensors files only")
+    # Without a path the pipeline reads no index, and has only components without files, such as the guider.
+    pipeline = pipeline_class(blocks=blocks)
+    loaded = {name: component for name, component in components.items() if component is not None}
+    # A component may be left out that the blocks do not have, but not given.
+    unknown = sorted(loaded.keys() - set(pipeline.component_names))
+    if unknown:
+        raise DitLoraError(f"{pipeline_class.__name__}: its blocks have no component {', '.join(unknown)}")
+    for name in pipeline.pretrained_component_names:
+        # A component that is given or left out needs no files.
+        if name in components:
+            continue
+        if not (folder / name).is_dir():
+            raise DitLoraError(
+                f"{folder} has no folder {name}: put that component's files there, which its index may place in "
+                "another repository"
+            )
+        # The class that the blocks name. An index could name any class of any package.
+        component_class = pipeline.get_component_spec(name).type_hint
+        # Tokenizers and schedulers have no weights, and would store these options.
+        options: dict[str, Any] = {"use_safetensors": True} if issubclass(component_class, Module) else {}
+        if options and dtype is not None:
+            options["dtype"] = dtype.get(name, dtype["default"]) if isinstance(dtype, dict) else dtype
+        loaded[name] = load_pretrained(component_class, folder, subfolder=name, **options)
+    # In one call, which also brings the pipeline's list of its components up to date.
+    pipeline.update_components(**loaded)
+    return pipeline
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:

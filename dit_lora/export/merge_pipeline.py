@@ -11,6 +11,7 @@ import torch
 from dit_lora.adapters.changed_weight import WeightChange
 from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, Tensors
 from dit_lora.adapters.own_files import copy_checkpoint_files, require_valid_json
+from dit_lora.environment.pipeline_index import copy_index
 from dit_lora.environment.safetensors_files import FLOAT_DTYPES, open_safetensors, read_header, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json, write_json
@@ -48,7 +49,7 @@ def write_merged_pipeline(
         changes: The adapter's changes by layer.
         weights: Trained base weights, which replace those of the base.
         config_changes: Entries to replace in the base's PART/config.json.
-        index_changes: Entries to replace in the base's model_index.json.
+        index_changes: Entries to replace in the base's index.
         training_metadata: Metadata to write.
         part: The transformer component.
         progress: Progress bar over the tensors.
@@ -68,7 +69,7 @@ def write_merged_pipeline(
     )
     (output_dir / part).mkdir(exist_ok=True)
     write_json(output_dir / part / "config.json", {**base_config, **config_changes})
-    write_json(output_dir / "model_index.json", {**read_json(base / "model_index.json"), **index_changes})
+    copy_index(base, output_dir, index_changes)
     write_json(output_dir / RUN_METADATA_FILE, training_metadata)
     for file, names in files.items():
         with open_safetensors(file) as opened:

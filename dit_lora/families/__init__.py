@@ -20,8 +20,13 @@ block_hub_kernel()  # must run before a family imports Diffusers and PEFT
 logging.getLogger("transformers.utils.import_utils").addFilter(
     lambda record: "requires torchvision (not installed)" not in record.getMessage()
 )
+# Each guider of a modular pipeline warns that guiders are experimental.
+logging.getLogger("diffusers.guiders.guider_utils").addFilter(
+    lambda record: "Guiders are currently an experimental feature" not in record.getMessage()
+)
 
 _OWN_DIFFUSION_FAMILIES = {
+    "anima": "dit_lora.families.anima",
     "chroma": "dit_lora.families.chroma",
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.hub_files import resolve_model_folder
+from dit_lora.environment.pipeline_index import INDEX_FILE, find_index_file
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 
@@ -49,7 +50,7 @@ def read_checkpoint(
         vae_class: Class whose defaults fill the VAE's config.
 
     Returns:
-        model_index.json, and the fields of `CheckpointInfo` that are read the same way for all families.
+        The pipeline's index, and the fields of `CheckpointInfo` that are read the same way for all families.
 
     Raises:
         DitLoraError: The pipeline is not one of `pipelines`, or a file is missing or damaged.
@@ -99,8 +100,7 @@ def select_component(model: ModelConfig, path: Path) -> str:
     has_two = isinstance(second, list) and None not in second
     if model.part in ("transformer_2", "both") and not has_two:
         raise DitLoraError(
-            f"model.part does not apply: {model.path} has one transformer (no transformer_2 in its "
-            "model_index.json); remove it"
+            f"model.part does not apply: {model.path} has one transformer (no transformer_2 in its index); remove it"
         )
     return "transformer_2" if model.part == "transformer_2" else "transformer"
 
@@ -174,9 +174,9 @@ def get_call_default(pipeline_class: Any, argument: str) -> Any:
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
-    """Read a component's config.json as a dict; model_index.json if `component` is empty."""
+    """Read a component's config.json as a dict; the pipeline's index if `component` is empty."""
     if not component:
-        return read_config(path, "model_index.json", "Diffusers")
+        return read_config(path, (find_index_file(path) or path / INDEX_FILE).name, "Diffusers")
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
     return read_config(path, f"{component}/{name}", "Diffusers")
 

@@ -12,7 +12,7 @@ from dit_lora.adapters.diffusers_format import (
     read_run_metadata,
     require_valid_tensors,
 )
-from dit_lora.adapters.own_files import INDEX_FILE, list_checkpoint_files, require_inside
+from dit_lora.adapters.own_files import list_checkpoint_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES, find_expert_runs
 from dit_lora.config.records import (
@@ -27,6 +27,7 @@ from dit_lora.config.records import (
     validate_value,
 )
 from dit_lora.config.yaml_parsing import read_yaml
+from dit_lora.environment.pipeline_index import INDEX_FILES, find_index_file
 from dit_lora.environment.safetensors_files import UnreadableFileError, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_inside, require_regular
@@ -159,7 +160,7 @@ def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
 def _find_result(run: RunFiles) -> tuple[Path, str]:
     """Folder and kind of the run's result. Raises `DitLoraError` if the run has no result yet."""
     folder = run.folder
-    if (folder / "model" / "model_index.json").is_file():
+    if find_index_file(folder / "model"):
         return folder / "model", "pipeline"
     adapter = folder / "adapter"
     if (adapter / ADAPTER_FILE).is_file():
@@ -246,7 +247,7 @@ def _list_result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | by
         path = result / name
         if not path.is_file():
             continue
-        is_config = name.endswith(("config.json", INDEX_FILE, RUN_METADATA_FILE))
+        is_config = name.endswith(("config.json", *INDEX_FILES, RUN_METADATA_FILE))
         values = read_typed_json(path, dict[str, Any]) if is_config else {}
         # `_name_or_path` is the path of a folder on the machine that trained.
         public = {key: value for key, value in values.items() if key != "_name_or_path"}

@@ -3,14 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.config.records import parse_typed_json
+from dit_lora.environment.pipeline_index import MODULAR_INDEX_FILE, set_component_source
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_atomically
+from dit_lora.files import read_regular, write_atomically
 from dit_lora.hub.account import HubError, check_account, request_with_retries
 from dit_lora.hub.card import write_card
+from dit_lora.hub.cleaning import clean_json
 from dit_lora.hub.contents import (
     ADAPTER_FILES,
     CARD_FILE,
@@ -47,7 +51,14 @@ def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     card = write_card(contents, repo_id)
     # Written before the upload, so that it can be reviewed even if the push fails.
     write_atomically(run_dir / CARD_FILE, card)
-    return Publication(contents, repo_id, {CARD_FILE: card.encode(), **contents.files})
+    files = {CARD_FILE: card.encode(), **contents.files}
+    index = files.get(MODULAR_INDEX_FILE)
+    if index is not None:
+        # On the Hub, a modular index must name the repository that has the components.
+        content = index if isinstance(index, bytes) else read_regular(index)
+        values = parse_typed_json(content, dict[str, Any], MODULAR_INDEX_FILE)
+        files[MODULAR_INDEX_FILE] = clean_json(set_component_source(values, repo_id)).encode()
+    return Publication(contents, repo_id, files)
 
 
 def push(run_dir: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:

@@ -65,7 +65,7 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
-        facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
+        facts={"to_image": False, "is_modular": False, **contents.facts["pipeline" if is_pipeline else "model"]},
         references=list_reference_files(contents.facts.get("pipeline", {})),
         clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,

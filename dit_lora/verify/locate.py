@@ -13,6 +13,7 @@ from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.config.records import RunMetadata, read_typed_json
+from dit_lora.environment.pipeline_index import find_index_file
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_diffusion_families
 from dit_lora.families.opening import get_checkpoint_folder, read_component_config
@@ -110,7 +111,7 @@ def find_pipeline_folder(target: Path) -> Path | None:
 
     None if there is none.
     """
-    folders = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
+    folders = (path for path in (target, target / "model") if find_index_file(path))
     return next(folders, None)
 
 
@@ -151,7 +152,7 @@ def is_chat(target: Path, model: str | None) -> bool:
     if family:
         return family in CHAT_FAMILIES
     # PEFT's format is not enough to tell: a diffusion adapter exported to it looks the same.
-    on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
+    on_pipeline = model is not None and find_index_file(Path(model)) is not None
     auto_mapping = read_adapter_config(file).get("auto_mapping") or {}
     return not on_pipeline and not auto_mapping.get("parent_library", "").startswith("diffusers.")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from diffusers import ModularPipeline
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config.data import VideoShape
@@ -43,7 +44,12 @@ def open_subject(case: Case, path: Path) -> Subject:
 def stock_pipeline(subject: Subject) -> Any:
     """The checkpoint in its pipeline, as Diffusers loads it."""
     components = dict.fromkeys(subject.case.without)
-    return subject.checkpoint.info.pipeline_class.from_pretrained(subject.path, **components)
+    pipeline_class = subject.checkpoint.info.pipeline_class
+    if issubclass(pipeline_class, ModularPipeline):
+        pipeline: Any = ModularPipeline.from_pretrained(str(subject.path))
+        pipeline.load_components()
+        return pipeline
+    return pipeline_class.from_pretrained(subject.path, **components)
 
 
 def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import ModularPipeline
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
@@ -154,6 +155,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "class": cls.__name__,
         "module": cls.__module__ if is_own_class else "diffusers",
         "loads_lora": hasattr(cls, "load_lora_weights"),
+        "is_modular": issubclass(cls, ModularPipeline),
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),

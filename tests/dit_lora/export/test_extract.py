@@ -35,6 +35,7 @@ MODELS = (
         for model in (
             ("chroma", "chroma"),
             ("ernie_image", "ernie-image"),
+            ("anima", "anima"),
             ("flux", "flux-dev"),
             ("krea2", "krea2-raw"),
             ("ltx_video", "ltx-video"),

@@ -1,5 +1,6 @@
 """A run that pushes at its end: refused before it trains, complete if the push fails, and loaded from the Hub."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.data.synthetic.pairs import write_edit_pairs
+from dit_lora.environment.pipeline_index import MODULAR_INDEX_FILE, set_component_source
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
@@ -56,7 +58,12 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
     variant = Path(recipe.model.path).name
     base = bases[variant]
     files = [path for path in base.rglob("*") if path.is_file()]
-    hub.add(f"acme/{variant}", {p.relative_to(base).as_posix(): p.read_bytes() for p in files})
+    contents = {p.relative_to(base).as_posix(): p.read_bytes() for p in files}
+    if MODULAR_INDEX_FILE in contents:
+        # On the Hub, an index names the repository of each component.
+        index = set_component_source(json.loads(contents[MODULAR_INDEX_FILE]), f"acme/{variant}")
+        contents[MODULAR_INDEX_FILE] = json.dumps(index).encode()
+    hub.add(f"acme/{variant}", contents)
     is_chat = recipe.model.family in CHAT_FAMILIES
     quick_options = ["validation.media=[]"] if is_chat else ["validation.inference_steps=2"]
     return [
@@ -106,6 +113,7 @@ def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
                 ("sana_video", "text-to-video", "adapter"),
                 ("chroma", "text-to-image", "adapter"),
                 ("ernie_image", "text-to-image", "adapter"),
+                ("anima", "text-to-image", "adapter"),
                 ("flux", "text-to-image", "adapter"),
                 ("flux_kontext", "image-to-image", "adapter"),
                 ("flux2", "text-to-image", "adapter"),

@@ -89,6 +89,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
         ("flux2", "black-forest-labs/FLUX.2-klein-9B", "other", "flux-non-commercial-license"),
         ("chroma", "lodestones/Chroma1-HD", "apache-2.0", None),
         ("ernie_image", "baidu/ERNIE-Image", "apache-2.0", None),
+        ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers", "other", "circlestone-labs-non-commercial-license"),
         ("krea2", "krea/Krea-2-Raw", "other", "krea-2-community-license"),
         ("sd3", "stabilityai/stable-diffusion-3.5-large", "other", "stabilityai-ai-community"),
         ("dit", "facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),

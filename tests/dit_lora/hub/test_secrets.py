@@ -160,3 +160,17 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(run_dir: Path, tiny_checkp
         with pytest.raises(DitLoraError, match="links to files outside of it are not followed"):
             prepare_publication(run_dir, REPO)
         link.unlink()
+
+
+def test_a_pushed_modular_pipeline_is_loaded_from_its_repository(
+    run_dir: Path, tiny_checkpoints: dict[str, Path]
+) -> None:
+    """Its index would bring the base's weights in place of the trained ones."""
+    model = shutil.copytree(tiny_checkpoints["anima"], run_dir / "model")
+    metadata = {"family": "anima", "version": "0", "dtype": "torch.float32", "mode": "full"}
+    (model / "dit_lora.json").write_text(json.dumps(metadata))
+    content = prepare_publication(run_dir, REPO).files["modular_model_index.json"]
+    assert isinstance(content, bytes)
+    entries = [entry for entry in json.loads(content).values() if isinstance(entry, list)]
+    assert {entry[2]["pretrained_model_name_or_path"] for entry in entries} == {REPO}
+    assert len(entries) == 7

@@ -73,6 +73,7 @@ FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "sana": ("sana", "sana-600m", "full", ()),
     "sana video": ("sana_video", "sana-video", "selective", ()),
     "chroma": ("chroma", "chroma", "full", ()),
+    "anima": ("anima", "anima", "selective", ()),
     "ernie image": ("ernie_image", "ernie-image", "selective", ()),
     "flux": ("flux", "flux-dev", "selective", ()),
     "flux 2, stock": ("flux2", "flux2-klein", "full", ()),

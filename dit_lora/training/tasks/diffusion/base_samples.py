@@ -14,6 +14,7 @@ import torch
 from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.shards import EncodedEntry, list_shards
+from dit_lora.environment.pipeline_index import INDEX_FILE, find_index_file
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling
@@ -122,7 +123,7 @@ def find_samples_of_prompts(cache: TensorCache, text_keys: set[str]) -> set[str]
 
 def _build_shared_facts(setup: Setup[DiffusionTrainingData, Checkpoint], digests: Digests) -> dict[str, Any]:
     recipe, checkpoint = setup.recipe, setup.data.sampling_checkpoint or setup.checkpoint
-    index = checkpoint.info.path / "model_index.json"
+    index = find_index_file(checkpoint.info.path) or checkpoint.info.path / INDEX_FILE
     # By content, so that a moved checkpoint keeps its samples.
     folders = [index.with_name(name) for name in read_json(index)]
     components = {folder.name: digests.hash_component(folder) for folder in folders if folder.is_dir()}

@@ -1,0 +1,54 @@
+"""Base of the families whose checkpoints are for Diffusers' `ModularPipeline`: blocks in place of a pipeline's class.
+
+Such a checkpoint has `modular_model_index.json` in place of `model_index.json`. A family gives the pipeline's class as
+`pipeline_class` and its name in `pipeline_names`, as other families do; the roles that load it need no more than
+`load_pretrained`. What differs is sampling, for which `ModularSampler` is the base.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dit_lora.families.base import Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModularSampler(Sampler):
+    """Sampler that runs the blocks of a modular pipeline."""
+
+    output_field = "images"
+    guidance_batch_size = 1  # guiders call the transformer once for each condition
+    workflow: ClassVar[str]
+    """The workflow of the pipeline's blocks that samples run, such as `text2image`."""
+    text_blocks: ClassVar[tuple[str, ...]]
+    """Blocks of the workflow that compute a prompt's tensors. Samples of cached tensors leave them out."""
+
+    def _load_pipeline(self, dtype: torch.dtype, transformer: nn.Module | None, text: bool, **init_kwargs: Any) -> Any:
+        blocks = None
+        if not text:
+            blocks = self.info.pipeline_class().blocks.get_workflow(self.workflow)
+            for name in self.text_blocks:
+                blocks.sub_blocks.pop(name)
+        pipeline = super()._load_pipeline(dtype, transformer, text, blocks=blocks, **init_kwargs)
+        return accept_guidance_scale(pipeline)
+
+
+def accept_guidance_scale(pipeline: Any) -> Any:
+    """Let a modular pipeline take `guidance_scale` when it is called, as stock pipelines do, in place.
+
+    A modular pipeline has a guider, a component, in place of this argument. A scale of 1 or less turns guidance off.
+    """
+    base = type(pipeline)
+
+    def call(self: Any, *args: Any, guidance_scale: float, **kwargs: Any) -> Any:
+        # At exactly 1 a guider predicts without the negative prompt.
+        guider = self.get_component_spec("guider").create(guidance_scale=max(guidance_scale, 1.0))
+        self.update_components(guider=guider)
+        return base.__call__(self, *args, **kwargs)
+
+    # Files and messages name the class, so the new class keeps its name.
+    members = {"__call__": call, "__module__": base.__module__, "__doc__": base.__doc__}
+    pipeline.__class__ = type(base.__name__, (base,), members)
+    return pipeline
