@@ -43,10 +43,6 @@ def as_it_is(_patches: pytest.MonkeyPatch) -> None:
     return None
 
 
-def nothing(_checkpoint: Path) -> dict[str, Any]:
-    return {}
-
-
 def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
     return batch
 
@@ -93,8 +89,6 @@ class Case:
 
     without: tuple[str, ...] = ()
     """Components that the stock pipeline cannot load here."""
-    components: Callable[[Path], dict[str, Any]] = nothing
-    """(checkpoint) to components that the stock pipeline needs and cannot load here."""
     prepare: Callable[[pytest.MonkeyPatch], None] = as_it_is
     """Makes what a test does with it cheap, alike for the pipeline and for training."""
     thorough: bool = False

@@ -1,12 +1,10 @@
 """Qwen-Image 2.1. Its pipeline pads prompts of several lengths, and the family calls the network for each."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.qwen_image21.text import load_processor
 from family_cases.case import Call, Case, Smoke, captioned_images
 from family_cases.flux import NATIVE, timesteps, vae_decode
 
@@ -34,11 +32,6 @@ def compared(call: Call) -> bool:
     return call["kv_cache_mode"] != "cached"
 
 
-def processor(checkpoint: Path) -> dict[str, Any]:
-    """Transformers' own loads a video processor, which needs torchvision."""
-    return {"processor": load_processor(checkpoint)}
-
-
 CASES = (
     Case(
         family="qwen_image21",
@@ -51,7 +44,6 @@ CASES = (
         timesteps=timesteps,
         predicted=predicted,
         compared=compared,
-        components=processor,
         takes_several_prompts=False,
         template_tokens=8,
         takes=frozenset({"lora_linear"}),

@@ -42,7 +42,7 @@ def open_subject(case: Case, path: Path) -> Subject:
 
 def stock_pipeline(subject: Subject) -> Any:
     """The checkpoint in its pipeline, as Diffusers loads it."""
-    components = {**dict.fromkeys(subject.case.without), **subject.case.components(subject.path)}
+    components = {**dict.fromkeys(subject.case.without), **subject.checkpoint.info.pipeline_components()}
     return subject.checkpoint.info.pipeline_class.from_pretrained(subject.path, **components)
 
 

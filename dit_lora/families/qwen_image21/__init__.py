@@ -14,6 +14,7 @@ FAMILY = DiffusionFamily(
     },
     has_attention_mask=True,  # of text, which is causal
     pipeline_names=("QwenImage21Pipeline",),
+    pipeline_packages=("torchvision",),  # its processor has one for videos
     default_recipe="qwen_image21/base",
     # Its LICENSE is the Qwen Research License: commercial use needs another one.
     licenses={

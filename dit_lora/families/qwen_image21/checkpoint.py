@@ -51,6 +51,9 @@ class QwenImage21Info(QwenLatentsInfo):
     def text_tokens(self) -> int:
         return MAX_TEXT_TOKENS
 
+    def pipeline_components(self) -> dict[str, Any]:
+        return {"processor": load_processor(self.path)}
+
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.from_scratch is not None or recipe.keeps_distillation or self.sample_sigmas is None:
             return []
@@ -86,7 +89,7 @@ class QwenImage21Encoders(QwenLatentsEncoders):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3-VL as Qwen-Image 2.1's pipeline uses it. Captions are padded with zeros and have a mask."""
-        pipeline = self.load_text_pipeline(dtype, device, processor=load_processor(self.info.path))
+        pipeline = self.load_text_pipeline(dtype, device)
 
         def encode_caption(caption: str) -> Tensors:
             # Encode without other captions, so that nothing is padded, then pad to the cache's length.
@@ -150,11 +153,6 @@ class QwenImage21Denoiser(FlowDenoiser):
 @dataclass(frozen=True, kw_only=True)
 class QwenImage21Sampler(QwenImageSampler):
     info: QwenImage21Info
-
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        # The pipeline cannot be built without its processor. It has no tokenizer to leave out.
-        components = {"processor": load_processor(self.info.path), **({} if text else {"text_encoder": None})}
-        return self._load_pipeline(dtype, transformer, text=True, **components)
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         sigmas, num_steps = self.info.sample_sigmas, sampling.inference_steps

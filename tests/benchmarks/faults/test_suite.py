@@ -108,7 +108,9 @@ IN_CI = (
     ],
 )
 def test_every_familys_faults_are_named_and_recovered(variant: str, names: Sequence[str]) -> None:
-    judge_those(names, variant)
+    # A call for each sample has no rows to mix up.
+    batched = targets_for(variant, "lora").batched
+    judge_those([name for name in names if batched or name != "OpenDiT's wrong-row modulation"], variant)
 
 
 # What is found out by a row, in each of the ways in which that can be.

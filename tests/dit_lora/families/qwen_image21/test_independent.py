@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from diffusers import QwenImage21Pipeline
-from family_cases.qwen_image21 import processor
 from family_cases.subject import CPU, pixels_of
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
+from dit_lora.families.qwen_image21.text import load_processor
 from dit_lora.numerics.streams import RandomInputs, RandomStreams
 
 CAPTIONS = ["a red disc", "", "a longer caption, of a green square below a blue disc"]
@@ -18,7 +18,7 @@ SHAPE = VideoShape(1, 64, 96)
 
 def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: RandomInputs) -> torch.Tensor:
     """The loss for pixels (B, 3, H, W), noise of the posterior (B, 64, 1, 4, 6), noise (B, 24, 64) and levels (B,)."""
-    pipe = QwenImage21Pipeline.from_pretrained(path, **processor(path))
+    pipe = QwenImage21Pipeline.from_pretrained(path, processor=load_processor(path))
     rgba = torch.cat([pixels.float() / 127.5 - 1, torch.ones_like(pixels[:, :1], dtype=torch.float32)], dim=1)
     posterior = pipe.vae.encode(rgba[:, :, None]).latent_dist
     latent = posterior.mean + posterior.std * draws.tensors["posterior"]

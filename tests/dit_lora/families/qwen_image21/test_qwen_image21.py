@@ -8,7 +8,6 @@ import pytest
 import torch
 from diffusers import QwenImage21Transformer2DModel
 from family_cases import qwen_image21
-from family_cases.qwen_image21 import processor
 from family_cases.subject import CPU, changed, encoded_batch, open_subject, pixels_of, two_samples
 from launching import ROOT
 from PIL import Image
@@ -202,7 +201,7 @@ def test_parts_that_do_not_fit_and_a_missing_processor_are_refused(tiny: Path, t
         opened(changed(tiny, tmp_path / "channels", "transformer/config.json", in_channels=16))
     shutil.rmtree(tmp_path / "channels" / "processor")
     with pytest.raises(DitLoraError, match="processor does not exist"):
-        processor(tmp_path / "channels")
+        load_processor(tmp_path / "channels")
 
 
 def counted(config: dict[str, Any]) -> int:
