@@ -237,13 +237,10 @@ class Encoders(ABC):
         """Cache key of a clip's tensors: every input other than pixels and dtype. Paths are hashed by content."""
         return {"vae": self.info.path / "vae", "transform": self.transform}
 
-    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device, **components: Any) -> Any:
-        """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling.
-
-        `components` take the place of stored ones.
-        """
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
-        components = {"transformer": None, "vae": None, **self.info.pipeline_components(), **components}
+        components = {"transformer": None, "vae": None, **self.info.pipeline_components()}
         return load_pretrained(
             self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
         ).to(device)

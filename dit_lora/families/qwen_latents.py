@@ -8,7 +8,7 @@ C).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -57,7 +57,7 @@ class QwenLatentsInfo(CheckpointInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsEncoders(Encoders):
-    vae_class = AutoencoderKLQwenImage
+    vae_class: ClassVar[Any] = AutoencoderKLQwenImage
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:

@@ -20,6 +20,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import ClipError
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, append_references, compute_token_grid
@@ -140,12 +141,23 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
         num_tokens = self._count_prompt_tokens(load_image_processor(self.info.path))
         return get_caption_spec(num_tokens, self.info.transformer_config["joint_attention_dim"], dtype)
 
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        return load_pretrained(
+            self.info.pipeline_class,
+            self.info.path,
+            transformer=None,
+            vae=None,
+            processor=load_processor(self.info.path),
+            dtype=dtype,
+            use_safetensors=True,
+        ).to(device)
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as Qwen-Image-Edit's pipeline uses it, for captions with references.
 
         Captions are padded with zeros and have a mask of text and image tokens.
         """
-        pipeline = self.load_text_pipeline(dtype, device, processor=load_processor(self.info.path))
+        pipeline = self.load_text_pipeline(dtype, device)
         limit = self._count_prompt_tokens(pipeline.processor.image_processor)
         resize, area = pipeline.image_processor.resize, self.info.text_area
 
