@@ -45,6 +45,7 @@ HUB = {
     "Tongyi-MAI/Z-Image": "z-image",
     "Tongyi-MAI/Z-Image-Turbo": "z-image-turbo",
     "Qwen/Qwen-Image": "qwen-image",
+    "Qwen/Qwen-Image-2.1": "qwen-image-2.1",
     "baidu/ERNIE-Image": "ernie-image",
     "circlestone-labs/Anima-Base-v1.0-Diffusers": "anima",
     "lodestones/Chroma1-HD": "chroma",

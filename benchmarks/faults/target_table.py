@@ -105,6 +105,15 @@ _QWEN_IMAGE = FaultTargets(
     late=0.84,  # the module receives t / 1000
     upper=780,
 )
+_QWEN_IMAGE21 = replace(
+    _QWEN_IMAGE,
+    family="qwen_image21",
+    variant="qwen-image-2.1",
+    ff_out="transformer_blocks.0.img_mlp.out",
+    modulation="modulation.1",
+    batched=False,
+    has_buffers=True,
+)
 _QWEN_IMAGE_EDIT = replace(
     _QWEN_IMAGE,
     variant="qwen-image-edit",
@@ -302,6 +311,7 @@ _TARGETS = (
     _QWEN_IMAGE,
     _QWEN_IMAGE_EDIT,
     replace(_QWEN_IMAGE_EDIT, variant="qwen-image-edit-plus"),
+    _QWEN_IMAGE21,
     _LTX_VIDEO,
     replace(_LTX_VIDEO, variant="ltx-video-0.9.1"),
     _LTX2,

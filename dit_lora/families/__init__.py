@@ -35,6 +35,7 @@ _OWN_DIFFUSION_FAMILIES = {
     "flux2": "dit_lora.families.flux2",
     "krea2": "dit_lora.families.krea2",
     "qwen_image": "dit_lora.families.qwen_image",
+    "qwen_image21": "dit_lora.families.qwen_image21",
     "ltx_video": "dit_lora.families.ltx_video",
     "ltx2": "dit_lora.families.ltx2",
     "sana": "dit_lora.families.sana",

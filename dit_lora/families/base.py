@@ -8,6 +8,7 @@ takes that role as its argument. A family implements the roles and contains only
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -191,6 +192,10 @@ class CheckpointInfo(ABC):
         """Messages about the opened checkpoint that are printed when a run begins."""
         return []
 
+    def pipeline_components(self) -> dict[str, Any]:
+        """Components without weights that the stock pipeline must get to be built at all, by name. Mostly none."""
+        return {}
+
     def index_changes(self) -> dict[str, Any]:
         """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
         return {}
@@ -235,8 +240,9 @@ class Encoders(ABC):
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
+        components = {"transformer": None, "vae": None, **self.info.pipeline_components()}
         return load_pretrained(
-            self.info.pipeline_class, self.info.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
         ).to(device)
 
     @abstractmethod
@@ -434,7 +440,10 @@ class Sampler(ABC):
         if transformer is not None:
             init_kwargs[self.info.part] = transformer
         if not text:
-            init_kwargs |= {"text_encoder": None, "tokenizer": None}
+            # Diffusers warns about a component that the pipeline does not have.
+            parameters = inspect.signature(self.info.pipeline_class.__init__).parameters
+            init_kwargs |= {name: None for name in ("text_encoder", "tokenizer") if name in parameters}
+        init_kwargs = {**self.info.pipeline_components(), **init_kwargs}
         return load_pretrained(
             self.info.pipeline_class, self.info.path, dtype=dtypes, use_safetensors=True, **init_kwargs
         )

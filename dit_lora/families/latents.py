@@ -90,9 +90,11 @@ class VaeMemory:
 
     def _is_aligned(self, vae: Any, height: int, width: int) -> bool:
         """True if a frame of this size gives latents of the same shape in tiles as it does whole."""
-        # A video VAE takes (B, C, F, H, W), an image VAE no frames.
-        is_video_vae = any(isinstance(module, nn.Conv3d) for module in vae.modules())
-        frame = torch.empty((1, 3, *((1,) if is_video_vae else ()), height, width), device="meta")
+        # A video VAE takes (B, C, F, H, W), an image VAE no frames. Qwen-Image 2.1's has frames, though its
+        # convolutions are of two dimensions, and takes RGBA.
+        has_frames = "temperal_downsample" in vae.config or any(isinstance(m, nn.Conv3d) for m in vae.modules())
+        channels = 4 if vae.config.get("in_channels") == 4 else 3
+        frame = torch.empty((1, channels, *((1,) if has_frames else ()), height, width), device="meta")
         # Compare the latents' shape of the whole frame with that of its tiles.
         vae.disable_tiling()
         shapes = [_latent_shape(vae, frame)]

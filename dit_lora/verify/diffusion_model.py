@@ -179,6 +179,7 @@ class DiffusionReferenceModel(ReferenceModel):
         other_names = [name for name in component_names if name not in (*transformer_names, "scheduler")]
         # Diffusers reads the config of `transformer` even if it loads into another component.
         components: dict[str, Any] = dict.fromkeys(other_names) | dict.fromkeys(transformer_names, model)
+        components |= self.checkpoint.info.pipeline_components()
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}

@@ -43,7 +43,7 @@ def open_subject(case: Case, path: Path) -> Subject:
 
 def stock_pipeline(subject: Subject) -> Any:
     """The checkpoint in its pipeline, as Diffusers loads it."""
-    components = dict.fromkeys(subject.case.without)
+    components = {**dict.fromkeys(subject.case.without), **subject.checkpoint.info.pipeline_components()}
     pipeline_class = subject.checkpoint.info.pipeline_class
     if issubclass(pipeline_class, ModularPipeline):
         pipeline: Any = ModularPipeline.from_pretrained(str(subject.path))

@@ -6,16 +6,15 @@ Prompts, packing, the shift by resolution and denoising call the stock pipeline'
 Shapes: B batch, T text tokens, D text width, H and W latent size, S image tokens (H W / 4), P packed channels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
@@ -31,10 +30,6 @@ class QwenImageInfo(QwenLatentsInfo):
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return super().with_recipe(recipe, training_options)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImageEncoders(QwenLatentsEncoders):
@@ -49,7 +44,8 @@ class QwenImageEncoders(QwenLatentsEncoders):
         return {**super().text_cache_key(), "tokens": self.info.text_tokens, **template}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return get_caption_spec(self.info, self.info.text_tokens, dtype)
+        width = self.info.transformer_config["joint_attention_dim"]
+        return get_caption_spec(self.info.text_tokens, width, dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as Qwen-Image's pipeline uses it. Captions are padded with zeros and have a mask."""
@@ -148,9 +144,9 @@ def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:
     return {"template": stock.prompt_template_encode, "dropped": stock.prompt_template_encode_start_idx}
 
 
-def get_caption_spec(info: QwenLatentsInfo, num_tokens: int, dtype: torch.dtype) -> TensorSpec:
+def get_caption_spec(num_tokens: int, width: int, dtype: torch.dtype) -> TensorSpec:
     """Shapes and dtypes of an encoded, padded Qwen-Image caption, without the batch dimension."""
-    size = (num_tokens, info.transformer_config["joint_attention_dim"])
+    size = (num_tokens, width)
     return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
 

@@ -5,11 +5,11 @@ the stock pipelines' own code (diffusers/pipelines/qwenimage/pipeline_qwenimage_
 pipeline_qwenimage_edit_plus.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
@@ -19,12 +19,10 @@ from PIL import Image
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.video import ClipError
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.conditioning import Conditioning
-from dit_lora.families.flow_matching import require_min_steps
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, append_references, compute_token_grid
 from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_image.checkpoint import (
@@ -70,10 +68,6 @@ class QwenImageEditInfo(QwenLatentsInfo):
             is_encoded_with_caption=True,
             is_resizable=False,
         )
-
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return super().with_recipe(recipe, training_options)
 
     def select_prompt_images(self, pictures: list[Image.Image]) -> Any:
         """Reference images in the form in which Qwen-Image-Edit's pipeline encodes them with a prompt."""
@@ -144,7 +138,8 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return get_caption_spec(self.info, self._count_prompt_tokens(load_image_processor(self.info.path)), dtype)
+        num_tokens = self._count_prompt_tokens(load_image_processor(self.info.path))
+        return get_caption_spec(num_tokens, self.info.transformer_config["joint_attention_dim"], dtype)
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         return load_pretrained(

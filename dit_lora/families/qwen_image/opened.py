@@ -27,7 +27,7 @@ from dit_lora.families.qwen_latents import read_qwen_latents_checkpoint
 
 # Related pipelines whose checkpoints are not supported, and what they are.
 _UNSUPPORTED_PIPELINES = {
-    "QwenImage21Pipeline": "Qwen-Image 2.1 is a different model, with another text encoder and autoencoder",
+    "QwenImage21Pipeline": "Qwen-Image 2.1 is a different model, which family qwen_image21 trains",
     "QwenImageLayeredPipeline": "Qwen-Image-Layered takes pictures apart into layers",
 }
 

@@ -35,7 +35,7 @@ _PIPELINE_CLASSES: dict[str, Any] = {
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a tiny Qwen-Image pipeline with weights from torch's default generator."""
     kind = _PIPELINE_CLASSES[variant]
-    text = _build_text_components(kind)
+    text = build_text_components("qwen2.5-vl", build_empty_pipeline(kind).prompt_template_encode)
     # The processor's files are written separately: Transformers' class contains a video processor, which needs
     # torchvision.
     processor = {} if kind is QwenImagePipeline else {"processor": None}
@@ -67,15 +67,13 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     pipeline._optional_components = [*pipeline._optional_components, *processor]
     pipeline.save_pretrained(folder, safe_serialization=True)
     if processor:
-        _write_processor(text["tokenizer"], folder)
+        write_processor("qwen2.5-vl", Qwen2VLProcessor.__name__, text["tokenizer"], folder)
 
 
-def _write_processor(tokenizer: Any, folder: Path) -> None:
-    """Write the folder `processor` of a tiny Qwen-Image-Edit pipeline and add it to the pipeline's index."""
-    name = Qwen2VLProcessor.__name__
+def write_processor(chat_variant: str, name: str, tokenizer: Any, folder: Path) -> None:
+    """Write the folder `processor` of a tiny pipeline and add it to the pipeline's index, as class `name`."""
     tokenizer.save_pretrained(folder / "processor")
-    files = VARIANTS["qwen2.5-vl"].files
-    files = {**files, "processor_config.json": {"processor_class": name}}
+    files = {**VARIANTS[chat_variant].files, "processor_config.json": {"processor_class": name}}
     for file, values in files.items():
         _write_json(folder / "processor" / file, values)
     index = folder / "model_index.json"
@@ -86,9 +84,9 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _build_text_components(pipeline_class: Any) -> dict[str, Any]:
-    template: str = build_empty_pipeline(pipeline_class).prompt_template_encode
+def build_text_components(chat_variant: str, template: str) -> dict[str, Any]:
+    """Tokenizer and model of a tiny chat checkpoint, with each word of a prompt template as a single token."""
     # Special tokens are in the vocabulary already, so replace them by a separator.
     template_words = _TEMPLATE_WORD.findall(re.sub(r"<\|\w+\|>", "\n", template))
-    tokenizer, model = build_tiny_chat("qwen2.5-vl", sorted({*template_words}))
+    tokenizer, model = build_tiny_chat(chat_variant, sorted({*template_words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

@@ -102,12 +102,15 @@ IN_CI = (
                 *("sana-600m", "cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
                 *("latte", "qwen-image", "sana-video", "video-dit-class", "ltx-video-0.9.1", "sd3.5-medium"),
                 *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b", "z-image", "chroma", "ernie-image", "anima"),
+                "qwen-image-2.1",
             )
         ),
     ],
 )
 def test_every_familys_faults_are_named_and_recovered(variant: str, names: Sequence[str]) -> None:
-    judge_those(names, variant)
+    # A call for each sample has no rows to mix up.
+    batched = targets_for(variant, "lora").batched
+    judge_those([name for name in names if batched or name != "OpenDiT's wrong-row modulation"], variant)
 
 
 # What is found out by a row, in each of the ways in which that can be.

@@ -42,6 +42,7 @@ MODELS = (
             ("flux2", "flux2-dev"),
             ("krea2", "krea2-raw"),
             ("qwen_image", "qwen-image"),
+            ("qwen_image21", "qwen-image-2.1"),
             ("dit", "dit-tiny"),
             ("latte", "latte"),
             ("video_dit", "video-dit-text"),

@@ -41,6 +41,7 @@ MODELS = (
             ("ltx_video", "ltx-video"),
             ("ltx2", "ltx-2"),
             ("qwen_image", "qwen-image"),
+            ("qwen_image21", "qwen-image-2.1"),
             ("sd3", "sd3.5-medium"),
             ("z_image", "z-image"),
             ("latte", "latte"),

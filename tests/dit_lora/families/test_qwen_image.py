@@ -275,7 +275,7 @@ def test_without_weights_its_positions_have_values(tiny: Path, checkpoint: Any) 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("QwenImage21Pipeline", "Qwen-Image 2.1 is a different model"),
+        ("QwenImage21Pipeline", "Qwen-Image 2.1 is a different model, which family qwen_image21 trains"),
         ("QwenImageLayeredPipeline", "takes pictures apart into layers"),
         ("QwenImageControlNetPipeline", "family qwen_image trains QwenImagePipeline"),
     ],

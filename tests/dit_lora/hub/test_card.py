@@ -91,6 +91,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
         ("ernie_image", "baidu/ERNIE-Image", "apache-2.0", None),
         ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers", "other", "circlestone-labs-non-commercial-license"),
         ("krea2", "krea/Krea-2-Raw", "other", "krea-2-community-license"),
+        ("qwen_image21", "Qwen/Qwen-Image-2.1-Turbo", "other", "qwen-research"),
         ("sd3", "stabilityai/stable-diffusion-3.5-large", "other", "stabilityai-ai-community"),
         ("dit", "facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),
         ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "apache-2.0", None),

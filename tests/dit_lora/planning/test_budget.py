@@ -80,6 +80,7 @@ FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
     "krea 2": ("krea2", "krea2-raw", "selective", ("kernels.ada_norm=on",)),
     "qwen image": ("qwen_image", "qwen-image", "full", ()),
+    "qwen image 2.1": ("qwen_image21", "qwen-image-2.1", "selective", ()),
     "ltx": ("ltx_video", "ltx-video-0.9.1", "selective", ()),
     "ltx, timesteps of tokens": ("ltx_video_i2v", "ltx-video", "none", ()),
     "sd3": ("sd3", "sd3.5-medium", "selective", ()),
