@@ -99,8 +99,8 @@ def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Su
 
     stock = kept()
     fuse_all(model)
-    # A family without other ops saves only what `lora_linear` does, of a call for each sample in some. Most of what Anima
-    # keeps is of 512 rows of text.
+    # A family without other ops saves only what `lora_linear` does, of a call for each sample in some. Most of what
+    # Anima keeps is of 512 rows of text.
     assert kept() < (0.9 if len(model_subject.case.takes) > 1 else 0.98) * stock
 
 
