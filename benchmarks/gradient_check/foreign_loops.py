@@ -85,24 +85,27 @@ class PlantedFault:
         return self.is_on and bool(self.layers) and module is self.layers[-1]
 
     def skip_clearing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        def zero_grad(owner: torch.optim.Optimizer | nn.Module, set_to_none: bool = True) -> None:
             if not (self.is_on and self.kind == "stale"):
-                original(optimizer, set_to_none)
+                original(owner, set_to_none)
 
         return zero_grad
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
-        zero_grad = torch.optim.Optimizer.zero_grad
+        # Trainers call that of the model.
+        clearing = {owner: owner.zero_grad for owner in (torch.optim.Optimizer, nn.Module)}
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(self.before_forward),
             nn.modules.module.register_module_forward_hook(self.after_forward),
         ]
-        torch.optim.Optimizer.zero_grad = self.skip_clearing(zero_grad)  # type: ignore[method-assign]
+        for owner, zero_grad in clearing.items():
+            owner.zero_grad = self.skip_clearing(zero_grad)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+            for owner, zero_grad in clearing.items():
+                owner.zero_grad = zero_grad  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 
