@@ -76,7 +76,10 @@ def said(arguments: str, exit_code: int = 2) -> str:
         ),
         ("init cogvidex my-run", "did you mean cogvideox or"),
         ("init cogvideox .", ". is not empty; choose another folder"),
-        ("tiny cogvideox-9b out", "unknown tiny checkpoint 'cogvideox-9b'; choose one of chroma, cogvideox-2b, "),
+        (
+            "tiny cogvideox-9b out",
+            "unknown tiny checkpoint 'cogvideox-9b'; choose one of anima, chroma, cogvideox-2b, ",
+        ),
         (
             f"plan {RECIPE}",
             "model.path: tiny/cogvideox-2b does not exist; create it with "

@@ -42,10 +42,9 @@ def add_adapter_methods(model: nn.Module) -> nn.Module:
 
 def get_lora_pipeline_class(pipeline_class: type) -> Any:
     """The pipeline class itself if it can load and save LoRA weights, else a subclass that can."""
-    base_class: Any = LoraBaseMixin
-    save = getattr(pipeline_class, "save_lora_weights", base_class.save_lora_weights)
     # Anima's mixin loads them, but only inherits the method to save them, which raises NotImplementedError.
-    if save.__func__ is not base_class.save_lora_weights.__func__:
+    classes = (base for base in pipeline_class.__mro__ if base is not LoraBaseMixin)
+    if any("save_lora_weights" in vars(base) for base in classes):
         return pipeline_class
     # Of Diffusers' LoRA mixins, this one has `transformer` only. A loader that the class has comes before it.
     return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)

@@ -75,8 +75,13 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
 
 def _remove(output: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     # In bf16 the division would lose what a small scale leaves of the difference.
-    base = base.float()
-    return base + (output.float() - base) / scale
+    output, base = output.float(), base.float()
+    if len(output) != len(base):
+        # Qwen-Image 2.1 returns tokens of the text, whose number differs, before those of the image.
+        num_common = min(len(output), len(base))
+        text, image = output[:-num_common], output[-num_common:]
+        return torch.cat([text, _remove(image, base[-num_common:], scale)])
+    return base + (output - base) / scale
 
 
 def _list_rows(output: Any) -> OutputRows:

@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_family(
     (checkpoint / "model_index.json").write_text(json.dumps(index))
     message = refused(f"model.path={checkpoint}")
     assert "is a SanaPipeline checkpoint; family cogvideox trains CogVideoXPipeline" in message
-    assert "no family 'sana3'; model.family is one of chroma, cogvideox" in refused("model.family=sana3")
+    assert "no family 'sana3'; model.family is one of anima, chroma, cogvideox" in refused("model.family=sana3")
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
     [
         (
             ["tiny", "cogvideox-9b", "out"],
-            "unknown tiny checkpoint 'cogvideox-9b'; choose one of chroma, cogvideox-2b",
+            "unknown tiny checkpoint 'cogvideox-9b'; choose one of anima, chroma, cogvideox-2b",
         ),
         (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
         (["tiny", "shapes", "."], "exists; choose another folder"),

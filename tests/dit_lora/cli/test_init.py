@@ -40,7 +40,7 @@ def test_recipes_lists_all_with_task_memory_and_time() -> None:
 def test_recipes_of_one_family() -> None:
     records = json.loads(invoke("recipes", "--family", "sana_video", "--json"))["recipes"]
     assert [record["name"] for record in records] == ["smoke/sana_video", "sana/video_2b"]
-    with pytest.raises(DitLoraError, match="unknown family 'sora'; choose one of chroma, cogvideox"):
+    with pytest.raises(DitLoraError, match="unknown family 'sora'; choose one of anima, chroma, cogvideox"):
         runner.invoke(app, ["recipes", "--family", "sora"], catch_exceptions=False)
 
 
