@@ -1,16 +1,21 @@
 """Faults of a backward pass whose loss is right and whose gradients are finite but wrong."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from inspect import isfunction
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gradient_check.tiny_training import MICRO_BATCHES, TinyTraining
+from dit_lora.errors import DitLoraError
+from dit_lora.fuse.api import OPS, fuse, unfuse
 from dit_lora.numerics.adapter_tensors import get_layer_name
 
 Passes = Callable[[TinyTraining], AbstractContextManager[None]]
@@ -137,6 +142,46 @@ def _scale_backward(factor: float) -> Passes:
     return install
 
 
+FUSED_FUNCTIONS = {
+    "lora_linear": "lora_qkv_unchecked",
+    "qk_norm_rope": "qk_norm_rope",
+    "ada_norm": "joint_ada_norm",
+    "relu_linear_attention": "relu_linear_attention",
+    "silu_dwconv_glu": "silu_dwconv_glu",
+}
+"""By fused op, the function of `dit_lora_kernels` that fused models call."""
+
+
+def _scale_fused_backward(op: str, factor: float) -> Passes:
+    """A fused op, run by its reference in PyTorch, whose backward is off by a factor; nothing in models without it."""
+
+    def scale(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() + factor * (tensor - tensor.detach()) if tensor.requires_grad else tensor
+
+    def scale_outputs(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return tree_map_only(torch.Tensor, scale, function(*args, **options))
+
+    @contextmanager
+    def install(training: TinyTraining) -> Iterator[None]:
+        try:
+            fuse(training.model, cast(Any, {**dict.fromkeys(OPS, "off"), op: "on"}), check=False)
+        # The model has no such op.
+        except DitLoraError:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(unfuse, training.model)
+            # The models' modules have imported it by name.
+            for module in [m for name, m in sys.modules.items() if name.startswith("dit_lora.fuse.")]:
+                function = getattr(module, FUSED_FUNCTIONS[op], None)
+                if isfunction(function):
+                    stack.callback(setattr, module, FUSED_FUNCTIONS[op], function)
+                    setattr(module, FUSED_FUNCTIONS[op], partial(scale_outputs, function))
+            yield
+
+    return install
+
+
 def _scale(factor: float) -> Plant:
     return partial(TinyTraining.run_backward, weights=(factor / MICRO_BATCHES,) * MICRO_BATCHES)
 
@@ -180,4 +225,5 @@ FAULTS = (
     GradientFault("gradient of the step before", compute=use_previous_batch),
     GradientFault("last micro-batch weighted twice", compute=partial(TinyTraining.run_backward, weights=(0.5, 1.0))),
     GradientFault("an op's backward 3 % too large", _scale_backward(1.03)),
+    *(GradientFault(f"{op}'s backward 3 % too large", _scale_fused_backward(op, 1.03)) for op in FUSED_FUNCTIONS),
 )

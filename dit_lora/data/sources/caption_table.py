@@ -224,7 +224,7 @@ class CaptionTable:
     def _read_texts(self) -> None:
         """Read the captions of the folder's .txt files, and set the stamp."""
         self._update_media()
-        stamps: list[object] = []
+        stamps: list[int] = []
         # Strings, as `Path` would take half of the time.
         prefix = os.path.join(self.root, "")
         for name, text_file in _list_text_files(self.listing):
@@ -235,7 +235,8 @@ class CaptionTable:
                 caption = " ".join(data.removeprefix(_BOM).decode().split())
             except (OSError, UnicodeDecodeError) as error:
                 raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
-            stamps += (text_file, *_get_stamp(status))
+            # A hash: Python's garbage collector would look through tuples again and again.
+            stamps.append(hash((text_file, *_get_stamp(status))))
             # An empty .txt file counts as no caption.
             if caption:
                 self.captions[name] = caption
@@ -301,11 +302,11 @@ def _compute_stamp(root: Path, other_lists: Sequence[str] = ()) -> tuple[object,
 
 def _compute_text_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
     """Values that differ if the .txt files may have changed."""
-    stamps: list[object] = []
+    stamps: list[int] = []
     prefix = os.path.join(root, "")
     for _, text_file in _list_text_files(listing):
         with suppress(OSError):
-            stamps += (text_file, *_get_stamp(os.stat(prefix + text_file)))
+            stamps.append(hash((text_file, *_get_stamp(os.stat(prefix + text_file)))))
     return tuple(stamps)
 
 

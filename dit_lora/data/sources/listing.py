@@ -77,7 +77,14 @@ class Listing:
         try:
             self._folder_times[folder] = os.stat(folder).st_mtime_ns
             with os.scandir(folder) as scanned:
-                entries = sorted(scanned, key=attrgetter("name"))
+                entries = []
+                for entry in scanned:
+                    # First: there may be one for each sample, and their order does not matter.
+                    if entry.name.endswith(".txt") and entry.name[0] != "." and entry.is_file(follow_symlinks=False):
+                        self.texts.add(prefix + entry.name)
+                    else:
+                        entries.append(entry)
+            entries.sort(key=attrgetter("name"))
         except FileNotFoundError:
             return
         except OSError as error:
