@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -247,20 +247,26 @@ def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         return file.read()
 
 
-def read_regular_with_status(path: str) -> tuple[bytes, os.stat_result]:
-    """Read a small regular file, and return its bytes and its status from before; links are followed.
+def read_regular_files(paths: Iterable[str]) -> Iterator[tuple[bytes, os.stat_result]]:
+    """Yield the bytes of small regular files, and their status from before; links are followed.
 
     For thousands of files: it takes a third of the time of `Path.stat` and `read_regular`. Raises `OSError` for other
     kinds of files.
     """
-    handle = os.open(path, _OPEN_FLAGS)
-    try:
-        status = os.fstat(handle)
-        _require_regular_status(status, path)
-        # One byte more, for a file that grows meanwhile.
-        return os.read(handle, status.st_size + 1), status
-    finally:
-        os.close(handle)
+    for path in paths:
+        handle = os.open(path, _OPEN_FLAGS)
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                _require_regular_status(status, path)
+            # One byte more, for a file that grows meanwhile.
+            data = os.read(handle, status.st_size + 1)
+        except OSError as error:
+            error.filename = path
+            raise
+        finally:
+            os.close(handle)
+        yield data, status
 
 
 def compute_sha256(path: Path) -> str:

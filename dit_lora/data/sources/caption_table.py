@@ -19,7 +19,7 @@ from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_regular_with_status, replace_contents
+from dit_lora.files import read_regular_files, replace_contents
 from dit_lora.parsing import parse_json
 
 TABLE_NAME = TABLE_NAMES[0]
@@ -227,19 +227,21 @@ class CaptionTable:
         stamps: list[int] = []
         # Strings, as `Path` would take half of the time.
         prefix = os.path.join(self.root, "")
-        for name, text_file in _list_text_files(self.listing):
-            path = prefix + text_file
-            try:
-                data, status = read_regular_with_status(path)
+        files = list(_list_text_files(self.listing))
+        texts = read_regular_files([prefix + text_file for _, text_file in files])
+        text_file = ""
+        try:
+            for (name, text_file), (data, status) in zip(files, texts, strict=True):
                 # Training collapses white space in .txt captions too.
                 caption = " ".join(data.removeprefix(_BOM).decode().split())
-            except (OSError, UnicodeDecodeError) as error:
-                raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
-            # A hash: Python's garbage collector would look through tuples again and again.
-            stamps.append(hash((text_file, *_get_stamp(status))))
-            # An empty .txt file counts as no caption.
-            if caption:
-                self.captions[name] = caption
+                # A hash: Python's garbage collector would look through tuples again and again.
+                stamps.append(hash((text_file, *_get_stamp(status))))
+                # An empty .txt file counts as no caption.
+                if caption:
+                    self.captions[name] = caption
+        except (OSError, UnicodeDecodeError) as error:
+            path = getattr(error, "filename", None) or prefix + text_file
+            raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
         self._stamp = tuple(stamps)
 
 

@@ -1,6 +1,7 @@
 """Captions go into a folder's metadata.jsonl, and nothing else of it changes."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,23 @@ def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
     assert CaptionTable.read(tmp_path).captions == {undecodable_name: "made", "ok.mp4": "ok"}
     clips = scan_sources(load_folder_config(str(tmp_path))).clips
     assert {clip.id: clip.caption for clip in clips} == {undecodable_name: "made", "ok.mp4": "ok"}
+
+
+def test_a_text_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder(tmp_path, "a.mp4", "b.mp4", "c.mp4")
+    (tmp_path / "a.txt").write_text("text")
+    file = tmp_path / "b.txt"
+    for make, reason in (
+        (lambda: file.write_bytes(b"\xff\xfe\x00"), "invalid start byte"),
+        # From a named pipe, reading would wait for a writer.
+        (lambda: os.mkfifo(file), "is not a regular file"),
+        (lambda: file.symlink_to("nowhere"), "No such file"),
+    ):
+        make()
+        with pytest.raises(DitLoraError, match=re.escape(f"cannot read {file} as UTF-8 text")) as refused:
+            CaptionTable.read(tmp_path)
+        assert reason in str(refused.value)
+        file.unlink()
 
 
 def test_a_folder_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
