@@ -53,6 +53,8 @@ def check_page(page: Any, name: str, schemes: Sequence[str] = ("",)) -> None:
 
     `schemes` are color schemes in which the page is shown; "" is the present one.
     """
+    # Also for its style sheet: an element can be found before that is loaded.
+    page.wait_for_load_state()
     # Thumbnails load when they come into sight.
     page.evaluate(_LOAD_PICTURES)
     width = page.viewport_size["width"]

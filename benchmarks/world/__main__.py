@@ -3,8 +3,9 @@
     python -m benchmarks.world WORK [--vae-steps 2200] [--decoder-steps 2500] [--steps 20500] [--clips 6000]
         [--overrides validation.every=5000]
 
-WORK gets the clips, the VAE, the run and, in WORK/moving_shapes, the checkpoint in fp16. About two hours on two
-cores. The denoiser is trained by the project's own recipe script with `train.mode: full`; the text encoder stays
+WORK gets the clips, the VAE, the run and, in WORK/moving_shapes, the checkpoint in fp16. On one core the VAE took 41
+minutes and a step of the denoiser 0.43 s: 93 minutes for 13,000 steps, which are too few (docs/benchmarks/world.md).
+The denoiser is trained by the project's own recipe script with `train.mode: full`; the text encoder stays
 random, because it only has to tell words apart.
 """
 
