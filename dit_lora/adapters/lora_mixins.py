@@ -46,7 +46,7 @@ def get_lora_pipeline_class(pipeline_class: type) -> Any:
     classes = (base for base in pipeline_class.__mro__ if base is not LoraBaseMixin)
     if any("save_lora_weights" in vars(base) for base in classes):
         return pipeline_class
-    # Of Diffusers' LoRA mixins, this one has `transformer` only. A loader that the class has comes before it.
+    # This mixin of Diffusers loads into `transformer` only. A loader that the class has comes first in its MRO.
     return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
 
 

@@ -9,7 +9,7 @@ from family_cases.case import Call, Case, Smoke, captioned_images
 from family_cases.flux import NATIVE, timesteps, vae_decode
 
 NUM_IMAGE_TOKENS = 24
-"""Of both shapes: 64x96 and 32x192 pixels, a token for 16x16."""
+"""Image tokens of both shapes, 64x96 and 32x192 pixels: one for 16x16 pixels."""
 
 
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:

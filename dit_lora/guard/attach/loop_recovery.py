@@ -334,7 +334,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         """Report why a rank's loss is not finite though every gradient is. The step is taken. Collective."""
         with self.host.limit_collectives():
             results = self._diagnose(failure)
-            # Of a rank with a finite loss, only what all ranks have found together is a cause.
+            # If this rank's loss is finite, its own replays explain nothing; those made with all ranks still count.
             if not is_on_this_rank and not self.collective_forward:
                 results = []
             diagnoses = self.gather_diagnoses(failure, results)

@@ -33,6 +33,7 @@ from dit_lora.guard.gradient_check.slopes import (
     LossTerms,
     SlopeComparison,
     compare_slopes,
+    may_use_tf32,
     persists_down_to_rounding,
 )
 from dit_lora.numerics.adapter_tensors import get_layer_name
@@ -339,9 +340,9 @@ def _locate(
     differing_comparisons = [c for c in comparisons if c.result == "differs" and set(c.parameters) == set(names)]
     last_comparison = differing_comparisons[-1] if differing_comparisons else comparison
     direction = make_direction(last_comparison.parameters)
-    # In 16 bits, rounding removes small changes of the loss altogether.
-    is_fine = check.dtype not in HALF_DTYPES
-    if is_fine and not persists_down_to_rounding(check.evaluator, direction, last_comparison, check.dtype):
+    # In 16 bits and in TF32, rounding removes small changes of the loss altogether.
+    is_coarse = check.dtype in HALF_DTYPES or may_use_tf32(direction.parameters.values())
+    if not is_coarse and not persists_down_to_rounding(check.evaluator, direction, last_comparison, check.dtype):
         return None
     is_single = high - low == 1
     return FaultLocation(

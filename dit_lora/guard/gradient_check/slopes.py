@@ -291,6 +291,12 @@ def _persists(
     return estimate.differs and _is_confirmed_by(best, estimate)
 
 
+def may_use_tf32(parameters: Iterable[torch.Tensor]) -> bool:
+    """True if PyTorch may compute products of these parameters in TF32, which rounds them to 10 bits of mantissa."""
+    is_allowed = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return is_allowed and any(p.is_cuda for p in parameters)
+
+
 def persists_down_to_rounding(
     evaluator: LossEvaluator, direction: Direction, comparison: SlopeComparison, dtype: torch.dtype
 ) -> bool:
@@ -363,8 +369,7 @@ def _bound_gradient_error(
     A bias of the whole, plus four standard deviations of independent errors in the elements.
     """
     bias, spread, *_ = TOLERANCES[dtype]
-    uses_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    if dtype == torch.float32 and uses_tf32 and any(p.is_cuda for p in direction.parameters.values()):
+    if dtype == torch.float32 and may_use_tf32(direction.parameters.values()):
         bias = spread = _TF32_GRADIENT_ERROR
     return bias * abs(projection) + 4 * spread * random_projection
 

@@ -27,7 +27,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def test_components_are_those_of_the_folder_whatever_the_index_says(folder: Path) -> None:
-    """Of another repository, and of a class that only its files would bring."""
+    """The index names another repository, and a class that is defined in that repository's files."""
     index = set_component_source(index_of(folder), "somebody/theirs")
     index["transformer"][:2] = ["evil", "Transformer"]
     index["transformer"][2]["type_hint"] = ["evil", "Transformer"]

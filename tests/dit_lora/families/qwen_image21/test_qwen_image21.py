@@ -92,7 +92,7 @@ def test_a_call_needs_no_values_of_its_tensors(tiny: Path) -> None:
         noisy, timesteps = torch.empty(2, 24, 64), torch.empty(2)
     assert checkpoint.denoiser.predict(transformer, noisy, timesteps, batch).shape == (2, 24, 64)
     del transformer.forward
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(RuntimeError, match="meta"):
         checkpoint.denoiser.predict(transformer, noisy, timesteps, batch)
 
 
@@ -142,10 +142,10 @@ def test_a_long_caption_loses_its_end_and_the_templates_stays(tiny: Path) -> Non
     assert both.input_ids.shape == both.attention_mask.shape == (3, cut.max_tokens)
     for row, prompt in enumerate(prompts):
         (ids,) = whole(text=[prompt], **keywords).input_ids
-        kept = both.input_ids[row][both.attention_mask[row].bool()]
-        assert torch.equal(kept[:-5], ids[: len(kept) - 5])
-        assert torch.equal(kept[-5:], ids[-5:])
-        assert len(kept) == min(len(ids), cut.max_tokens)
+        row_ids = both.input_ids[row][both.attention_mask[row].bool()]
+        assert torch.equal(row_ids[:-5], ids[: len(row_ids) - 5])
+        assert torch.equal(row_ids[-5:], ids[-5:])
+        assert len(row_ids) == min(len(ids), cut.max_tokens)
     assert cut.tokenizer.decode(both.input_ids[0, -5:]) == "<|im_end|>\n<|im_start|>assistant\n"
     encode = opened(tiny).encoders.load_text_encoder(torch.float32, CPU)
     assert int(encode(["a disc " * 90])["prompt_mask"].sum()) == MAX_TEXT_TOKENS
