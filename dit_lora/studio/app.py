@@ -65,7 +65,7 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
 def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
     """Serve the captions of a folder until Ctrl-C; `say` receives the link and the closing message."""
     # Raises for a folder without media, before a port is opened.
-    CaptionTable.read(folder, allow_other_lists=True)
+    CaptionTable.read(folder, allow_other_lists=True, skip_texts=True)
     app = build_app(list_pages(RunLibrary([folder]), rules))
     serve_until_interrupted(app, port, f"/data/{compute_run_id(folder)}/", folder, say)
 

@@ -4,7 +4,7 @@ An edit changes only the characters of the caption. Every writer holds `lock_tab
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,15 +53,22 @@ class CaptionTable:
     """Column and name of the files that a file's row names in other columns, such as masks and references."""
     other_list: str = ""
     """The list that has the captions, such as metadata.csv, where it is not a metadata.jsonl: it is only read."""
+    has_unread_texts: bool = False
+    """True if `captions` lacks those of .txt files, except the ones that `read_texts` was called for."""
     _bom: bytes = b""
     _stamp: tuple[object, ...] = ()
     _is_locked: bool = False
 
     @classmethod
     def read(
-        cls, root: Path, previous: "CaptionTable | None" = None, *, allow_other_lists: bool = False
+        cls,
+        root: Path,
+        previous: "CaptionTable | None" = None,
+        *,
+        allow_other_lists: bool = False,
+        skip_texts: bool = False,
     ) -> "CaptionTable":
-        """Read the media files and captions of a folder.
+        """Read the media files and captions of a folder; with `skip_texts`, .txt files are left to `read_texts`.
 
         Parts of `previous`, an earlier result, are reused if their files have not changed. Raises `DitLoraError` if
         the folder is missing, has no media, or keeps its captions in another list, unless `allow_other_lists`.
@@ -85,7 +92,12 @@ class CaptionTable:
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
         # Take the stamp before reading the bytes, so that a change in between is noticed next time.
         stamp = _compute_stamp(root, other_lists)
-        if previous is not None and previous._stamp == (stamp or _compute_text_stamp(root, listing)):
+        is_read = previous is not None and not previous.has_unread_texts
+        if skip_texts and listing.texts and not stamp and not is_read:
+            table = cls(root, {}, listing.media, listing, has_unread_texts=True)
+            table._update_media()
+            return table
+        if previous is not None and is_read and previous._stamp == (stamp or _compute_text_stamp(root, listing)):
             previous.listing = listing
             # Files may have been added, although the table is the same.
             previous._update_media()
@@ -101,7 +113,9 @@ class CaptionTable:
         elif stamp:
             table._read_rows()
         else:
-            table._read_texts()
+            table._update_media()
+            # The stamp is as of before the bytes were read.
+            table._stamp = table.read_texts()
         return table
 
     @property
@@ -112,6 +126,32 @@ class CaptionTable:
     def has_media(self, name: str) -> bool:
         """True if a media file is a sample of the folder, or a mask or reference of one."""
         return name in self.media_names or name in self.related_names
+
+    def read_texts(self, names: Collection[str] | None = None) -> tuple[int, ...]:
+        """Read the captions of the .txt files of all media files, or of these; the result differs if files change.
+
+        Raises:
+            DitLoraError: If a file cannot be read, or is not UTF-8.
+        """
+        stamps: list[int] = []
+        # Strings, as `Path` would take half of the time.
+        prefix = os.path.join(self.root, "")
+        files = list(_list_text_files(self.listing, self.listing.media if names is None else names))
+        texts = read_regular_files([prefix + text_file for _, text_file in files])
+        text_file = ""
+        try:
+            for (name, text_file), (data, status) in zip(files, texts, strict=True):
+                # Training collapses white space in .txt captions too.
+                caption = " ".join(data.removeprefix(_BOM).decode().split())
+                # A hash: Python's garbage collector would look through tuples again and again.
+                stamps.append(hash((text_file, *_get_stamp(status))))
+                # An empty .txt file counts as no caption.
+                if caption:
+                    self.captions[name] = caption
+        except (OSError, UnicodeDecodeError) as error:
+            path = getattr(error, "filename", None) or prefix + text_file
+            raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
+        return tuple(stamps)
 
     def write_captions(self, captions: Mapping[str, str]) -> None:
         """Write captions to metadata.jsonl atomically; a new file also gets the captions of the .txt files.
@@ -221,29 +261,6 @@ class CaptionTable:
         ]
         self.media_names = set(self.media)
 
-    def _read_texts(self) -> None:
-        """Read the captions of the folder's .txt files, and set the stamp."""
-        self._update_media()
-        stamps: list[int] = []
-        # Strings, as `Path` would take half of the time.
-        prefix = os.path.join(self.root, "")
-        files = list(_list_text_files(self.listing))
-        texts = read_regular_files([prefix + text_file for _, text_file in files])
-        text_file = ""
-        try:
-            for (name, text_file), (data, status) in zip(files, texts, strict=True):
-                # Training collapses white space in .txt captions too.
-                caption = " ".join(data.removeprefix(_BOM).decode().split())
-                # A hash: Python's garbage collector would look through tuples again and again.
-                stamps.append(hash((text_file, *_get_stamp(status))))
-                # An empty .txt file counts as no caption.
-                if caption:
-                    self.captions[name] = caption
-        except (OSError, UnicodeDecodeError) as error:
-            path = getattr(error, "filename", None) or prefix + text_file
-            raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error
-        self._stamp = tuple(stamps)
-
 
 def make_work_folder(root: Path) -> Path:
     """Make the hidden folder in a data set's folder, if it is not there, and return its path.
@@ -306,7 +323,7 @@ def _compute_text_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
     """Values that differ if the .txt files may have changed."""
     stamps: list[int] = []
     prefix = os.path.join(root, "")
-    for _, text_file in _list_text_files(listing):
+    for _, text_file in _list_text_files(listing, listing.media):
         with suppress(OSError):
             stamps.append(hash((text_file, *_get_stamp(os.stat(prefix + text_file)))))
     return tuple(stamps)
@@ -317,9 +334,9 @@ def _get_stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _list_text_files(listing: Listing) -> Iterator[tuple[str, str]]:
-    """Yield the media files that have a .txt file of the same name, and the .txt file."""
-    for name in listing.media:
+def _list_text_files(listing: Listing, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield those of these media files that have a .txt file of the same name, and the .txt file."""
+    for name in names:
         text_file = f"{name.rpartition('.')[0]}.txt"
         if text_file in listing.texts:
             yield name, text_file

@@ -61,7 +61,7 @@ class CaptionEdits:
         self._table: CaptionTable | None = None
         self._audit = StoredAudit()
         self._findings = CaptionFindings(rules)
-        self._first_check: Future[tuple[StoredAudit, CaptionFindings]] | None = None
+        self._first_check: Future[tuple[CaptionTable, StoredAudit, CaptionFindings]] | None = None
         self._lock = Lock()
 
     def build_sheet(self, sample_filter: SampleFilter, page_number: int) -> ContactSheet:
@@ -71,10 +71,13 @@ class CaptionEdits:
         needs the findings waits for it.
         """
         with self._lock:
-            table = self._read_table()
             is_checked = self._findings.has_checked or (self._first_check is not None and self._first_check.done())
-            if is_checked or sample_filter.needs_checks or len(table.media) <= _MAX_AWAITED_FILES:
-                return build_sheet(self._read_source(table), sample_filter, page_number, self.rules)
+            if is_checked or sample_filter.needs_checks:
+                return build_sheet(self._read_source(self._read_table()), sample_filter, page_number, self.rules)
+            # Opening a .txt file for each of many files takes longer than all else.
+            table = self._read_table(skip_texts=not sample_filter.text)
+            if len(table.media) <= _MAX_AWAITED_FILES:
+                return build_sheet(self._read_source(self._read_table()), sample_filter, page_number, self.rules)
             sheet = build_sheet(SheetSource(table, is_checked=False), sample_filter, page_number, self.rules)
             # At most one check in this process: that of another folder may be under way.
             if self._first_check is None and _CHECKER_IS_FREE.acquire(blocking=False):
@@ -83,13 +86,14 @@ class CaptionEdits:
                 self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
             return sheet
 
-    def check_all(self, table: CaptionTable) -> tuple[StoredAudit, CaptionFindings]:
-        """Read the folder's audit and check all captions, which takes a second for 30,000 files."""
+    def check_all(self, table: CaptionTable) -> tuple[CaptionTable, StoredAudit, CaptionFindings]:
+        """Read the folder's audit and .txt files and check all captions, which takes a second for 30,000 files."""
         # Both threads share one interpreter, which would otherwise delay the sheet.
         time.sleep(_CHECK_DELAY_S)
+        table = CaptionTable.read(self.root, table, allow_other_lists=True)
         findings = CaptionFindings(self.rules)
         findings.update(table)
-        return StoredAudit.read(self.root), findings
+        return table, StoredAudit.read(self.root), findings
 
     def list_lines(self, sample_filter: SampleFilter) -> list[str]:
         """A line for each file that passes a filter: name, tokens or words, codes of findings, caption."""
@@ -102,7 +106,7 @@ class CaptionEdits:
         with self._lock:
             # The file may have been added since the table was read.
             if self._table is None or not self._table.has_media(name):
-                self._read_table()
+                self._read_table(skip_texts=True)
             return self.root / name if self._table and self._table.has_media(name) else None
 
     def preview(self, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
@@ -169,9 +173,14 @@ class CaptionEdits:
                 table.write_captions({name: caption})
             return self._build_state(table, name)
 
-    def _read_table(self) -> CaptionTable:
+    def _read_table(self, *, skip_texts: bool = False) -> CaptionTable:
+        """The files and captions as they are now; see `CaptionTable.read`."""
+        previous, first_check = self._table, self._first_check
+        # The first check has read the .txt files.
+        if first_check is not None and first_check.done() and first_check.exception() is None:
+            previous = first_check.result()[0] if previous is None or previous.has_unread_texts else previous
         # Parses only what has changed since the last time.
-        self._table = CaptionTable.read(self.root, self._table, allow_other_lists=True)
+        self._table = CaptionTable.read(self.root, previous, allow_other_lists=True, skip_texts=skip_texts)
         return self._table
 
     def _read_source(self, table: CaptionTable) -> SheetSource:
@@ -179,7 +188,7 @@ class CaptionEdits:
         # A check that failed is tried again at the next request.
         first_check, self._first_check = self._first_check, None
         if first_check is not None:
-            self._audit, self._findings = first_check.result()
+            _, self._audit, self._findings = first_check.result()
         self._audit = StoredAudit.read(self.root, self._audit)
         return SheetSource(table, self._audit, self._findings.update(table))
 

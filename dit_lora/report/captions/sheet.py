@@ -54,7 +54,8 @@ class ContactSheet:
     num_pages: int
     num_matches: int
     facts: Mapping[str, Any]
-    """Title, and numbers of files: `total`, `missing`, and `flagged`, which is None before the first check."""
+    """Title, and numbers of files: `total`, `missing`, and `flagged`. Before the first check, `flagged` is None; so is
+    `missing` while .txt files are unread."""
     codes: Sequence[tuple[str, int]]
     """Codes of findings with their numbers of files, the most frequent first."""
     audit_time: float
@@ -104,6 +105,8 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     num_pages = max(1, -(-len(names) // CARDS_PER_PAGE))
     number = min(max(1, number), num_pages)
     page_names = names[(number - 1) * CARDS_PER_PAGE : number * CARDS_PER_PAGE]
+    if table.has_unread_texts:
+        table.read_texts(page_names)
     lengths = count_tokens(table, page_names, rules)
     # Files without findings are in neither, and files that were removed since the audit are left out.
     codes: Counter[str] = Counter()
@@ -111,12 +114,14 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     for name in {*source.caption_findings, *source.audit.samples} & table.media_names:
         codes.update({finding.code for finding in source.get_findings(name)})
     facts = count_captions(table, {name: list(findings) for name, findings in source.caption_findings.items()})
+    facts |= {} if source.is_checked else {"flagged": None}
+    facts |= {"missing": None} if table.has_unread_texts else {}
     return ContactSheet(
         cards=[_build_card(source, name, num_tokens) for name, num_tokens in lengths.items()],
         number=number,
         num_pages=num_pages,
         num_matches=len(names),
-        facts=facts if source.is_checked else {**facts, "flagged": None},
+        facts=facts,
         codes=sorted(codes.items(), key=lambda item: (-item[1], item[0])),
         audit_time=source.audit.time,
         undo=None if table.other_list else table.undo_step,

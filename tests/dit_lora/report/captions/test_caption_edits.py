@@ -253,6 +253,77 @@ def test_sheets_of_many_files_come_before_the_first_check(tmp_path: Path, monkey
         time.sleep(0.01)
 
 
+def test_txt_files_of_other_pages_are_read_after_the_first_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captions = {"0.png": "first", "1.png": "second", "2.png": "third", "3.png": "third"}
+    for name, caption in captions.items():
+        (tmp_path / name).write_bytes(b"media")
+        (tmp_path / name).with_suffix(".txt").write_text(caption)
+    # A .txt file without text, and none at all.
+    (tmp_path / "3.txt").write_text("")
+    (tmp_path / "4.png").write_bytes(b"media")
+    may_check, check_all = Event(), CaptionEdits.check_all
+
+    def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
+        assert may_check.wait(60)
+        return check_all(edits, table)
+
+    monkeypatch.setattr(CaptionEdits, "check_all", wait_and_check)
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+    monkeypatch.setattr("dit_lora.report.captions.sheet.CARDS_PER_PAGE", 2)
+    edits = CaptionEdits(tmp_path, TextRules())
+    opened = []
+    for page_number, shown in ((1, ["first", "second"]), (2, ["third", ""])):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                os, "open", lambda path, *rest, open=os.open: opened.append(Path(path).name) or open(path, *rest)
+            )
+            sheet = edits.build_sheet(SampleFilter(), page_number)
+        assert [card.caption for card in sheet.cards] == shown
+        assert (sheet.num_matches, sheet.facts["total"], sheet.facts["missing"]) == (5, 5, None)
+    assert opened == ["0.txt", "1.txt", "2.txt", "3.txt"]
+    # A text is looked for in all captions, and a caption of another page can be edited.
+    assert [card.name for card in edits.build_sheet(SampleFilter(text="SECOND"), 1).cards] == ["1.png"]
+    assert edits.find_media("4.png") == tmp_path / "4.png"
+    may_check.set()
+    while not (sheet := edits.build_sheet(SampleFilter(), 1)).is_checked:
+        time.sleep(0.01)
+    assert (sheet.facts["missing"], sheet.codes) == (2, [("caption_missing", 2)])
+    (tmp_path / "4.txt").write_text("fourth")
+    assert edits.build_sheet(SampleFilter(), 3).cards[0].caption == "fourth"
+    edits.save_caption("4.png", "edited", compute_caption_version("fourth"))
+    captions.pop("3.png")
+    assert CaptionTable.read(tmp_path).captions == captions | {"4.png": "edited"}
+
+
+def test_missing_captions_are_counted_where_a_txt_file_belongs_to_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0.png", "1.png", "notes.txt"):
+        (tmp_path / name).write_bytes(b"media")
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+    edits = CaptionEdits(tmp_path, TextRules())
+    while not (sheet := edits.build_sheet(SampleFilter(), 1)).is_checked:
+        time.sleep(0.01)
+    assert sheet.facts["missing"] == 2
+
+
+def test_an_edit_before_the_first_check_keeps_the_captions_of_all_txt_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captions = {f"{number}.png": f"caption {number}" for number in range(4)}
+    for name, caption in captions.items():
+        (tmp_path / name).write_bytes(b"media")
+        (tmp_path / name).with_suffix(".txt").write_text(caption)
+    monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
+    monkeypatch.setattr("dit_lora.report.captions.sheet.CARDS_PER_PAGE", 2)
+    edits = CaptionEdits(tmp_path, TextRules())
+    edits.build_sheet(SampleFilter(), 1)
+    edits.save_caption("0.png", "edited", compute_caption_version("caption 0"))
+    assert CaptionTable.read(tmp_path).captions == captions | {"0.png": "edited"}
+
+
 def test_a_first_check_that_fails_is_reported_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edits = CaptionEdits(write_folder(tmp_path / "clips", {"0.png": "same"}), TextRules())
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
