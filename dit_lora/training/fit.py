@@ -72,7 +72,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     is_quiet = not session.is_main
     bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
-        gradient_watch = GradientWatch(run, run.recovery, run.start_step)
+        gradient_watch = GradientWatch(run, run.recovery, run.start_step, run.ema)
         reason = gradient_watch.unsupported_reason or gradient_watch.skipped_reason
         if reason is not None:
             session.say(f"warning: {reason}")
@@ -106,6 +106,7 @@ class RunCallbacks(LoopCallbacks):
         session = run.session
         recipe = run.recipe
         session.phases.resume_steps()
+        self.gradient_watch.restart(start_step)
         sampler = PositionSampler(
             start_step=start_step,
             steps=recipe.train.steps,

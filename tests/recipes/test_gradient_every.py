@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.replayed_gradient import GradientReplayResult
 from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.gradient_check.directions import Displacement
 from dit_lora.training.recovery import build
 from dit_lora.training.recovery.gradient_watch import GradientWatch
@@ -28,10 +29,10 @@ def args(smoke: list[str]) -> list[str]:
 
 
 class FaultyKernel:
-    """A component that halves the gradient of one layer until it is off."""
+    """A component that halves the gradient of one layer after a step, until it is off."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_on = True
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after_step: int = 0) -> None:
+        self.is_on = after_step == 0
         fallback = Fallback("qk_norm_rope", "kernel", self.disable_temporarily, self.disable, "PyTorch's own ops")
         monkeypatch.setattr(build, "list_fallbacks", lambda _model: [fallback])
         finish = GradientWatch.__post_init__
@@ -43,6 +44,13 @@ class FaultyKernel:
                     parameter.register_hook(lambda gradient: gradient / 2 if self.is_on else gradient)
 
         monkeypatch.setattr(GradientWatch, "__post_init__", plant)
+        find_if_due = GradientWatch.is_due
+
+        def begin_after_step(watch: GradientWatch, step: int) -> bool:
+            self.is_on |= step == after_step and not watch.recovery.state.switched_off
+            return find_if_due(watch, step)
+
+        monkeypatch.setattr(GradientWatch, "is_due", begin_after_step)
 
     def disable(self) -> None:
         self.is_on = False
@@ -58,8 +66,9 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return [event for event in lines(run, "events.jsonl") if event["kind"] == "gradient_check"]
 
 
-def read_state(run: Path) -> dict[str, torch.Tensor]:
-    files = sorted((run / "checkpoints" / "step_000003").rglob("*.safetensors"))
+def load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by file and name."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
     return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -101,20 +110,56 @@ def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unch
     # The repeated step is checked again.
     assert "step 1: the gradient agrees with the loss" in output.out + output.err
     assert same_adapter(clean, repaired)
-    first_state, second_state = read_state(clean), read_state(repaired)
+    first_state, second_state = (load_state(run / "checkpoints/step_000003") for run in (clean, repaired))
     assert len(first_state) > 30
     assert first_state.keys() == second_state.keys()
     assert all(torch.equal(first_state[name], second_state[name]) for name in first_state)
 
 
-def test_without_leave_to_fall_back_it_is_reported(
+def test_a_run_goes_back_to_the_last_step_that_agreed_and_is_as_if_nothing_was_wrong(
+    lora_main: Main,
+    args: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clean, repaired, warned = tmp_path / "clean", tmp_path / "repaired", tmp_path / "warned"
+    args = [*args, "guard.gradient_every=3", "train.steps=6", "train.save_every=4", "train.ema=0.9"]
+    lora_main([*args, f"run.dir={clean}"])
+    with monkeypatch.context() as patch:
+        FaultyKernel(patch, after_step=3)
+        lora_main([*args, f"run.dir={repaired}"])
+        (event,) = read_events(repaired)
+        assert (event["step"], event["action"], event["verdict"]["module"]) == (6, "rollback", LAYER)
+        text = "qk_norm_rope stays off for this run, and training goes back to step 2: the next 4 are repeated"
+        assert event["verdict"]["words"].endswith(text)
+        assert [line["step"] for line in lines(repaired, "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        for folder in ("step_000004", "step_000006"):
+            saved = [load_state(run / "checkpoints" / folder) for run in (clean, repaired)]
+            assert len(saved[0]) > 30
+            assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+    # Without leave to roll back, the steps that may be wrong are named.
+    FaultyKernel(monkeypatch, after_step=3)
+    lora_main([*args, "guard.on_nonfinite=[fallback]", f"run.dir={warned}"])
+    (event,) = read_events(warned)
+    assert (event["step"], event["action"]) == (6, "fallback")
+    text = "and the step is repeated; steps 4 to 5 may have been trained with it"
+    assert event["verdict"]["words"].endswith(text)
+    assert not same_adapter(clean, warned)
+
+
+def test_without_leave_to_fall_back_the_run_stops_and_keeps_what_was_trained(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = FaultyKernel(monkeypatch)
-    settings = ["guard.gradient_every=9", "guard.on_nonfinite=[stop]", "train.steps=1", "train.save_every=1"]
-    lora_main([*args, *settings, f"run.dir={tmp_path / 'run'}"])
+    kernel = FaultyKernel(monkeypatch, after_step=1)
+    settings = ["guard.gradient_every=3", "guard.on_nonfinite=[stop]"]
+    with pytest.raises(NonFiniteError, match=r"stopped, because guard\.on_nonfinite has no fallback") as stopped:
+        lora_main([*args, *settings, f"run.dir={tmp_path / 'run'}"])
+    assert "; step 2 may have been trained with it" in str(stopped.value)
+    assert "step 2 is saved in checkpoints/step_000002" in str(stopped.value)
+    assert len(load_state(tmp_path / "run/checkpoints/step_000002")) > 30
     (event,) = read_events(tmp_path / "run")
-    assert (event["action"], event["verdict"]["cause"], kernel.is_on) == ("report", "kernel", True)
+    assert (event["action"], event["verdict"]["cause"], kernel.is_on) == ("stop", "kernel", True)
     evidence = event["verdict"]["evidence"]
     assert (evidence["result"], evidence["along"]) == ("differs", "gradient")
     assert evidence["ratio"] > 1 + evidence["bound"]

@@ -4,12 +4,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
 
 from dit_lora.guard.diagnosis import Event
 from dit_lora.guard.fallbacks import Fallback
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.gradient_check.cause import (
     CauseFinding,
     ReplayableStep,
@@ -25,17 +28,22 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.memory import is_out_of_memory
 from dit_lora.numerics.ranks import get_process_index
 from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
+from dit_lora.training.checkpoints.files import checkpoint_path
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.context_parallel import ContextParallel
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.fsdp import ShardedEngine
 from dit_lora.training.distributed.zero import Zero2
+from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import make_checkpointing_fallback
 from dit_lora.training.execution.offload import make_offload_fallback
 from dit_lora.training.loop import RolledBackError
+from dit_lora.training.recovery.good_state import GoodState
 from dit_lora.training.recovery.parity_batches import disable_for_run
 from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
+
+GradientAction = Literal["report", "fallback", "rollback", "stop"]
 
 _EVENT_KIND = "gradient_check"
 _UNSUPPORTED_ENGINES = {
@@ -59,6 +67,8 @@ class GradientWatch:
     setup: AnySetup
     recovery: RunRecovery
     start_step: int
+    ema: TrainedEMA | None = None
+    """The run's moving average, which is rolled back with the weights."""
     _next_step: int = field(init=False)
     """The first step that an automatic interval allows to check."""
     _num_evaluations: int = field(init=False)
@@ -66,11 +76,16 @@ class GradientWatch:
     _num_switched_off: int = field(init=False)
     _last_sound_step: int | None = None
     """The last step whose gradient agreed with the loss, in this process."""
+    _good_state: GoodState | None = field(init=False, default=None)
+    """The state before that step; None if the guard may not roll back, or has nothing to switch off."""
 
     def __post_init__(self) -> None:
         self._next_step = self.start_step + 1
         self._num_evaluations = estimate_gradient_evaluations(self.setup.dtype)
         self._num_switched_off = len(self.recovery.state.switched_off)
+        # Without switching a component off, the steps after a rollback would have the same fault.
+        if self.is_on and {"fallback", "rollback"} <= {*self.setup.recipe.guard.on_nonfinite}:
+            self._good_state = GoodState(self.recovery, self.ema)
 
     @property
     def is_on(self) -> bool:
@@ -122,6 +137,14 @@ class GradientWatch:
         """True if the steps from this one to the last would pay for a check."""
         return self.setup.recipe.train.steps - step + 1 >= count_paying_steps(self._num_evaluations)
 
+    def restart(self, step: int) -> None:
+        """Note that training continues after `step`, which may be earlier than the last checked one."""
+        if self._last_sound_step is not None:
+            self._last_sound_step = min(self._last_sound_step, step)
+        # The state of a step that the guard has undone.
+        if self._good_state is not None and self._good_state.step is not None and self._good_state.step > step:
+            self._good_state.drop()
+
     def check(
         self,
         step: int,
@@ -134,7 +157,8 @@ class GradientWatch:
         A wrong gradient is logged and written to events.jsonl. After an error inside the check the run goes on.
 
         Raises:
-            RolledBackError: A component at fault was switched off, and the step is to be taken again.
+            RolledBackError: A component at fault was switched off, and steps are to be taken again.
+            NonFiniteError: The gradient is wrong, and `guard.on_nonfinite` has no `fallback`.
         """
         # On the unwrapped model, as all replays.
         replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
@@ -163,14 +187,13 @@ class GradientWatch:
         if report.result == "agrees":
             self._record_sound_step(step, report)
             return
-        should_switch_off = self._should_switch_off(finding)
-        action_text = self._describe_action(step, finding, is_switched_off=should_switch_off)
-        message = f"{report.message}{finding.message}{action_text}"
+        action, target = self._choose_action(step, report, finding)
+        message = f"{report.message}{finding.message}{self._describe_action(step, finding, action, target)}"
         event = Event(
             step,
             _EVENT_KIND,
             build_diagnosis_record(report, finding, message),
-            action="fallback" if should_switch_off else "report",
+            action=action,
             seconds=time.perf_counter() - began,
         )
         if report.result == "differs":
@@ -183,12 +206,36 @@ class GradientWatch:
             )
             event = replace(event, facts={"bundle": bundle} if bundle else {})
         self.recovery.files.write_event(event)
+        if action == "stop":
+            self._stop(step, message, event)
         self.recovery.files.say(f"guard: step {step}: {message}")
-        if should_switch_off and finding.fallback is not None:
+        if finding.fallback is not None and action in ("fallback", "rollback"):
             disable_for_run(self.recovery, finding.fallback)
             # Without the component, more may be kept for backward.
             choose_checkpointing(self.setup)
-            raise RolledBackError(step - 1)
+            if self._good_state is not None and action == "rollback":
+                self._good_state.restore(target)
+            raise RolledBackError(target)
+
+    def _choose_action(self, step: int, report: GradientReport, finding: CauseFinding) -> tuple[GradientAction, int]:
+        """What to do about a gradient that does not agree, and the step after which training continues. Collective."""
+        actions = self.setup.recipe.guard.on_nonfinite
+        # As for a wrong kernel, what to do instead is for the user.
+        if report.result == "differs" and "fallback" not in actions:
+            return "stop", step - 1
+        # Without checkpointing or offload, larger samples of a later step might not fit into memory.
+        if finding.fallback is None or finding.cause in _ADVICE:
+            return "report", step
+        target = self._good_state.find_finite_step() if self._good_state is not None else None
+        return ("fallback", step - 1) if target is None or target == step - 1 else ("rollback", target)
+
+    def _stop(self, step: int, message: str, event: Event) -> NoReturn:
+        """Save the steps before this one, and end the run. Collective."""
+        lines = [f"step {step}: {message}", "stopped, because guard.on_nonfinite has no fallback"]
+        if step - 1 > self.recovery.files.find_newest_saved_step():
+            self.recovery.files.save(step - 1, self.recovery.state_dict())
+            lines.append(f"step {step - 1} is saved in {checkpoint_path(Path(), step - 1)}")
+        raise NonFiniteError("\n".join(lines), event.to_record())
 
     def _write_bundle(self, micro_batches: Sequence[MicroBatch], finding: CauseFinding, event: Event) -> str | None:
         """Write a bundle of a step with a wrong gradient: if ranks have different ones, that of the first wrong rank.
@@ -252,7 +299,9 @@ class GradientWatch:
         return report, None
 
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
-        """Note that a step's gradient agrees with the loss, and say so the first time."""
+        """Note that a step's gradient agrees with the loss, say so the first time, and keep the state before it."""
+        if self._good_state is not None:
+            self._good_state.take(step - 1)
         if self._last_sound_step is None:
             is_dora = self.setup.recipe.lora.kind == "dora"
             # By design, its gradient leaves out how A and B change the norm of the weights.
@@ -263,24 +312,18 @@ class GradientWatch:
         self._num_evaluations = report.num_evaluations
         self._next_step = step + count_paying_steps(report.num_evaluations)
 
-    def _should_switch_off(self, finding: CauseFinding) -> bool:
-        """True if a component at fault is to be switched off for this run."""
-        # Without checkpointing or offload, larger samples of a later step might not fit into memory.
-        if finding.fallback is None or finding.cause in _ADVICE:
-            return False
-        return "fallback" in self.setup.recipe.guard.on_nonfinite
-
-    def _describe_action(self, step: int, finding: CauseFinding, *, is_switched_off: bool) -> str:
+    def _describe_action(self, step: int, finding: CauseFinding, action: GradientAction, target: int) -> str:
         """The action taken for a cause, or advice for the user, as the end of a sentence."""
-        fallback = finding.fallback
-        if fallback is None or not is_switched_off:
-            return _ADVICE.get(finding.cause, "")
-        text = f"; {fallback.name} stays off for this run, and the step is repeated"
         # Steps that an earlier process trained have not been checked by this one.
         first_step = 1 + (self._last_sound_step or 0)
-        if first_step >= step:
-            return text
-        return f"{text}; steps {first_step} to {step - 1} may have been trained with it"
+        span = f"step {first_step}" if first_step == step - 1 else f"steps {first_step} to {step - 1}"
+        affected = f"; {span} may have been trained with it" if first_step < step else ""
+        if action == "stop" or finding.fallback is None or action == "report":
+            return _ADVICE.get(finding.cause, "") + (affected if action == "stop" else "")
+        text = f"; {finding.fallback.name} stays off for this run, and "
+        if action == "rollback":
+            return f"{text}training goes back to step {target}: the next {step - target} are repeated"
+        return f"{text}the step is repeated{affected}"
 
 
 def list_gradient_fallbacks(model: nn.Module) -> list[Fallback]:

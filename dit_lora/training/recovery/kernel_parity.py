@@ -22,13 +22,13 @@ from dit_lora.guard.diagnosis import make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.check_budget import count_affordable_passes
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
 from dit_lora.training.loop import RolledBackError
+from dit_lora.training.recovery.good_state import GoodState
 from dit_lora.training.recovery.parity_batches import (
     MIN_SAMPLES,
     disable_for_run,
@@ -36,7 +36,6 @@ from dit_lora.training.recovery.parity_batches import (
     make_micro_batch,
 )
 from dit_lora.training.recovery.run_recovery import RunRecovery
-from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.task import AnySetup
 
 _NUM_RECENT_BATCHES = 4
@@ -68,8 +67,7 @@ class ParityWatch:
     ema: TrainedEMA | None = None
     start_step: int = 0
     _recent_batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_BATCHES))
-    _good_snapshots: Snapshots | None = None
-    _lr_scale: float = 1.0
+    _good_state: GoodState | None = None
     _block_offset: int = 0
 
     def start(self, *, was_compared: bool) -> None:
@@ -79,13 +77,7 @@ class ParityWatch:
         """
         config = self.setup.recipe.guard
         if config.parity_every and self.fallbacks:
-            # One snapshot is enough: training only returns to the last comparison that passed.
-            self._good_snapshots = Snapshots(
-                lambda: collect_local_state(self.setup.engine, self.ema),
-                interval_steps=config.parity_every,
-                max_snapshots=1,
-                write_back=self.setup.engine.load_scalar_state,
-            )
+            self._good_state = GoodState(self.recovery, self.ema)
         # Without preflight no comparison has passed: there is no known good state to return to.
         if was_compared:
             self._take_snapshot(self.start_step)
@@ -105,7 +97,7 @@ class ParityWatch:
             switch
             for switch in enabled_switches
             if (switch.cause == "kernel" or switch.required)
-            and not (switch.name == COMPILE and self._good_snapshots is not None)
+            and not (switch.name == COMPILE and self._good_state is not None)
         ]
 
     def record_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
@@ -113,7 +105,7 @@ class ParityWatch:
         reference.
         """
         passed = self.recovery.state.passed
-        if self._good_snapshots is not None and passed is not None and start_step < passed:
+        if self._good_state is not None and passed is not None and start_step < passed:
             # The guard rolled back, so the held state belongs to a discarded step.
             self._take_snapshot(start_step)
         for batch in batches:
@@ -127,7 +119,7 @@ class ParityWatch:
         Raises `RolledBackError` on every rank if training must continue from an earlier step.
         """
         interval = self.setup.recipe.guard.parity_every
-        if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
+        if self._good_state is None or not (is_last or step % interval == 0) or not self.fallbacks:
             return
         # Compared at this step already: it became the last one only afterwards.
         if self.recovery.state.passed == step:
@@ -288,16 +280,13 @@ class ParityWatch:
 
     def _take_snapshot(self, step: int) -> None:
         self.recovery.state.passed = step
-        if self._good_snapshots is not None:
-            self._good_snapshots.take(step)
-            # Finish the copy before the optimizer writes.
-            self._good_snapshots.read(step)
-            self._lr_scale = self.recovery.state.lr_scale
+        if self._good_state is not None:
+            self._good_state.take(step)
 
     def _handle_differences(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
         recovery, actions = self.recovery, self.setup.recipe.guard.on_nonfinite
         # A rollback needs a state to return to, and a fallback must be allowed at all; else the run stops.
-        target = self._find_rollback_step() if "rollback" in actions else None
+        target = self._good_state.find_finite_step() if self._good_state and "rollback" in actions else None
         action = "fallback" if target is None else "rollback"
         action = action if "fallback" in actions else "stop"
         lines, events = [], []
@@ -321,34 +310,9 @@ class ParityWatch:
         recovery.files.say(format_list(summary, lines))
         # Without the kernel, more is kept for backward.
         choose_checkpointing(self.setup)
-        if target is not None:
-            self._roll_back(target)
+        if self._good_state is not None and target is not None:
+            self._good_state.restore(target)
             raise RolledBackError(target)
-
-    def _find_rollback_step(self) -> int | None:
-        """Step of the last kernel comparison that passed, if its held state is finite on every rank; else None."""
-        # No comparison has passed yet.
-        if self._good_snapshots is None or not self._good_snapshots.steps:
-            return None
-        step = self._good_snapshots.steps[-1]
-        # Bad on any rank counts: all ranks restore the same step.
-        return None if gather_object(self._good_snapshots.find_nonfinite(step)) else step
-
-    def _roll_back(self, target: int) -> None:
-        """Restore the state of the last kernel comparison that passed, and the guard's state.
-
-        Later decisions were based on a wrong kernel.
-        """
-        guard = self.recovery
-        assert self._good_snapshots is not None
-        guard.engine.drop_optimizer_state(self._good_snapshots.restore(target))
-        guard.state.lr_scale = self._lr_scale
-        # Later snapshots and checkpoints were trained with the wrong kernel.
-        for later in [step for step in guard.snapshots.steps if step > target]:
-            guard.snapshots.drop(later)
-        # The next failed step needs a state to return to, and the later ones are gone.
-        guard.snapshots.take(target)
-        guard.files.rewind(target, is_new_trajectory=True)
 
 
 def _contains_module(block: str, module: str) -> bool:

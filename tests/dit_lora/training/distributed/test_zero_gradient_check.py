@@ -54,7 +54,7 @@ class ZeroRun:
         self.batch = NetBatch(ids=ids, step=1, micro_step=0, rank=rank, tensors=tensors, model=self.model)
         self.lines: list[str] = []
         self.events: list[dict[str, Any]] = []
-        guard = SimpleNamespace(gradient_every=1, on_nonfinite=["stop"])
+        guard = SimpleNamespace(gradient_every=1, on_nonfinite=["fallback"])
         settings = {"kernels": SimpleNamespace(fp8="off"), "lora": SimpleNamespace(kind="lora")}
         setup: Any = SimpleNamespace(
             recipe=SimpleNamespace(guard=guard, train=SimpleNamespace(steps=9), **settings),

@@ -27,10 +27,11 @@ def make_watch(
     num_processes: int = 1,
     fp8: str = "off",
     adapter: str = "lora",
+    on_nonfinite: tuple[str, ...] = ("fallback",),
 ) -> GradientWatch:
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(
-            guard=SimpleNamespace(gradient_every=gradient_every),
+            guard=SimpleNamespace(gradient_every=gradient_every, on_nonfinite=on_nonfinite),
             kernels=SimpleNamespace(fp8=fp8),
             lora=SimpleNamespace(kind=adapter),
             train=SimpleNamespace(steps=steps),
@@ -40,7 +41,9 @@ def make_watch(
         dtype=FP32,
     )
     recovery: Any = SimpleNamespace(
-        state=SimpleNamespace(switched_off=[]), files=SimpleNamespace(say=lambda _line: None)
+        state=SimpleNamespace(switched_off=[], lr_scale=1.0),
+        files=SimpleNamespace(say=lambda _line: None),
+        engine=SimpleNamespace(local_state_dict=lambda: {"weight": torch.ones(2)}, load_scalar_state=None),
     )
     return GradientWatch(setup, recovery, start_step)
 
@@ -69,6 +72,23 @@ def test_a_step_after_a_fallback_is_due() -> None:
     assert watch.is_due(8)
     watch._num_switched_off = 1
     assert not watch.is_due(8)
+
+
+def test_the_state_of_a_step_that_was_undone_is_not_kept() -> None:
+    watch = make_watch(30, on_nonfinite=("fallback", "rollback"))
+    state = watch._good_state
+    assert state is not None
+    watch._record_sound_step(30, GradientReport("agrees", (), 22))
+    assert state.step == 29
+    watch.restart(29)
+    assert state.find_finite_step() == 29
+    # A rollback after a NaN, for example.
+    watch.restart(20)
+    assert state.find_finite_step() is None
+    assert watch._last_sound_step == 20
+    watch._record_sound_step(60, GradientReport("agrees", (), 22))
+    assert state.step == 59
+    assert make_watch(30, on_nonfinite=("fallback", "stop"))._good_state is None
 
 
 @pytest.mark.parametrize("num_evaluations", [10, 22, 150])
