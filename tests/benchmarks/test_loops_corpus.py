@@ -1,4 +1,4 @@
-"""A sixth of the corpus of training loops, and planted violations that its checks must find."""
+"""A share of the corpus of training loops, and planted violations that its checks must find."""
 
 import json
 import os
@@ -36,9 +36,9 @@ def everything(_name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_sixth_of_the_corpus_has_no_failure(tmp_path: Path) -> None:
+def test_a_twelfth_of_the_faults_and_all_healthy_loops_have_no_failure(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loops", "run", "--share", "6", "--json", "rows.json"],
+        [sys.executable, "-m", "benchmarks.loops", "run", "--share", "12", "--json", "rows.json"],
         cwd=tmp_path,
         env={**launch_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -46,7 +46,7 @@ def test_a_sixth_of_the_corpus_has_no_failure(tmp_path: Path) -> None:
         check=False,
     )
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len({(row["loop"], row["fault"]) for row in rows if row["fault"]}) > 130
+    assert len({(row["loop"], row["fault"]) for row in rows if row["fault"]}) > 75
     assert process.returncode == 0, process.stdout[-20_000:]
 
 
@@ -58,7 +58,7 @@ def test_the_corpus_has_enough_loops_in_small_folders() -> None:
     assert sum(len(loop.faults) * len(loop.guards) for loop in loops) >= 400
 
 
-@pytest.mark.parametrize("share", [3, 6])
+@pytest.mark.parametrize("share", [3, 12])
 def test_every_loop_fault_and_way_of_guarding_is_in_each_share(share: int) -> None:
     full_corpus = select(find_loops(), everything, everything)
     selections = select_share(full_corpus, share)
