@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.gradient_check import directions, slopes
+from dit_lora.guard.gradient_check import check, directions, slopes
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
 from dit_lora.guard.gradient_check.directions import (
     Direction,
@@ -160,6 +161,29 @@ def test_a_bend_within_a_thousandth_of_a_step_is_no_fault(
     assert weight.grad is not None
     weight.grad.mul_(factor)
     assert check_gradient(compute_terms, {"0.weight": weight}, dtype=torch.float64).result == result
+
+
+def test_steps_that_products_in_tf32_would_hide_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    for allow_matmul, allow_conv in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=allow_matmul))
+        monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(allow_tf32=allow_conv))
+        assert slopes.may_use_tf32([torch.ones(1), on_gpu]) is (allow_matmul or allow_conv)
+        assert not slopes.may_use_tf32([torch.ones(1)])
+    monkeypatch.undo()
+    # As if the small model's weights were on a GPU.
+    step = small_step(torch.float32)
+    step.scale_gradients(2)
+    in_fp32 = step.check()
+    monkeypatch.setattr(check, "persists_down_to_rounding", None)
+    for module in (check, slopes):
+        monkeypatch.setattr(module, "may_use_tf32", lambda _parameters: True)
+    in_tf32 = step.check()
+    assert in_tf32.location is not None
+    assert (in_tf32.result, in_tf32.location.layer) == ("differs", "5")
+    assert in_fp32.worst is not None
+    assert in_tf32.worst is not None
+    assert in_tf32.worst.bound > 3 * in_fp32.worst.bound
 
 
 @pytest.mark.parametrize(("stop", "result"), [(stop_gradient, "agrees"), (torch.Tensor.detach, "differs")])
