@@ -119,6 +119,11 @@ class CaptionTable:
         return table
 
     @property
+    def has_rows(self) -> bool:
+        """True if captions come from a metadata.jsonl that is not empty."""
+        return bool(self._lines)
+
+    @property
     def uncaptioned(self) -> list[str]:
         """Media files of the folder without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
