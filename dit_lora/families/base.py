@@ -407,6 +407,8 @@ class Sampler(ABC):
     """The field of the pipeline's output: `frames` for videos, or `images`."""
     guidance_batch_size: ClassVar[int] = 2
     """Batch size of one transformer call when a single video is sampled with guidance."""
+    num_guidance_transformers: ClassVar[int] = 0
+    """Number of frozen transformers, as large as the trained one, that guidance needs in memory beside it."""
     guidance_threshold: ClassVar[float] = 1.0
     """Classifier-free guidance runs only if `guidance_scale` is above this value."""
 

@@ -1,4 +1,4 @@
-"""Ideogram 4, whose network takes text and image as one sequence, runs backwards in time and gives minus the velocity."""
+"""Ideogram 4, whose network takes text and image as one sequence, with time and velocity reversed."""
 
 from typing import Any
 

@@ -211,6 +211,7 @@ class Ideogram4Sampler(Sampler):
     info: Ideogram4Info
     output_field = "images"
     guidance_batch_size = 1  # guidance is a call of the other transformer
+    num_guidance_transformers = 1
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         return _take_embeddings(self._load_pipeline(dtype, transformer, text, prompt_enhancer_head=None))
