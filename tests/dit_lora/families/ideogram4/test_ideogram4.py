@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Ideogram4Pipeline
+from diffusers.models.transformers.transformer_ideogram4 import Ideogram4MRoPE
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from exported import assert_same, deltas, trained
 from family_cases.subject import CPU, changed
@@ -65,6 +66,27 @@ def test_a_sample_of_cached_embeddings_is_the_stock_pipelines(tiny: Path) -> Non
     # A text is encoded by the same pipeline as well.
     texts = checkpoint.sampler.pipeline(torch.float32)
     assert torch.equal(sampled(texts, **checkpoint.sampler.prompt_kwargs(CAPTION), **guidance), cached)
+
+
+def test_autocast_leaves_neighbouring_pixels_apart(tiny: Path) -> None:
+    """An image's positions begin at 65536. In bf16, up to 512 of them in a row would be one."""
+    denoiser = opened(tiny).denoiser
+    transformer = denoiser.load_transformer(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "latent_mean": torch.zeros(1, 4, 8, 12),
+        "prompt_embeds": torch.randn(1, 5, 208, generator=generator),
+        "prompt_attention_mask": torch.ones(1, 5, dtype=torch.bool),
+    }
+    noisy, timesteps = torch.randn(1, 24, 16, generator=generator), torch.tensor([500.0])
+    with torch.no_grad():
+        exact = denoiser.predict(transformer, noisy, timesteps, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = denoiser.predict(transformer, noisy, timesteps, batch).float()
+        transformer.rotary_emb.forward = lambda ids: Ideogram4MRoPE.forward(transformer.rotary_emb, ids // 512 * 512)
+        collapsed = denoiser.predict(transformer, noisy, timesteps, batch)
+    assert (rounded - exact).norm() < 0.03 * exact.norm()
+    assert (collapsed - exact).norm() > 2 * (rounded - exact).norm()
 
 
 def test_guidance_compares_with_the_other_transformer(tiny: Path) -> None:
