@@ -51,29 +51,30 @@ class EmbeddedPromptPipeline(Ideogram4Pipeline):
     stock call with `max_sequence_length` set to the length of the longest prompt.
     """
 
+    tokenizer: Any
+
     def __call__(self, prompt: str | Sequence[str | torch.Tensor], **arguments: Any) -> Any:
         """Generate images. Each prompt is a text, or its embeddings without padding, (T, D)."""
+        stock: Any = super()
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        return super().__call__(prompts, max_sequence_length=max(map(self.count_prompt_tokens, prompts)), **arguments)
+        num_tokens = max(map(self.count_prompt_tokens, prompts))
+        return stock.__call__(prompts, max_sequence_length=num_tokens, **arguments)
 
     def count_prompt_tokens(self, prompt: str | torch.Tensor) -> int:
         """Number of tokens of a prompt, the template's included."""
         if isinstance(prompt, torch.Tensor):
             return len(prompt)
-        tokenizer: Any = self.tokenizer
-        text = tokenizer.apply_template(prompt)
-        return int(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].shape[1])
+        text = self.tokenizer.apply_template(prompt)
+        return int(self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].shape[1])
 
     def encode_prompt(
-        self,
-        prompt: Any,
-        grid_h: int,
-        grid_w: int,
-        max_sequence_length: int,
-        device: torch.device,
+        self, prompt: Any, grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device
     ) -> Layout:
+        """The stock method, for texts or embeddings."""
+        stock: Any = super()
         if all(isinstance(item, str) for item in prompt):
-            return super().encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device)
+            layout: Layout = stock.encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device)
+            return layout
         return build_layout(prompt, grid_h, grid_w, max_sequence_length, device)
 
 
