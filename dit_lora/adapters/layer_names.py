@@ -25,8 +25,13 @@ class LayerNames:
     """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
     def translate(self, name: str) -> str | None:
-        """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer."""
+        """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer.
+
+        A layer that the program joins with others has no name either.
+        """
         if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
+            return None
+        if self.translate_joined(name) is not None:
             return None
         if not self.renames or name in self.renames:
             return f"{self.prefix}{self.renames.get(name, name)}"

@@ -6,7 +6,7 @@ CogVideoX). The formats of kohya-ss/sd-scripts and musubi-tuner for FLUX (q, k a
 names) are read and not written.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +33,16 @@ class LayerKeys:
 
     def build_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
         """The tensors of a LoRA file by name: A, B, and `alpha`, which divided by the rank gives the scale."""
-        tensors = {}
         # One term per layer: these formats have no place for a sum of products.
-        for name, term in self._list_terms(updates):
-            key = self.layer_names.get(name, name)
+        terms = {self.layer_names[name]: term for name, (term,) in updates.items() if name in self.layer_names}
+        for key, parts in self.joined_layers.items():
+            # A's one below the other, and B's as blocks on a diagonal, whose rank is the sum of theirs.
+            joined = [updates[part][0] for part in parts]
+            scale = joined[0].scale
+            blocks = [term.b * (term.scale / scale) for term in joined]
+            terms[key] = Term(torch.cat([term.a for term in joined]), torch.block_diag(*blocks), scale)
+        tensors = {}
+        for key, term in terms.items():
             tensors[f"{key}.{self.down_key}.weight"] = term.a.contiguous()
             b = term.b if self.has_alpha else term.b * term.scale
             tensors[f"{key}.{self.up_key}.weight"] = b.contiguous()
@@ -45,18 +51,12 @@ class LayerKeys:
                 tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
         return tensors
 
-    def _list_terms(self, updates: Updates) -> Iterator[tuple[str, Term]]:
-        """Each layer's only term; those of joined layers as one, by the program's name."""
-        in_joined = {part for parts in self.joined_layers.values() for part in parts}
-        yield from ((name, term) for name, (term,) in updates.items() if name not in in_joined)
-        for key, parts in self.joined_layers.items():
-            yield key, _join_terms([updates[part][0] for part in parts])
-
     def read_updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Each layer's LoRA update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
         # Read as the program does: layer by layer, by its own key names.
         updates, claimed = {}, set()
-        for name, key in (*self.layer_names.items(), *zip(self.joined_layers, self.joined_layers, strict=True)):
+        layers_by_key = {key: (name,) for name, key in self.layer_names.items()} | dict(self.joined_layers)
+        for key, parts in layers_by_key.items():
             layer_keys = [f"{key}.{self.down_key}.weight", f"{key}.{self.up_key}.weight"]
             layer_keys += [f"{key}.alpha"] if self.has_alpha else []
             if all(full in tensors for full in layer_keys):
@@ -64,7 +64,6 @@ class LayerKeys:
                 a, b, *alpha = (tensors[full] for full in layer_keys)
                 scale = alpha[0].item() / len(a) if alpha else 1.0
                 # Layers in a joined one have the same number of rows, and all of its A.
-                parts = self.joined_layers.get(name, (name,))
                 for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
                     updates[part] = [Term(a, rows, scale)]
                 claimed |= {*layer_keys}
@@ -72,16 +71,6 @@ class LayerKeys:
         if unknown_keys:
             raise CheckFailedError(format_list("these tensors belong to no layer", unknown_keys))
         return updates
-
-
-def _join_terms(terms: Sequence[Term]) -> Term:
-    """One LoRA of the joined output rows of several layers: A one below the other, B as blocks on a diagonal.
-
-    Its rank is the sum of theirs.
-    """
-    scale = terms[0].scale
-    blocks = [term.b * (term.scale / scale) for term in terms]
-    return Term(torch.cat([term.a for term in terms]), torch.block_diag(*blocks), scale)
 
 
 def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:

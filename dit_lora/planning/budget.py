@@ -266,9 +266,9 @@ def _compute_phase_peaks(
         # The previous step is finished: its gradients and micro-batches are freed.
         freed_bytes = recipe.train.accumulate * _count_micro_batch_bytes(recipe, estimator)
         state = training.state_bytes - freed_bytes - training.gradients
-        others = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
-        others += estimator.count_guidance_transformer_bytes(recipe)
-        phases["validation"] = state + stored + others + int(at_work * rounded) + context_bytes
+        extra_bytes = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
+        extra_bytes += estimator.count_guidance_transformer_bytes(recipe)
+        phases["validation"] = state + stored + extra_bytes + int(at_work * rounded) + context_bytes
     return phases, uncounted
 
 

@@ -125,7 +125,7 @@ class MemoryEstimator:
         )
 
     def count_guidance_transformer_bytes(self, recipe: Recipe) -> int:
-        """Bytes of the frozen transformers that samples need beside the trained one, in the run's dtype."""
+        """Bytes of the frozen transformers that samples need in addition to the trained one, in the run's dtype."""
         number = 0 if self.is_chat else self.checkpoint.sampler.num_guidance_transformers
         return number * sum(p.nbytes for p in self.get_model(recipe).parameters() if not p.requires_grad)
 

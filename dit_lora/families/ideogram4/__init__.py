@@ -3,13 +3,6 @@
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
 
-# Linear layers that the published model, and so ComfyUI, names as Diffusers does.
-_SAME_NAMES = (
-    *("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj"),
-    *(f"layers.*.{layer}" for layer in ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaln_modulation")),
-    *("final_layer.linear", "final_layer.adaln_modulation"),
-)
-
 FAMILY = DiffusionFamily(
     name="ideogram4",
     checkpoint_module="dit_lora.families.ideogram4.checkpoint",
@@ -19,13 +12,8 @@ FAMILY = DiffusionFamily(
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3"),
     group_patterns={
         "connector": (
-            "input_proj.*",
-            "llm_cond_norm.*",
-            "llm_cond_proj.*",
-            "t_embedding.*",
-            "adaln_proj.*",
-            "embed_image_indicator.*",
-            "final_layer.*",
+            *("input_proj.*", "llm_cond_norm.*", "llm_cond_proj.*", "t_embedding.*", "adaln_proj.*"),
+            *("embed_image_indicator.*", "final_layer.*"),
         ),
         "backbone": ("layers.*",),
     },
@@ -43,10 +31,10 @@ FAMILY = DiffusionFamily(
     # ComfyUI's model is the published one, with one layer for query, key and value (comfy/ldm/ideogram4/model.py at
     # 7b30bf3). Diffusers loads its files of the blocks, alpha included.
     comfyui=LayerNames(
-        renames={**{name: name for name in _SAME_NAMES}, "layers.*.attention.to_out.0": "layers.*.attention.o"},
         joined_layers={
-            "layers.*.attention.qkv": tuple(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v"))
-        },
+            "layers.*.attention.qkv": tuple(f"layers.*.attention.to_{part}" for part in "qkv"),
+            "layers.*.attention.o": ("layers.*.attention.to_out.0",),
+        }
     ),
     tiny_variants=("ideogram-4",),
 )

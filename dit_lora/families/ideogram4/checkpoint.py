@@ -1,11 +1,8 @@
 """Ideogram 4 text-to-image: flow matching on FLUX.2's autoencoder, conditioned on 13 layers of Qwen3-VL.
 
-Text and image are one sequence. Prompts, the layout of the sequence, the shift by resolution and denoising call the
-stock pipeline's own code (diffusers/pipelines/ideogram4/pipeline_ideogram4.py). The network's time runs from noise to
-clean, and its output is the negative velocity.
-
-The checkpoint has two transformers. `transformer` sees the text and is trained. `unconditional_transformer` sees only
-the image: guidance compares with it. It is frozen and gets no adapter, as in Diffusers' script and in musubi-tuner.
+Prompts, the sequence of text and image, the shift by resolution and denoising call the stock pipeline's own code
+(diffusers/pipelines/ideogram4/pipeline_ideogram4.py). The network's time and velocity are reversed. A second
+transformer, which sees no text, serves guidance. It gets no adapter, as in Diffusers' script and in musubi-tuner.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent size, S image tokens (H W / 4), P
 packed channels (4 C).
@@ -39,12 +36,7 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
-from dit_lora.families.ideogram4.text import (
-    MAX_TEXT_TOKENS,
-    EmbeddedPromptPipeline,
-    TruncatingTokenizer,
-    build_layout,
-)
+from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, TruncatingTokenizer, build_layout, take_embeddings
 from dit_lora.families.latents import (
     PACK_SIZE,
     compute_packed_loss_weights,
@@ -58,8 +50,6 @@ from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ideogram4Info(CheckpointInfo):
@@ -68,13 +58,9 @@ class Ideogram4Info(CheckpointInfo):
     pipeline_class: ClassVar[Any] = Ideogram4Pipeline
 
     @property
-    def pixels_per_latent(self) -> int:
-        # The pipeline's vae_scale_factor.
-        return int(2 ** (len(self.vae_config["block_out_channels"]) - 1))
-
-    @property
     def size_multiple(self) -> int:
-        return PACK_SIZE * self.pixels_per_latent
+        # The pipeline's vae_scale_factor, times its patches of 2 x 2 latents.
+        return int(2 ** len(self.vae_config["block_out_channels"]))
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Ideogram 4")]
@@ -88,12 +74,8 @@ class Ideogram4Info(CheckpointInfo):
         return super().with_recipe(recipe, training_options)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
-        if recipe.data.caption_dropout == 0:
-            return []
-        return [
-            "data.caption_dropout: Ideogram 4 is never sampled with an empty caption, because its guidance compares "
-            "with another transformer; set it to 0"
-        ]
+        note = "data.caption_dropout: Ideogram 4 is never sampled with an empty caption; set it to 0"
+        return [note] if recipe.data.caption_dropout else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +90,7 @@ class Ideogram4Encoders(Encoders):
         return TextLimit(tokenizer, MAX_TEXT_TOKENS - TruncatingTokenizer(tokenizer).num_template_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {
-            **super().text_cache_key(),
-            "tokens": MAX_TEXT_TOKENS,
-            # The hidden states of these layers, concatenated, are the embeddings.
-            "layers": list(QWEN3_VL_ACTIVATION_LAYERS),
-        }
+        return {**super().text_cache_key(), "tokens": MAX_TEXT_TOKENS, "layers": list(QWEN3_VL_ACTIVATION_LAYERS)}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (MAX_TEXT_TOKENS, self.info.transformer_config["llm_features_dim"])
@@ -123,38 +100,27 @@ class Ideogram4Encoders(Encoders):
         }
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        components = dict.fromkeys(("transformer", "unconditional_transformer", "vae", "prompt_enhancer_head"))
-        pipeline = load_pretrained(
-            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
-        )
-        return _take_embeddings(pipeline.to(device))
+        parts = dict.fromkeys(("transformer", "unconditional_transformer", "vae", "prompt_enhancer_head"))
+        pipeline = load_pretrained(Ideogram4Pipeline, self.info.path, dtype=dtype, use_safetensors=True, **parts)
+        return take_embeddings(pipeline.to(device))
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Load Qwen3-VL as Ideogram 4's pipeline uses it: captions in its chat template, 13 layers of hidden states.
-
-        The cache pads embeddings with zeros on the right to one length and keeps a mask.
-        """
+        """Load Qwen3-VL as the pipeline uses it. The cache pads embeddings on the right and keeps a mask."""
         pipeline = self.load_text_pipeline(dtype, device)
 
         def encode_caption(caption: str) -> torch.Tensor:
-            # Without an image (a grid of 0 x 0) and without padding, the features are those of the caption's tokens.
-            num_tokens = pipeline.count_prompt_tokens(caption)
-            features, *_ = pipeline.encode_prompt([caption], 0, 0, num_tokens, device)
-            # The pipeline widens them to fp32, and rounds them to the transformer's dtype again.
+            # Without padding, and without an image (a grid of 0 x 0).
+            features, *_ = pipeline.encode_prompt([caption], 0, 0, pipeline.count_prompt_tokens(caption), device)
             return features[0].to(dtype)  # type: ignore[no-any-return]
 
         return make_unpadded_encoder(encode_caption, MAX_TEXT_TOKENS)
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        """Mean of an image's posterior, (C, H, W), normalised with the VAE's statistics of each place in a square.
-
-        It is the inverse of the end of the pipeline.
-        """
+        """Mean of an image's posterior, (C, H, W), normalised: the inverse of the end of the pipeline."""
         latents = encode_picture(vae, pixels)["latent_mean"].float()
-        squares = (1, *compute_token_grid(latents))
         shift, variance = (
             # From one value for each packed channel, (y, x, C), to (C, H, W).
-            values.float().view(PACK_SIZE, PACK_SIZE, -1).permute(2, 0, 1).tile(squares)
+            values.float().view(PACK_SIZE, PACK_SIZE, -1).permute(2, 0, 1).tile(1, *compute_token_grid(latents))
             for values in (vae.bn.running_mean, vae.bn.running_var)
         )
         return {"latent_mean": (latents - shift) / (variance + vae.config.batch_norm_eps).sqrt()}
@@ -166,14 +132,14 @@ class Ideogram4Denoiser(FlowDenoiser):
     transformer_class: ClassVar[Any] = Ideogram4Transformer2DModel
 
     def mu(self, size: torch.Size) -> float:
-        height, width = (side * self.info.pixels_per_latent for side in size[-2:])
+        height, width = (side * self.info.size_multiple // PACK_SIZE for side in size[-2:])
         return _resolution_aware_mu(height, width, base_mu=get_call_default(Ideogram4Pipeline, "mu"))
 
     def draw_functions(self, batch: TensorMap) -> DrawFunctions:
         return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Ideogram 4's clean training latents, packed, (B, S, P). The cached ones are already normalized."""
+        """Ideogram 4's clean latents, packed, (B, S, P). The cached ones are already normalized."""
         return _pack_latents(batch["latent_mean"].float())
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
@@ -187,13 +153,12 @@ class Ideogram4Denoiser(FlowDenoiser):
         Captions are padded on the left to the longest one of the batch, the pipeline's `max_sequence_length`.
         """
         captions = unpad_captions(batch["prompt_embeds"], batch["prompt_attention_mask"])
-        num_text, device = max(map(len, captions)), noisy.device
-        features, *ids = build_layout(captions, *compute_token_grid(batch["latent_mean"]), num_text, _CPU)
-        position_ids, segment_ids, indicator = (move_to_device(tensor, device) for tensor in ids)
-        # The text's places in the latents are zeros.
-        sequence = nn.functional.pad(noisy, (0, 0, num_text, 0)).to(features.dtype)
+        num_text, grid = max(map(len, captions)), compute_token_grid(batch["latent_mean"])
+        features, *ids = build_layout(captions, *grid, num_text, torch.device("cpu"))
+        position_ids, segment_ids, indicator = (move_to_device(tensor, noisy.device) for tensor in ids)
         output = transformer(
-            hidden_states=sequence,
+            # Zeros in place of the text.
+            hidden_states=nn.functional.pad(noisy, (0, 0, num_text, 0)).to(features.dtype),
             # From 0 at pure noise to 1 at a clean image. Rounded last, as in the pipeline.
             timestep=(1.0 - timesteps / self.num_train_timesteps).to(features.dtype),
             encoder_hidden_states=features,
@@ -214,43 +179,25 @@ class Ideogram4Sampler(Sampler):
     num_guidance_transformers = 1
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        return _take_embeddings(self._load_pipeline(dtype, transformer, text, prompt_enhancer_head=None))
-
-    def move_to_device(self, pipeline: Any, device: torch.device) -> None:
-        # Two transformers and the text encoder have 27 billion weights: a GPU holds one of them at a time.
-        if device.type == "cuda":
-            pipeline.enable_model_cpu_offload(device=device)
-        else:
-            pipeline.to(device)
+        return take_embeddings(self._load_pipeline(dtype, transformer, text, prompt_enhancer_head=None))
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
-        """Arguments of the pipeline. Guidance needs no empty prompt: the unconditional transformer sees no text."""
+        """Arguments of the pipeline, without an empty prompt: the unconditional transformer sees no text."""
         if isinstance(prompt, str):
             return {"prompt": prompt}
         return {"prompt": unpad_captions(prompt["prompt_embeds"], prompt["prompt_attention_mask"])}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
-        # By default the pipeline has a guidance of its own for each of 48 steps, and refuses another one beside it.
+        # By default the pipeline has a guidance for each of 48 steps, and refuses another one beside it.
         return {"guidance_schedule": None}
 
 
 def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, S, P) of latents (B, C, H, W): squares of two by two, whose channels come last.
-
-    It is the inverse of the pipeline's unpacking, which is a part of its call. FLUX.2 has another order of channels.
-    """
+    """Tokens (B, S, P) of latents (B, C, H, W): the inverse of the pipeline's unpacking. FLUX.2 has another order."""
     batch, channels, height, width = latents.shape
     squares = latents.view(batch, channels, height // PACK_SIZE, PACK_SIZE, width // PACK_SIZE, PACK_SIZE)
     # (B, C, rows, y, columns, x) to (B, rows, columns, y, x, C)
     return squares.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-
-
-def _take_embeddings(pipeline: Any) -> EmbeddedPromptPipeline:
-    """The same components in a pipeline that also takes embeddings, and truncates prompts."""
-    components = dict(pipeline.components)
-    if components["tokenizer"] is not None:
-        components["tokenizer"] = TruncatingTokenizer(components["tokenizer"])
-    return EmbeddedPromptPipeline(**components)
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
@@ -266,21 +213,16 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     )
     if "quantization_config" in fields["transformer_config"]:
         raise DitLoraError(
-            f"{model.path} is quantized (quantization_config of its transformer), which cannot be trained here; give "
-            "a copy in 16 bits in Diffusers' layout, and model.quantize if it does not fit"
+            f"{model.path} is quantized (quantization_config of its transformer); give a copy in 16 bits in "
+            "Diffusers' layout, and model.quantize if it does not fit"
         )
     scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
-        raise DitLoraError(
-            f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting), which Ideogram4Pipeline does "
-            "by itself"
-        )
+        raise DitLoraError(f"{model.path}: use_dynamic_shifting of its scheduler: Ideogram4Pipeline shifts by itself")
     info = Ideogram4Info(**fields)
-    # The pipeline's own schedule, which Diffusers' script trains with: logit-normal, its mean moved by `mu`, which is
-    # the logarithm of a shift. The scheduler's shift is not used.
-    levels = NoiseLevelDistribution(
-        mean=get_call_default(Ideogram4Pipeline, "mu"), std=get_call_default(Ideogram4Pipeline, "std")
-    )
+    # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by `mu`, which is the
+    # logarithm of a shift.
+    levels = NoiseLevelDistribution(std=get_call_default(Ideogram4Pipeline, "std"))
     return Checkpoint(
         info=info,
         encoders=Ideogram4Encoders(info=info),

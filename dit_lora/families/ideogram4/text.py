@@ -14,9 +14,6 @@ The pipeline takes 2048. Its own prompt enhancer writes captions of at most 1024
 the cache has 53,248 values.
 """
 
-Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Text features (B, T + S, D), position ids (B, T + S, 3), segment ids and indicators (B, T + S)."""
-
 
 class TruncatingTokenizer:
     """The pipeline's tokenizer, which drops the end of a prompt beyond `max_tokens`, but not the template's end."""
@@ -39,16 +36,15 @@ class TruncatingTokenizer:
         encoded = self.tokenizer(text, **options)
         ids = encoded["input_ids"]
         if ids.shape[1] > self.max_tokens:
-            kept = self.max_tokens - self.num_closing_tokens
-            encoded["input_ids"] = torch.cat([ids[:, :kept], ids[:, -self.num_closing_tokens :]], dim=1)
+            num_kept = self.max_tokens - self.num_closing_tokens
+            encoded["input_ids"] = torch.cat([ids[:, :num_kept], ids[:, -self.num_closing_tokens :]], dim=1)
         return encoded
 
 
 class EmbeddedPromptPipeline(Ideogram4Pipeline):
     """`Ideogram4Pipeline` that also takes embeddings in place of prompts, and pads prompts to their longest one.
 
-    The stock pipeline has no argument for embeddings. Only the encoding of prompts is replaced: everything else is the
-    stock call with `max_sequence_length` set to the length of the longest prompt.
+    The stock pipeline has no argument for embeddings. Only its encoding of prompts is replaced.
     """
 
     tokenizer: Any
@@ -69,26 +65,29 @@ class EmbeddedPromptPipeline(Ideogram4Pipeline):
 
     def encode_prompt(
         self, prompt: Any, grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device
-    ) -> Layout:
+    ) -> tuple[torch.Tensor, ...]:
         """The stock method, for texts or embeddings."""
         stock: Any = super()
         if all(isinstance(item, str) for item in prompt):
-            layout: Layout = stock.encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device)
-            return layout
+            return tuple(stock.encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device))
         return build_layout(prompt, grid_h, grid_w, max_sequence_length, device)
+
+
+def take_embeddings(pipeline: Any) -> EmbeddedPromptPipeline:
+    """The same components in a pipeline that also takes embeddings, and truncates prompts."""
+    components = dict(pipeline.components)
+    if components["tokenizer"] is not None:
+        components["tokenizer"] = TruncatingTokenizer(components["tokenizer"])
+    return EmbeddedPromptPipeline(**components)
 
 
 def build_layout(
     captions: Sequence[torch.Tensor], rows: int, columns: int, num_tokens: int, device: torch.device
-) -> Layout:
-    """The transformer's inputs for captions (T, D) before an image of this many tokens, as `encode_prompt` has them.
+) -> tuple[torch.Tensor, ...]:
+    """The transformer's inputs for captions (T, D), padded on the left to `num_tokens`, and an image's token grid.
 
-    Args:
-        captions: Embeddings of each caption, without padding.
-        rows: Rows of image tokens.
-        columns: Columns of image tokens.
-        num_tokens: Length that captions are padded to, on the left.
-        device: Device of the ids. Features are on the captions' device.
+    Text features (B, T + S, D) are where the captions are; position ids (B, T + S, 3), segment ids and indicators
+    (B, T + S) are on `device`.
     """
     lengths, num_image = [len(caption) for caption in captions], rows * columns
     # Zeros before each caption, and in place of the image's tokens, which have no text features.

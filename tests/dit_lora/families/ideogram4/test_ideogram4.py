@@ -152,7 +152,7 @@ def test_what_cannot_be_trained_is_refused(tiny: Path, tmp_path: Path, recipe_va
     quantized = changed(
         tiny, tmp_path / "nf4", "transformer/config.json", quantization_config={"quant_method": "bitsandbytes"}
     )
-    with pytest.raises(DitLoraError, match=r"is quantized .* give a copy in 16 bits"):
+    with pytest.raises(DitLoraError, match=r"is quantized .*; give a copy in 16 bits"):
         opened(quantized)
     dynamic = changed(tiny, tmp_path / "dynamic", "scheduler/scheduler_config.json", use_dynamic_shifting=True)
     with pytest.raises(DitLoraError, match="use_dynamic_shifting"):
