@@ -300,6 +300,7 @@ _TARGETS = (
         variant="ideogram-4",
         data=_IMAGES,
         samples="images",
+        sections={"lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")}},
         attention="layers.1.attention",
         ff="layers.0.feed_forward",
         ff_out="layers.0.feed_forward.w2",

@@ -20,6 +20,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.environment.safetensors_files import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Checkpoint,
@@ -211,10 +212,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         weights=("vae", "text_encoder", "unconditional_transformer"),
         transformer_class=Ideogram4Transformer2DModel,
     )
-    if "quantization_config" in fields["transformer_config"]:
+    # Ideogram's nf4 says so in its config. Its fp8 has the published layout, with one layer for query, key and value.
+    files = (fields["path"] / "transformer").glob("*.safetensors")
+    has_published_layout = any(".attention.qkv." in name for file in files for name in read_header(file).tensors)
+    if has_published_layout or "quantization_config" in fields["transformer_config"]:
         raise DitLoraError(
-            f"{model.path} is quantized (quantization_config of its transformer); give a copy in 16 bits in "
-            "Diffusers' layout, and model.quantize if it does not fit"
+            f"{model.path} is Ideogram's fp8 or nf4, or quantized otherwise; give a copy in 16 bits in Diffusers' "
+            "layout, and model.quantize if it does not fit"
         )
     scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:

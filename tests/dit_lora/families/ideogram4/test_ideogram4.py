@@ -152,8 +152,12 @@ def test_what_cannot_be_trained_is_refused(tiny: Path, tmp_path: Path, recipe_va
     quantized = changed(
         tiny, tmp_path / "nf4", "transformer/config.json", quantization_config={"quant_method": "bitsandbytes"}
     )
-    with pytest.raises(DitLoraError, match=r"is quantized .*; give a copy in 16 bits"):
-        opened(quantized)
+    published = Path(shutil.copytree(tiny, tmp_path / "fp8"))
+    file = published / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name.replace("to_q", "qkv"): tensor for name, tensor in load_file(file).items()}, file)
+    for path in (quantized, published):
+        with pytest.raises(DitLoraError, match=r"is Ideogram's fp8 or nf4.*; give a copy in 16 bits"):
+            opened(path)
     dynamic = changed(tiny, tmp_path / "dynamic", "scheduler/scheduler_config.json", use_dynamic_shifting=True)
     with pytest.raises(DitLoraError, match="use_dynamic_shifting"):
         opened(dynamic)
