@@ -47,6 +47,7 @@ HUB = {
     "Qwen/Qwen-Image": "qwen-image",
     "Qwen/Qwen-Image-2.1": "qwen-image-2.1",
     "baidu/ERNIE-Image": "ernie-image",
+    "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers": "ideogram-4",
     "circlestone-labs/Anima-Base-v1.0-Diffusers": "anima",
     "lodestones/Chroma1-HD": "chroma",
     "Lightricks/LTX-Video": "ltx-video",

@@ -13,17 +13,17 @@ from dit_lora.config.lora import ADAPTER_KINDS, AdapterKind
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.families.z_image.checkpoint import TRAINING_SHIFT
-from dit_lora.numerics.noise_levels import LOGIT_NORMAL
+from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 
 _CLIPS = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 _LARGE_CLIPS = {**_CLIPS, "height": 64, "width": 96}
 _IMAGES = {"height": 64, "width": 64}
 
 
-def _find_quantile(share: float, shift: float) -> float:
+def _find_quantile(share: float, shift: float, std: float = 1.0) -> float:
     """The timestep below which this share of the sampled ones lies, of 1000, at a logit-normal density."""
     gaussian = torch.special.ndtri(torch.tensor(share, dtype=torch.float64))
-    return 1000 * LOGIT_NORMAL.compute_levels(gaussian, shift).item()
+    return 1000 * NoiseLevelDistribution(std=std).compute_levels(gaussian, shift).item()
 
 
 _ANIMA = FaultTargets(
@@ -295,6 +295,24 @@ _TARGETS = (
     _FLUX2,
     # The timestep module also embeds the guidance; 500 (0.5 * 1000) is below `late`.
     replace(_FLUX2, variant="flux2-dev", sections={"train": {**_FLUX2_TRAIN, "guidance_scale": 0.5}}),
+    FaultTargets(
+        family="ideogram4",
+        variant="ideogram-4",
+        data=_IMAGES,
+        samples="images",
+        sections={"lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")}},
+        attention="layers.1.attention",
+        ff="layers.0.feed_forward",
+        ff_out="layers.0.feed_forward.w2",
+        modulation="layers.1.adaln_modulation",
+        final_proj="final_layer.linear",
+        time_proj="t_embedding",
+        # The pipeline's shift is half the logarithm of the pixels over 512 x 512, e^mu = 1/8 here. The module receives
+        # 1 - t / 1000, whose shift is the reciprocal.
+        late=_find_quantile(0.85, 8.0, 1.5) / 1000,
+        upper=round(_find_quantile(0.65, 1 / 8, 1.5)),
+        posterior=False,
+    ),
     FaultTargets(
         family="krea2",
         variant="krea2-raw",

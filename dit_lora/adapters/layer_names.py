@@ -14,6 +14,9 @@ class LayerNames:
     """Prefix of every name."""
     renames: Mapping[str, str] = field(default_factory=dict)
     """Maps Diffusers' names to the program's; `*` stands for a block's number. Empty if they are the same."""
+    joined_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Layers that the program has as one: its name to Diffusers' names, in the order of their output rows. `*` stands
+    for a block's number."""
     unnamed_layers: tuple[str, ...] = ()
     """Patterns of layers that the program has no name for, and would ignore."""
     reads_alpha: bool = True
@@ -22,8 +25,13 @@ class LayerNames:
     """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
     def translate(self, name: str) -> str | None:
-        """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer."""
+        """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer.
+
+        A layer that the program joins with others has no name either.
+        """
         if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
+            return None
+        if self.translate_joined(name) is not None:
             return None
         if not self.renames or name in self.renames:
             return f"{self.prefix}{self.renames.get(name, name)}"
@@ -32,6 +40,15 @@ class LayerNames:
         if not number or pattern not in self.renames:
             return None
         return f"{self.prefix}{self.renames[pattern].replace('*', number)}"
+
+    def translate_joined(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """The program's name of the joined layer with this one, and all of Diffusers' layers in it, or None."""
+        pattern, number = split_block_number(name)
+        for joined, parts in self.joined_layers.items():
+            if pattern in parts:
+                key = f"{self.prefix}{joined.replace('*', number)}"
+                return key, tuple(part.replace("*", number) for part in parts)
+        return None
 
 
 def make_unsupported_names(reason: str) -> LayerNames:

@@ -145,11 +145,16 @@ _Z_IMAGE: PublishedNames = {
     "final_layer.linear": ("all_final_layer.2-1.linear",),
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
+_IDEOGRAM4: PublishedNames = {
+    **_map_joined_layer("layers.*.attention.qkv", "layers.*.attention", "to_q to_k to_v"),
+    "layers.*.attention.o": ("layers.*.attention.to_out.0",),
+}
 # By the class of the transformer.
 PUBLISHED_NAMES: Mapping[str, PublishedNames] = {
     "ChromaTransformer2DModel": _CHROMA,
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
+    "Ideogram4Transformer2DModel": _IDEOGRAM4,
     "SD3Transformer2DModel": _SD3,
     "ZImageTransformer2DModel": _Z_IMAGE,
 }

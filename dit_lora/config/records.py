@@ -207,7 +207,7 @@ class PipelineFacts(_Class, _Record):
     references: NotRequired[Annotated[Count, Field(le=64)]]
     reference_clips: NotRequired[bool]
     reference_resolution: NotRequired[Int64 | None]
-    arguments: dict[Name, bool | Int64 | Finite | str]
+    arguments: dict[Name, bool | Int64 | Finite | str | None]
     output: Literal["frames", "images"]
     seed: Int64
     fps: Number | None

@@ -7,7 +7,7 @@ names) are read and not written.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,13 +28,21 @@ class LayerKeys:
     up_key: str
     has_alpha: bool = True
     """True if the file has a tensor for alpha; if not, alpha / rank is folded into B."""
+    joined_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The program's name of each layer that joins the output rows of several layers, which `layer_names` lacks."""
 
     def build_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
         """The tensors of a LoRA file by name: A, B, and `alpha`, which divided by the rank gives the scale."""
-        tensors = {}
         # One term per layer: these formats have no place for a sum of products.
-        for name, (term,) in updates.items():
-            key = self.layer_names[name]
+        terms = {self.layer_names[name]: term for name, (term,) in updates.items() if name in self.layer_names}
+        for key, parts in self.joined_layers.items():
+            # A's one below the other, and B's as blocks on a diagonal, whose rank is the sum of theirs.
+            joined = [updates[part][0] for part in parts]
+            scale = joined[0].scale
+            blocks = [term.b * (term.scale / scale) for term in joined]
+            terms[key] = Term(torch.cat([term.a for term in joined]), torch.block_diag(*blocks), scale)
+        tensors = {}
+        for key, term in terms.items():
             tensors[f"{key}.{self.down_key}.weight"] = term.a.contiguous()
             b = term.b if self.has_alpha else term.b * term.scale
             tensors[f"{key}.{self.up_key}.weight"] = b.contiguous()
@@ -47,13 +55,17 @@ class LayerKeys:
         """Each layer's LoRA update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
         # Read as the program does: layer by layer, by its own key names.
         updates, claimed = {}, set()
-        for name, key in self.layer_names.items():
+        layers_by_key = {key: (name,) for name, key in self.layer_names.items()} | dict(self.joined_layers)
+        for key, parts in layers_by_key.items():
             layer_keys = [f"{key}.{self.down_key}.weight", f"{key}.{self.up_key}.weight"]
             layer_keys += [f"{key}.alpha"] if self.has_alpha else []
             if all(full in tensors for full in layer_keys):
                 # `alpha` is empty for formats that have the scale folded into B.
                 a, b, *alpha = (tensors[full] for full in layer_keys)
-                updates[name] = [Term(a, b, alpha[0].item() / len(a) if alpha else 1.0)]
+                scale = alpha[0].item() / len(a) if alpha else 1.0
+                # Layers in a joined one have the same number of rows, and all of its A.
+                for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
+                    updates[part] = [Term(a, rows, scale)]
                 claimed |= {*layer_keys}
         unknown_keys = [full for full in tensors if full not in claimed]
         if unknown_keys:
@@ -65,13 +77,22 @@ def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
     """ComfyUI's names for the LoRA tensors of these layers. Raises `DitLoraError`, with the reason, if it has none."""
     if names.unsupported_reason:
         raise DitLoraError(names.unsupported_reason)
+    joined = dict(filter(None, map(names.translate_joined, updates)))
+    incomplete = [part for parts in joined.values() for part in parts if part not in updates]
+    if incomplete:
+        raise DitLoraError(
+            format_list(
+                "ComfyUI's model joins these layers with others that have an adapter; train them too", incomplete
+            )
+        )
+    in_joined = {part for parts in joined.values() for part in parts}
     # All layers must have a name in ComfyUI: a file that drops some would change the update.
-    counterparts = {name: names.translate(name) for name in updates}
+    counterparts = {name: names.translate(name) for name in updates if name not in in_joined}
     unknown = [name for name, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
         raise DitLoraError(format_list("ComfyUI's model has no counterpart of these layers", unknown))
     renamed = {name: comfyui_name for name, comfyui_name in counterparts.items() if comfyui_name is not None}
-    return LayerKeys(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha)
+    return LayerKeys(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha, joined_layers=joined)
 
 
 def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:

@@ -407,6 +407,8 @@ class Sampler(ABC):
     """The field of the pipeline's output: `frames` for videos, or `images`."""
     guidance_batch_size: ClassVar[int] = 2
     """Batch size of one transformer call when a single video is sampled with guidance."""
+    num_guidance_transformers: ClassVar[int] = 0
+    """Number of frozen transformers, as large as the trained one, that guidance needs in memory beside it."""
     guidance_threshold: ClassVar[float] = 1.0
     """Classifier-free guidance runs only if `guidance_scale` is above this value."""
 
@@ -423,9 +425,9 @@ class Sampler(ABC):
         return self._load_pipeline(dtype, transformer, text)
 
     def move_to_device(self, pipeline: Any, device: torch.device) -> None:
-        """Move a whole pipeline to a device. With two experts, a GPU holds one of the pipeline's models at a time."""
+        """Move a whole pipeline to a device. With two transformers, a GPU holds one of its models at a time."""
         # Each component is copied to the GPU when the pipeline calls it, and off again when the next one runs.
-        if self.info.expert_names and device.type == "cuda":
+        if (self.info.expert_names or self.num_guidance_transformers) and device.type == "cuda":
             pipeline.enable_model_cpu_offload(device=device)
         else:
             pipeline.to(device)

@@ -145,13 +145,17 @@ def load_or_init(
         part: The component, `transformer` or `transformer_2`.
 
     Raises:
-        DitLoraError: `from_scratch` has an unknown option or an invalid value.
+        DitLoraError: Weights are missing, or `from_scratch` has an unknown option or an invalid value.
     """
     if from_scratch is None:
         # Pass dtype instead of calling .to(), which would also round position tables.
-        return load_pretrained(model_class, path, subfolder=part, dtype=dtype, use_safetensors=True).requires_grad_(
-            False
-        )
+        model = load_pretrained(model_class, path, subfolder=part, dtype=dtype, use_safetensors=True)
+        # Diffusers leaves weights that the files lack on the meta device. A plan builds all of them there.
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if 0 < len(missing) < sum(1 for _ in model.parameters()):
+            problem = f"the files in {path / part} lack weights of {model_class.__name__}, or name them otherwise"
+            raise DitLoraError(format_list(problem, missing))
+        return model.requires_grad_(False)
     # from_config ignores unknown options with a warning, so a misspelled one must be rejected here.
     arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
     unknown = sorted(set(from_scratch) - set(arguments))

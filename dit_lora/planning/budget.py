@@ -266,8 +266,9 @@ def _compute_phase_peaks(
         # The previous step is finished: its gradients and micro-batches are freed.
         freed_bytes = recipe.train.accumulate * _count_micro_batch_bytes(recipe, estimator)
         state = training.state_bytes - freed_bytes - training.gradients
-        decoder_and_second = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
-        phases["validation"] = state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
+        extra_bytes = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
+        extra_bytes += estimator.count_guidance_transformer_bytes(recipe)
+        phases["validation"] = state + stored + extra_bytes + int(at_work * rounded) + context_bytes
     return phases, uncounted
 
 
@@ -298,7 +299,8 @@ def _compute_host_bytes(
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
         "offloaded weights": ranks * (weights.block_bytes if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
-        "a second transformer": weights.frozen_bytes if recipe.validation.model else 0,
+        "a second transformer": (weights.frozen_bytes if recipe.validation.model else 0)
+        + (estimator.count_guidance_transformer_bytes(recipe) if recipe.validation.prompts else 0),
         "checkpoint on its way": launch.num_state_shards * rank_state + paged,
     }
 

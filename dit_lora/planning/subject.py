@@ -124,6 +124,11 @@ class MemoryEstimator:
             tuple(trained),
         )
 
+    def count_guidance_transformer_bytes(self, recipe: Recipe) -> int:
+        """Bytes of the frozen transformers that samples need in addition to the trained one, in the run's dtype."""
+        number = 0 if self.is_chat else self.checkpoint.sampler.num_guidance_transformers
+        return number * sum(p.nbytes for p in self.get_model(recipe).parameters() if not p.requires_grad)
+
     def _count_quantization_savings(self, recipe: Recipe) -> int:
         kind = recipe.model.quantize
         if kind is None:

@@ -70,6 +70,8 @@ class Case:
     """As `predict` takes them."""
     predicted: Callable[[Any], torch.Tensor] = as_given
     """The network's output as `predict` gives it."""
+    has_text_before_image: bool = False
+    """True if the network's output begins with a value for each text token, of which nothing is asked."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
     """The fused ops that its blocks take: exactly these must be active in a fused model."""
     pictures: tuple[str, ...] = ()

@@ -5,18 +5,10 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
-from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from dit_lora.families.tiny.chat_text import MODEL_SIZES, TEXT_WIDTH, build_byte_tokenizer, special_token_ids
+from dit_lora.families.tiny.chat_text import QWEN3_VL_TOKENS, TEXT_WIDTH, build_byte_tokenizer, build_qwen3_vl
 from dit_lora.families.tiny.vae import build_qwen_image_vae
 
-_CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_VISION_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
 # One token each, as in Qwen's vocabulary: the pipeline assumes 34 tokens before the prompt and 5 after it.
 _TEMPLATE_WORDS = (
     *("system", "user", "assistant", "Describe", " the", " image", " by", " detailing", " color"),
@@ -29,12 +21,10 @@ _LAYERS, _SELECTED = 5, (1, 2, 4)
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a tiny Krea 2 pipeline with weights from torch's default generator."""
-    tokenizer = build_byte_tokenizer(
-        (*_CHAT_TOKENS, *_VISION_TOKENS.values(), *_TEMPLATE_WORDS), end_token="<|im_end|>"
-    )
+    tokenizer = build_byte_tokenizer((*QWEN3_VL_TOKENS, *_TEMPLATE_WORDS), end_token="<|im_end|>")
     pipeline: Any = Krea2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=_build_text_encoder(tokenizer),
+        text_encoder=build_qwen3_vl(tokenizer, _LAYERS),
         vae=build_qwen_image_vae(),
         transformer=_build_transformer(),
         # The options that the pipeline expects.
@@ -42,35 +32,6 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         text_encoder_select_layers=_SELECTED,
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
-
-
-def _build_text_encoder(tokenizer: Any) -> Qwen3VLModel:
-    ids: dict[str, Any] = {name: tokenizer.get_vocab()[token] for name, token in _VISION_TOKENS.items()}
-    config = Qwen3VLConfig(
-        text_config={
-            **MODEL_SIZES,
-            **special_token_ids(tokenizer),
-            "vocab_size": len(tokenizer),
-            "num_hidden_layers": _LAYERS,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": TEXT_WIDTH,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
-        **ids,
-    )
-    return Qwen3VLModel(config).eval()
 
 
 def _build_transformer() -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Mistral3Config, Qwen2Tokenizer, Qwen3Config
+from transformers import Mistral3Config, Qwen2Tokenizer, Qwen3Config, Qwen3VLConfig, Qwen3VLModel
 
 TEXT_WIDTH = 16
 MODEL_SIZES: dict[str, Any] = {
@@ -18,6 +18,14 @@ MODEL_SIZES: dict[str, Any] = {
 }
 """Sizes of a small language model, as options of any of the model configs."""
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+_QWEN_VISION_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+QWEN3_VL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_QWEN_VISION_TOKENS.values())
+"""Special tokens of Qwen3-VL, the padding token first."""
 # Qwen3's template for text messages: disabled thinking is written as an empty thought.
 _QWEN_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -45,6 +53,36 @@ def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
         **MODEL_SIZES, vocab_size=len(tokenizer), num_hidden_layers=num_layers, **special_token_ids(tokenizer)
     )
     return tokenizer, config
+
+
+def build_qwen3_vl(tokenizer: Any, num_layers: int) -> Qwen3VLModel:
+    """Build Qwen3-VL in small, with this many text layers, for a tokenizer that has `QWEN3_VL_TOKENS`."""
+    ids: dict[str, Any] = {name: tokenizer.get_vocab()[token] for name, token in _QWEN_VISION_TOKENS.items()}
+    config = Qwen3VLConfig(
+        text_config={
+            **MODEL_SIZES,
+            **special_token_ids(tokenizer),
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": num_layers,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": TEXT_WIDTH,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        **ids,
+    )
+    return Qwen3VLModel(config).eval()
 
 
 def build_mistral3(num_layers: int) -> tuple[Qwen2Tokenizer, Mistral3Config]:

@@ -167,7 +167,8 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "arguments": {
             name: value
             for name, value in called.items()
-            if isinstance(value, bool | int | float) or name == "negative_prompt"
+            # These two may be None, which is not their default.
+            if isinstance(value, bool | int | float) or name in ("negative_prompt", "guidance_schedule")
         },
         "output": output,
         "seed": recipe.validation.seed,

@@ -36,6 +36,7 @@ MODELS = (
             ("sana_video", "sana-video"),
             ("chroma", "chroma"),
             ("ernie_image", "ernie-image"),
+            ("ideogram4", "ideogram-4"),
             ("anima", "anima"),
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),

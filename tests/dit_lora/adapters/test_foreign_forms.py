@@ -213,7 +213,13 @@ def as_diffusers(tiny: Tiny, updates: Tensors) -> Tensors:
     """The updates of the published model's layers by Diffusers' layers, as its converter of checkpoints has them."""
     convert = CONVERTERS.get(type(tiny.model).__name__)
     if convert is None:
-        return {tiny.published[name][0]: update for name, update in updates.items()}
+        # A layer that joins several has equally many rows of each, as Diffusers' converter of LoRAs assumes.
+        chunked = ((tiny.published[name], update) for name, update in updates.items())
+        return {
+            layer: rows
+            for layers, update in chunked
+            for layer, rows in zip(layers, update.chunk(len(layers)), strict=True)
+        }
     # The converter of FLUX.1 has the published widths of this layer written into it.
     joined_updates = {name: update for name, update in updates.items() if name.endswith(".linear1")}
     joined_updates = joined_updates if "Flux2" not in type(tiny.model).__name__ else {}

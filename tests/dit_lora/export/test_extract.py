@@ -35,6 +35,7 @@ MODELS = (
         for model in (
             ("chroma", "chroma"),
             ("ernie_image", "ernie-image"),
+            ("ideogram4", "ideogram-4"),
             ("anima", "anima"),
             ("flux", "flux-dev"),
             ("krea2", "krea2-raw"),

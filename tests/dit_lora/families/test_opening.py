@@ -1,10 +1,13 @@
-"""What is fetched of a repository that a recipe names."""
+"""What is fetched of a repository that a recipe names, and weights that a checkpoint's files lack."""
 
+import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.environment import hub_files
@@ -26,3 +29,14 @@ def test_weights_in_a_repositorys_root_are_fetched(name: str, monkeypatch: pytes
         get_family(name).open(ModelConfig(family=name, path="me/chat"))
     for file in ("model.safetensors", "model-00002-of-00005.safetensors", "config.json"):
         assert any(fnmatch(file, pattern) for pattern in requests), (file, requests)
+
+
+def test_weights_that_the_files_name_otherwise_are_listed(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Diffusers would go on with weights on the meta device, and fail when they are moved."""
+    path = Path(shutil.copytree(tiny_checkpoints["sd3.5-medium"], tmp_path / "renamed"))
+    file = path / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name.replace("proj_out", "final_layer.linear"): t for name, t in load_file(file).items()}, file)
+    checkpoint = get_family("sd3").open(ModelConfig(family="sd3", path=str(path)))
+    with pytest.raises(DitLoraError, match=r"lack weights of SD3Transformer2DModel") as error:
+        checkpoint.denoiser.load_transformer(torch.float32)
+    assert "  - proj_out.weight\n  - proj_out.bias" in str(error.value)

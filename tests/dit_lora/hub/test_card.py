@@ -89,6 +89,12 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
         ("flux2", "black-forest-labs/FLUX.2-klein-9B", "other", "flux-non-commercial-license"),
         ("chroma", "lodestones/Chroma1-HD", "apache-2.0", None),
         ("ernie_image", "baidu/ERNIE-Image", "apache-2.0", None),
+        (
+            "ideogram4",
+            "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",
+            "other",
+            "ideogram-4-non-commercial",
+        ),
         ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers", "other", "circlestone-labs-non-commercial-license"),
         ("krea2", "krea/Krea-2-Raw", "other", "krea-2-community-license"),
         ("qwen_image21", "Qwen/Qwen-Image-2.1-Turbo", "other", "qwen-research"),

@@ -75,6 +75,7 @@ FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "chroma": ("chroma", "chroma", "full", ()),
     "anima": ("anima", "anima", "selective", ()),
     "ernie image": ("ernie_image", "ernie-image", "selective", ()),
+    "ideogram 4": ("ideogram4", "ideogram-4", "selective", ()),
     "flux": ("flux", "flux-dev", "selective", ()),
     "flux 2, stock": ("flux2", "flux2-klein", "full", ()),
     "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
