@@ -33,6 +33,7 @@ _OWN_DIFFUSION_FAMILIES = {
     "ernie_image": "dit_lora.families.ernie_image",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
+    "kandinsky5": "dit_lora.families.kandinsky5",
     "krea2": "dit_lora.families.krea2",
     "qwen_image": "dit_lora.families.qwen_image",
     "qwen_image21": "dit_lora.families.qwen_image21",
