@@ -42,6 +42,8 @@ CASES = (
         call_dtype=torch.bfloat16,
         takes_several_prompts=False,
         takes=frozenset({"lora_linear"}),
+        # In fp32 too its attention rounds queries and keys to bf16, which makes 2**-8 of a last bit.
+        fused_tolerance=1e-3,
         refused=(
             (VideoShape(9, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
             (VideoShape(9, 64, 7), "width must be a multiple of 16; got 7, nearest 16"),
