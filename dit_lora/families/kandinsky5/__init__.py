@@ -35,6 +35,7 @@ FAMILY = DiffusionFamily(
     default_recipe="kandinsky5/lite_t2v_5s",
     # Its authors are kandinskylab on the Hub, formerly ai-forever.
     licenses={f"{owner}/Kandinsky-5.0-*": License("mit") for owner in ("kandinskylab", "ai-forever")},
-    comfyui=LayerNames(),  # ComfyUI's model has Diffusers' names (comfy/ldm/kandinsky5/model.py at 0c84b76)
+    # ComfyUI's network has Diffusers' module names (comfy/ldm/kandinsky5/model.py at 0c84b76).
+    comfyui=LayerNames(reads_alpha=False),
     tiny_variants=("kandinsky-5-t2v",),
 )

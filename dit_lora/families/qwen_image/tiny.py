@@ -71,9 +71,7 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         write_processor("qwen2.5-vl", Qwen2VLProcessor.__name__, text["tokenizer"], folder)
 
 
-def write_processor(
-    chat_variant: str, name: str, tokenizer: Any, folder: Path, component: str = "processor"
-) -> None:
+def write_processor(chat_variant: str, name: str, tokenizer: Any, folder: Path, component: str = "processor") -> None:
     """Write the folder `component` of a tiny pipeline and add it to the pipeline's index, as class `name`."""
     tokenizer.save_pretrained(folder / component)
     files = {**VARIANTS[chat_variant].files, "processor_config.json": {"processor_class": name}}

@@ -37,6 +37,7 @@ MODELS = (
             ("ernie_image", "ernie-image"),
             ("anima", "anima"),
             ("flux", "flux-dev"),
+            ("kandinsky5", "kandinsky-5-t2v"),
             ("krea2", "krea2-raw"),
             ("ltx_video", "ltx-video"),
             ("ltx2", "ltx-2"),

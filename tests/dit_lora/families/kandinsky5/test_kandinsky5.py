@@ -115,7 +115,9 @@ def test_sparse_attention_and_parts_that_do_not_fit_are_refused(tiny: Path, tmp_
     config = "transformer/config.json"
     with pytest.raises(DitLoraError, match=r"sparse attention \(attention_type: nabla\)"):
         opened(changed(tiny, tmp_path / "sparse", config, attention_type="nabla"))
-    with pytest.raises(DitLoraError, match=r"in_visual_dim .* must be 4; got 16\n.*patch_size .* \(1, 2, 2\); got \(1"):
+    with pytest.raises(
+        DitLoraError, match=r"in_visual_dim .* must be 4; got 16\n.*patch_size .* \(1, 2, 2\); got \(1"
+    ):
         opened(changed(tiny, tmp_path / "misfit", config, in_visual_dim=16, patch_size=[1, 4, 4]))
 
 
