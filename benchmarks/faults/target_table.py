@@ -95,6 +95,11 @@ _KANDINSKY5 = FaultTargets(
     family="kandinsky5",
     variant="kandinsky-5-t2v",
     data=_CLIPS,
+    sections={
+        "lora": {
+            "targets": ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
+        }
+    },
     attention="visual_transformer_blocks.1.self_attention",
     key="to_key",
     out_proj="out_layer",

@@ -87,11 +87,11 @@ class Kandinsky5Info(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        words = [word for word in _DISTILLED_WORDS if is_named_distilled(name, word)]
-        if self.from_scratch is not None or recipe.keeps_distillation or not words:
+        matches = [word for word in _DISTILLED_WORDS if is_named_distilled(name, word)]
+        if self.from_scratch is not None or recipe.keeps_distillation or not matches:
             return []
         return [
-            f"distilled: {name} is distilled by its name ({words[0]}; no file of it says so): training it directly "
+            f"distilled: {name} is distilled by its name ({matches[0]}; no file of it says so): training it directly "
             "breaks sampling without guidance. Train kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers and "
             "sample from this one with validation.model, or set train.target: guided"
         ]

@@ -15,7 +15,8 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families import get_family
+from dit_lora.families import captions, get_family
+from dit_lora.families.kandinsky5 import checkpoint as checkpoint_module
 from dit_lora.families.opening import build_empty_pipeline
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs" / "Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers"
@@ -44,11 +45,52 @@ def test_a_caption_keeps_its_own_tokens_and_the_closing_one(tiny: Path) -> None:
     assert not encoded["prompt_embeds"][~encoded["prompt_mask"]].any()
 
 
+def test_a_run_says_that_ftfy_is_missing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a caption may be changed by it; and what is cached without it is not taken where it is there."""
+    encoders, messages, keys = opened(tiny).encoders, [], []
+    for is_installed in (False, True):
+        for module in (captions, checkpoint_module):
+            monkeypatch.setattr(module, "is_ftfy_available", lambda is_available=is_installed: is_available)
+        messages.append([encoders.note_captions([caption]) for caption in ("a cat & a dog", "a cat &amp; a dog")])
+        keys.append(encoders.text_cache_key())
+    plain, cleaned = messages[0]
+    assert (plain, messages[1]) == ([], [[], []])
+    assert cleaned[0].endswith("as Kandinsky 5.0's pipeline does")
+    assert keys[0] != keys[1]
+
+
 def test_samples_of_a_text_and_of_its_tensors_are_the_same(tiny: Path) -> None:
     from_text, from_tensors, batches = two_samples(opened(tiny), VideoShape(5, 64, 96))
     assert from_text.shape == (5, 64, 96, 3)
     assert torch.equal(from_text, from_tensors)
     assert batches == [1, 1, 1, 1]  # guidance is a second call
+
+
+def test_in_fp32_too_a_step_of_the_pipeline_is_one_prediction_whatever_the_samples_neighbour(tiny: Path) -> None:
+    """Bit for bit, though attention rounds queries and keys to bf16."""
+    checkpoint = opened(tiny)
+    text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)(["a red disc", "a longer caption, of a square"])
+    pipeline = checkpoint.sampler.pipeline(torch.float32, text=False)
+    pipeline.set_progress_bar_config(disable=True)
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    # The pipeline writes its next latents into the tensor of this call.
+    pipeline.transformer.register_forward_hook(
+        lambda _m, _args, kwargs, output: calls.append(
+            (kwargs["hidden_states"][..., :4].clone(), kwargs["timestep"], output[0])
+        ),
+        with_kwargs=True,
+    )
+    arguments = checkpoint.sampler.prompt_kwargs({name: tensor[:1] for name, tensor in text.items()})
+    shape = checkpoint.sampler.shape_kwargs(VideoShape(5, 64, 96))
+    pipeline(**arguments, **shape, num_inference_steps=2, guidance_scale=1.0, output_type="latent")
+    assert len(calls) == 2
+    transformer = checkpoint.denoiser.load_transformer(torch.float32).eval()
+    for latents, timestep, output in calls:
+        noisy = latents.movedim(-1, 1).expand(2, -1, -1, -1, -1)
+        with torch.no_grad():
+            prediction = checkpoint.denoiser.predict(transformer, noisy, timestep.expand(2), text)
+        assert torch.equal(prediction[:1], output.movedim(-1, 1))
+        assert not torch.equal(prediction[:1], prediction[1:])
 
 
 class Recorder(torch.nn.Module):
