@@ -111,12 +111,18 @@ def test_positions_scale_with_the_size_and_text_to_video_has_no_condition(
     tiny: Path, tmp_path: Path, height: int, width: int, scale: float, has_condition: bool
 ) -> None:
     checkpoint = opened(changed(tiny, tmp_path / "it", "transformer/config.json", visual_cond=has_condition))
-    noisy = torch.randn(2, 4, 3, height // 8, width // 8)
+    noisy = torch.randn(2, 4, 3, height // 8, width // 8).bfloat16()
     mask = torch.arange(6) < torch.tensor([[2], [5]])
-    text = {"prompt_embeds": torch.randn(2, 6, 48), "prompt_mask": mask, "prompt_embeds_clip": torch.randn(2, 16)}
+    text = {
+        "prompt_embeds": torch.randn(2, 6, 48).bfloat16(),
+        "prompt_mask": mask,
+        "prompt_embeds_clip": torch.randn(2, 16),
+    }
     recorder = Recorder()
-    prediction = checkpoint.denoiser.predict(recorder, noisy, torch.tensor([1.0, 2.0]), text)
+    prediction = checkpoint.denoiser.predict(recorder, noisy.float(), torch.tensor([987.6, 2.0]), text)
     assert torch.equal(prediction, noisy)
+    # Rounded like the pipeline's.
+    assert [call["timestep"].tolist() for call in recorder.calls] == [[988.0], [2.0]]
     assert [call["scale_factor"] for call in recorder.calls] == [(1, scale, scale)] * 2
     for call, length in zip(recorder.calls, (2, 5), strict=True):
         assert [len(axis) for axis in call["visual_rope_pos"]] == [3, height // 16, width // 16]
