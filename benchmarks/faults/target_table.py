@@ -91,6 +91,28 @@ _FLUX2 = FaultTargets(
     time_proj="time_guidance_embed.time_proj",
     posterior=False,
 )
+_KANDINSKY5 = FaultTargets(
+    family="kandinsky5",
+    variant="kandinsky-5-t2v",
+    data=_CLIPS,
+    sections={
+        "lora": {
+            "targets": ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
+        }
+    },
+    attention="visual_transformer_blocks.1.self_attention",
+    key="to_key",
+    out_proj="out_layer",
+    ff="visual_transformer_blocks.0.feed_forward",
+    ff_out="visual_transformer_blocks.0.feed_forward.out_layer",
+    modulation="visual_transformer_blocks.1.visual_modulation.out_layer",
+    final_proj="out_layer.out_layer",
+    time_proj="time_embeddings",
+    late=_find_quantile(0.85, 5.0),  # the published shift
+    upper=round(_find_quantile(0.65, 5.0)),
+    batched=False,
+    has_buffers=True,
+)
 _QWEN_IMAGE = FaultTargets(
     family="qwen_image",
     variant="qwen-image",
@@ -326,6 +348,7 @@ _TARGETS = (
         late=0.83,  # the module receives t / 1000
         upper=700,
     ),
+    _KANDINSKY5,
     _QWEN_IMAGE,
     _QWEN_IMAGE_EDIT,
     replace(_QWEN_IMAGE_EDIT, variant="qwen-image-edit-plus"),

@@ -34,6 +34,7 @@ _OWN_DIFFUSION_FAMILIES = {
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
     "ideogram4": "dit_lora.families.ideogram4",
+    "kandinsky5": "dit_lora.families.kandinsky5",
     "krea2": "dit_lora.families.krea2",
     "qwen_image": "dit_lora.families.qwen_image",
     "qwen_image21": "dit_lora.families.qwen_image21",

@@ -6,13 +6,15 @@ Masks (B, T) are evaluated on the device they are on. In a training step that is
 Shapes: B batch, T text tokens, D text width.
 """
 
+import html
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.utils import is_ftfy_available
 from torch import nn
 
 from dit_lora.environment.pretrained import load_pretrained
@@ -76,6 +78,16 @@ def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) ->
         return {"prompt_embeds": embeddings}
 
     return encode
+
+
+def note_missing_ftfy(captions: Iterable[str], model: str) -> list[str]:
+    """Message if ftfy is missing and these captions may hold what the model's pipeline would clean with it."""
+    if is_ftfy_available():
+        return []
+    # Without characters or HTML entities to replace, ftfy returns a caption as it is.
+    if all(caption.isascii() and html.unescape(caption) == caption for caption in captions):
+        return []
+    return [f"captions: ftfy is missing; pip install ftfy to clean them as {model}'s pipeline does"]
 
 
 def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:

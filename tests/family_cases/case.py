@@ -74,6 +74,8 @@ class Case:
     """True if the network's output begins with a value for each text token, of which nothing is asked."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
     """The fused ops that its blocks take: exactly these must be active in a fused model."""
+    fused_tolerance: float = 1e-4
+    """How far a fused model's gradients may be off in fp32, relative to each tensor's largest value."""
     pictures: tuple[str, ...] = ()
     """The pictures that the pipeline starts from, as `Sampling` names them."""
     references: tuple[VideoShape, ...] = ()

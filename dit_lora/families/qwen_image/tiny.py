@@ -5,6 +5,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,23 @@ def build_tiny_checkpoint(variant: str, folder: Path) -> None:
         write_processor("qwen2.5-vl", Qwen2VLProcessor.__name__, text["tokenizer"], folder)
 
 
-def write_processor(chat_variant: str, name: str, tokenizer: Any, folder: Path) -> None:
-    """Write the folder `processor` of a tiny pipeline and add it to the pipeline's index, as class `name`."""
-    tokenizer.save_pretrained(folder / "processor")
+def write_processor(chat_variant: str, name: str, tokenizer: Any, folder: Path, component: str = "processor") -> None:
+    """Write the folder `component` of a tiny pipeline and add it to the pipeline's index, as class `name`."""
+    tokenizer.save_pretrained(folder / component)
     files = {**VARIANTS[chat_variant].files, "processor_config.json": {"processor_class": name}}
     for file, values in files.items():
-        _write_json(folder / "processor" / file, values)
+        _write_json(folder / component / file, values)
     index = folder / "model_index.json"
-    _write_json(index, {**read_json(index), "processor": ["transformers", name]})
+    _write_json(index, {**read_json(index), component: ["transformers", name]})
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def build_text_components(chat_variant: str, template: str) -> dict[str, Any]:
+def build_text_components(chat_variant: str, template: str, extra_tokens: Sequence[str] = ()) -> dict[str, Any]:
     """Tokenizer and model of a tiny chat checkpoint, with each word of a prompt template as a single token."""
     # Special tokens are in the vocabulary already, so replace them by a separator.
     template_words = _TEMPLATE_WORD.findall(re.sub(r"<\|\w+\|>", "\n", template))
-    tokenizer, model = build_tiny_chat(chat_variant, sorted({*template_words}))
+    tokenizer, model = build_tiny_chat(chat_variant, sorted({*template_words, *extra_tokens}))
     return {"tokenizer": tokenizer, "text_encoder": model}

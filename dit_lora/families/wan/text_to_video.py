@@ -5,7 +5,6 @@ Prompts and denoising call the stock pipeline's own code (diffusers/pipelines/wa
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
-import html
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm
@@ -29,7 +28,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_padded_encoder
+from dit_lora.families.captions import load_text_limit, make_padded_encoder, note_missing_ftfy
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.latents import (
     encode_video,
@@ -122,12 +121,7 @@ class WanEncoders(Encoders):
         return {**super().text_cache_key(), "tokens": self.info.text_tokens, "ftfy": is_ftfy_available()}
 
     def note_captions(self, captions: Iterable[str]) -> list[str]:
-        if is_ftfy_available():
-            return []
-        # Without characters or HTML entities to replace, ftfy returns a caption as it is.
-        if all(caption.isascii() and html.unescape(caption) == caption for caption in captions):
-            return []
-        return ["captions: ftfy is missing; pip install ftfy to clean them as Wan's pipeline does"]
+        return note_missing_ftfy(captions, "Wan")
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.info.text_tokens, self.info.transformer_config["text_dim"])

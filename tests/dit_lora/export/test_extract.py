@@ -38,6 +38,7 @@ MODELS = (
             ("ideogram4", "ideogram-4"),
             ("anima", "anima"),
             ("flux", "flux-dev"),
+            ("kandinsky5", "kandinsky-5-t2v"),
             ("krea2", "krea2-raw"),
             ("ltx_video", "ltx-video"),
             ("ltx2", "ltx-2"),

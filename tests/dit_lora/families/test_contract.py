@@ -55,7 +55,12 @@ def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Te
     names = list(inspect.signature(module.forward).parameters)
 
     def keep(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, output[0]))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        # Copies: Kandinsky 5's pipeline writes the next latents into the same tensor.
+        copies = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+        }
+        calls.append((copies, output[0]))
 
     module.register_forward_hook(keep, with_kwargs=True)
     return calls

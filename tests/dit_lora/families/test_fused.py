@@ -48,7 +48,7 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(fusible_subject: Su
     names = list(model.state_dict())
     fuse_all(model)
     assert set(get_fusion(model).get_active_ops()) == fusible_subject.case.takes, get_fusion(model).format_lines()
-    assert_equal(run(fusible_subject, model, batch), expected, 1e-4)
+    assert_equal(run(fusible_subject, model, batch), expected, fusible_subject.case.fused_tolerance)
     assert list(model.state_dict()) == names
     assert has_fp16_saturation(model) == emulated
     unfuse(model)

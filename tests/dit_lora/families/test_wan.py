@@ -13,6 +13,7 @@ from family_cases.subject import CPU, EVERY, encoded_batch, open_subject, pixels
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.families import captions as captions_module
 from dit_lora.families import get_family
 from dit_lora.families.wan import text_to_video
 from dit_lora.numerics.objectives import compute_mean_squared_error
@@ -259,7 +260,8 @@ def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monk
     path, messages, facts = tiny_checkpoints["wan-2.1-t2v"], [], []
     captions = ("a cat & a dog", "a cat\u2019s dog", "a cat &amp; a dog")
     for is_installed in (False, True):
-        monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available)
+        for module in (text_to_video, captions_module):
+            monkeypatch.setattr(module, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
         messages.append([checkpoint.encoders.note_captions([caption]) for caption in captions])
         facts.append(checkpoint.encoders.text_cache_key())

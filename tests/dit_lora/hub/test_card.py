@@ -96,6 +96,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
             "ideogram-4-non-commercial",
         ),
         ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers", "other", "circlestone-labs-non-commercial-license"),
+        ("kandinsky5", "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "mit", None),
         ("krea2", "krea/Krea-2-Raw", "other", "krea-2-community-license"),
         ("qwen_image21", "Qwen/Qwen-Image-2.1-Turbo", "other", "qwen-research"),
         ("sd3", "stabilityai/stable-diffusion-3.5-large", "other", "stabilityai-ai-community"),
