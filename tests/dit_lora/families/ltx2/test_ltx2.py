@@ -235,19 +235,6 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert 0.46 < checkpoint.denoiser.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
 
 
-NEWER = {
-    "ff_bias": ("transformer", {"ff_bias": False}, "ff_bias is false"),
-    "keyframes": (
-        "transformer",
-        {"use_keyframes_abs_pos_embedding": True},
-        "use_keyframes_abs_pos_embedding is true",
-    ),
-    "text encoder": (
-        "",
-        {"text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]},
-        "its text encoder is Gemma4Unified",
-    ),
-}
 OTHERS = {
     "conditions": ("", {"_class_name": "LTX2ConditionPipeline"}, "is a LTX2ConditionPipeline"),
     "channels": ("transformer", {"in_channels": 4}, "in_channels must be 8; got 4"),
@@ -260,13 +247,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*NEWER, *OTHERS])
+@pytest.mark.parametrize("what", OTHERS)
 def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what: str) -> None:
-    component, values, message = (NEWER | OTHERS)[what]
+    component, values, message = OTHERS[what]
     path = changed(tiny_checkpoints["ltx-2"], tmp_path / "other", component, **values)
-    with pytest.raises(DitLoraError, match=message) as caught:
+    with pytest.raises(DitLoraError, match=message):
         opened(path)
-    assert ("LTX-2.5" in str(caught.value)) == (what in NEWER)
 
 
 def test_torn_weights_of_any_part_are_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
