@@ -121,9 +121,9 @@ class LTX2Info(CheckpointInfo):
         return ["sound: not trained (data.sound=false); samples have no sound"]
 
     def pipeline_components(self) -> dict[str, Any]:
-        """None for the prompt enhancer and the duration head that LTX-2.5 lists: neither captions nor samples use them.
+        """None for the prompt enhancer and the duration head that LTX-2.5 lists, so that their files may be missing.
 
-        Their files may be missing.
+        Neither captions nor samples use them.
         """
         return dict.fromkeys(self.pipeline_class._optional_components)
 

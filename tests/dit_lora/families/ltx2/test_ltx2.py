@@ -15,6 +15,7 @@ from family_cases.subject import CPU
 from ltx2_cases import CAPTIONS, FPS, batch_of, changed, for_recipe, opened
 from safetensors.torch import load_file, save_file
 
+from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportRequest, export
 from dit_lora.families.base import Sampling
@@ -253,6 +254,29 @@ def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what
     path = changed(tiny_checkpoints["ltx-2"], tmp_path / "other", component, **values)
     with pytest.raises(DitLoraError, match=message):
         opened(path)
+
+
+def test_parts_of_ltx_2_5_that_nothing_uses_may_be_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    listed = {
+        "duration_head": ["ltx2", "LTX2DurationHead"],
+        "prompt_enhancer": ["transformers", "Gemma4ForConditionalGeneration"],
+    }
+    checkpoint = opened(changed(tiny_checkpoints["ltx-2.5"], tmp_path / "other", "", **listed))
+    for pipeline in (
+        checkpoint.encoders.load_text_pipeline(torch.float32, torch.device("cpu")),
+        checkpoint.sampler.pipeline(torch.float32),
+    ):
+        assert (pipeline.duration_head, pipeline.prompt_enhancer) == (None, None)
+
+
+@pytest.mark.parametrize(("variant", "crf"), [("ltx-2.3", 33), ("ltx-2.5", 18)])
+def test_a_first_image_is_compressed_as_its_version_was_trained(
+    tiny_checkpoints: dict[str, Path], variant: str, crf: int
+) -> None:
+    """Also in samples of cached prompts, whose pipeline has no text encoder to take the strength from."""
+    checkpoint = for_recipe(tiny_checkpoints[variant], model={"task": "i2v"})
+    assert checkpoint.sampler.shape_kwargs(VideoShape(9, 64, 96))["image_crf"] == crf
+    assert f"CRF {crf}," in checkpoint.encoders.latent_cache_key()["image"]
 
 
 def test_torn_weights_of_any_part_are_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
