@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3."""
+"""LTX-2, LTX-2.3 and LTX-2.5."""
 
 from functools import partial
 from typing import Any
@@ -90,6 +90,17 @@ def case(variant: str, **other: Any) -> Case:
 CASES = (
     case("ltx-2", thorough=True),
     case("ltx-2.3", call_dtype=torch.bfloat16),
+    case("ltx-2.5", has_other_modules=True),
+    case(
+        "ltx-2.5",
+        model={"task": "i2v"},
+        pictures=("image",),
+        decode=decode_rest,
+        vae_decode=vae_decode_rest,
+        timesteps=of_the_sample,
+        refused=(*SIDES, *ONE),
+        thorough=True,
+    ),
     case(
         "ltx-2.3",
         model={"task": "i2v"},
@@ -114,6 +125,7 @@ CASES = (
 )
 SMOKES = {
     "ltx2": Smoke("ltx-2.3"),
+    "ltx2_2.5": Smoke("ltx-2.5"),
     "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "ltx2_i2v_sound": Smoke("ltx-2", clips_with_sound, overrides=("data.image_dropout=0.5",), pictures=("images",)),

@@ -37,7 +37,7 @@ ALIKE = (
     "flux_kontext",
     *("chroma", "flux", "flux2", "kandinsky5", "qwen_image21", "sd3"),
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_2.2_i2v", "wan_5b", "wan_5b_i2v"),
-    *("ltx_video_i2v", "ltx2", "ltx2_i2v", "ltx2_i2v_sound", "ltx2_ic_lora"),
+    *("ltx_video_i2v", "ltx2", "ltx2_2.5", "ltx2_i2v", "ltx2_i2v_sound", "ltx2_ic_lora"),
 )
 
 

@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3: text-to-video, image-to-video and video-to-video (IC-LoRA), with or without sound."""
+"""LTX-2, LTX-2.3 and LTX-2.5: text-to-video, image-to-video and video-to-video (IC-LoRA), with or without sound."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
@@ -6,6 +6,10 @@ from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, BLOCK_LAYERS
 
 _LICENSE = License(
     "other", "ltx-2-community-license-agreement", "https://github.com/Lightricks/LTX-2/blob/main/LICENSE"
+)
+# Dated August 2026; the versions before 2.5 stay under the older one.
+_LICENSE_2_5 = License(
+    "other", "ltx-2.x-community-license-agreement", "https://github.com/Lightricks/LTX-2/blob/main/LICENSE.md"
 )
 
 _MODULATION_NAMES = {
@@ -58,8 +62,8 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2InContextPipeline"),
     default_recipe="ltx2/2.3_t2v",
-    licenses={"Lightricks/LTX-2*": _LICENSE, "diffusers/LTX-2.3*": _LICENSE},
+    licenses={"Lightricks/LTX-2.5*": _LICENSE_2_5, "Lightricks/LTX-2*": _LICENSE, "diffusers/LTX-2.3*": _LICENSE},
     has_attention_mask=True,
     comfyui=LayerNames(reads_alpha=False, renames=_COMFYUI_NAMES),
-    tiny_variants=("ltx-2", "ltx-2.3"),
+    tiny_variants=("ltx-2", "ltx-2.3", "ltx-2.5"),
 )

@@ -1,4 +1,4 @@
-"""Opens LTX-2 checkpoints, 2.0 and 2.3. Their configs say which generation they are; nothing else depends on it."""
+"""Opens LTX-2 checkpoints: 2.0, 2.3 and 2.5. Their configs say what differs between the three."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,6 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
-from transformers import Gemma3ForConditionalGeneration
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
@@ -31,9 +30,9 @@ _TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an LTX-2 or LTX-2.3 checkpoint.
+    """Read the configs of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint.
 
-    Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
+    Raises `DitLoraError` for contradicting parts, another scheduler or broken weight files.
     """
     # Older files lack options. The checks below need all of them.
     index, fields = read_checkpoint(
@@ -44,7 +43,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         vae_class=AutoencoderKLLTX2Video,
     )
     path = fields["path"]
-    _refuse_newer_versions(model, index, fields["transformer_config"])
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
     fields |= {name: fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
     _require_matching_components(model, fields)
@@ -56,7 +54,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     # The vendor's noise levels.
     objective = build_flow_matching(scheduler, NoiseLevelDistribution(density="stretched_logit_normal"))
     # Facts that all tasks share.
-    facts = {**fields, "scheduler": scheduler, "has_task_override": task != stored_task}
+    text_model_type = read_component_config(path, "text_encoder").get("model_type")
+    facts = {
+        **fields,
+        "scheduler": scheduler,
+        "text_model_type": text_model_type,
+        "has_task_override": task != stored_task,
+    }
     # All tasks use the same files.
     if task == "ic_lora":
         return in_context.compose_checkpoint(objective, **facts)
@@ -72,28 +76,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         denoiser=LTX2Denoiser(info=info, objective=objective),
         sampler=LTX2Sampler(info=info),
     )
-
-
-def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
-    """Raise `DitLoraError` for LTX-2.5, which is not supported.
-
-    It has another text encoder, no feed-forward biases and an embedding for keyframes.
-    """
-    # An entry of the index is [library, class].
-    encoder = (index.get("text_encoder") or [None, None])[1]
-    # Each sign, and whether the checkpoint shows it.
-    signs = {
-        f"its text encoder is {encoder}": encoder != Gemma3ForConditionalGeneration.__name__,
-        "ff_bias is false": not transformer["ff_bias"],
-        "use_keyframes_abs_pos_embedding is true": transformer["use_keyframes_abs_pos_embedding"],
-        "use_prompt_adaln_single is false": not transformer["use_prompt_adaln_single"],
-    }
-    signs_present = [sign for sign, is_present in signs.items() if is_present]
-    if signs_present:
-        raise DitLoraError(
-            f"{model.path} is not LTX-2 or LTX-2.3 ({', '.join(signs_present)}); LTX-2.5 is not supported "
-            "yet. Give Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers"
-        )
 
 
 def _require_matching_components(model: ModelConfig, fields: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ class LTX2Encoders(Encoders):
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load LTX-2's pipeline with only its text encoder and connectors."""
         # None leaves a component out. The connectors stay, because captions pass through them.
-        components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
+        components = self.info.pipeline_components() | dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
         return load_pretrained(
             self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
         ).to(device)

@@ -31,14 +31,12 @@ from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.refusals import min_frames_errors
 from dit_lora.numerics.objectives import FlowMatching
 
-# The pipeline's default strength of the compression.
-_CRF = resolve_default_image_crf(None)
-IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessing, normalised mode of one frame, fp32"
+IMAGE_TRANSFORM = "ltx2-i2v-1: H.264 at CRF {}, the pipeline's preprocessing, normalised mode of one frame, fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2ImageInfo(LTX2Info):
-    """Info (configs, supported shapes) of an LTX-2 or LTX-2.3 checkpoint for image-to-video."""
+    """Info (configs, supported shapes) of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
     image_arguments: ClassVar[tuple[str, ...]] = ("image",)
@@ -47,6 +45,14 @@ class LTX2ImageInfo(LTX2Info):
         "data.image_column",
         "validation.images",
     )
+
+    @property
+    def image_crf(self) -> int:
+        """Strength of the H.264 compression of a first image: the pipeline's default for this text encoder.
+
+        The pipeline has it from its text encoder, which samples of cached prompts do not load.
+        """
+        return resolve_default_image_crf(SimpleNamespace(config=SimpleNamespace(model_type=self.text_model_type)))
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         step = self.transformer_config["vae_scale_factors"][0]
@@ -66,7 +72,7 @@ class LTX2ImageEncoders(LTX2Encoders):
     info: LTX2ImageInfo
 
     def latent_cache_key(self) -> Mapping[str, Any]:
-        return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}
+        return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM.format(self.info.image_crf)}
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -79,7 +85,7 @@ class LTX2ImageEncoders(LTX2Encoders):
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             # (height, width, 3), uint8
             picture = np.array(to_pil_image(pixels[0] if image is None else image))
-            compressed = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
+            compressed = Image.fromarray(apply_image_conditioning_crf(picture, self.info.image_crf))
             values = processor.preprocess(compressed).to(device)
             return {**self.encode_pixels(vae, pixels), "image_latents": self._encode_image_latents(vae, values)}
 
@@ -115,6 +121,16 @@ class LTX2ImageEncoders(LTX2Encoders):
         return self.info.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LTX2ImageSampler(LTX2Sampler):
+    """LTX-2's pipeline arguments for image-to-video."""
+
+    info: LTX2ImageInfo
+
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {**super().shape_kwargs(shape), "image_crf": self.info.image_crf}
+
+
 def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
     """A batch's image latents, repeated for every frame and packed, (B, S, C)."""
     # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
@@ -130,5 +146,5 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
         info=info,
         encoders=LTX2ImageEncoders(info=info),
         denoiser=LTX2Denoiser(info=info, objective=objective, conditioning=conditioning),
-        sampler=LTX2Sampler(info=info),
+        sampler=LTX2ImageSampler(info=info),
     )

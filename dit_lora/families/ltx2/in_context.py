@@ -42,7 +42,7 @@ from dit_lora.numerics.streams import move_to_device
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2InContextInfo(LTX2Info):
-    """Info of an LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
+    """Info of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint that generates a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
     trained_shape: VideoShape | None = None

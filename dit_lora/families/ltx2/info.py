@@ -1,4 +1,4 @@
-"""Facts of an LTX-2 or LTX-2.3 checkpoint, and of the recipe that it is trained with."""
+"""Facts of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint, and of the recipe that it is trained with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any au
 
 @dataclass(frozen=True, kw_only=True)
 class LTX2Info(CheckpointInfo):
-    """Info (configs, supported shapes) of an LTX-2 or LTX-2.3 checkpoint for text-to-video."""
+    """Info (configs, supported shapes) of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
@@ -29,6 +29,8 @@ class LTX2Info(CheckpointInfo):
     """The connectors' config."""
     audio_vae: Mapping[str, Any]
     """The audio VAE's config."""
+    text_model_type: str | None = None
+    """Transformers' name of the text encoder's model: `gemma3`, or `gemma4_unified` in LTX-2.5."""
     has_sound: bool = False
     """True if sound is trained with the video (`data.sound`)."""
     fps: float | None = None
@@ -117,6 +119,13 @@ class LTX2Info(CheckpointInfo):
             return ["sound: trained with the video; samples have sound"]
         # The pipeline generates sound with every video, so say why samples have none.
         return ["sound: not trained (data.sound=false); samples have no sound"]
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """None for the prompt enhancer and the duration head that LTX-2.5 lists, so that their files may be missing.
+
+        Neither captions nor samples use them.
+        """
+        return dict.fromkeys(self.pipeline_class._optional_components)
 
     def index_changes(self) -> dict[str, Any]:
         """Change of model_index.json to the pipeline class that was trained.

@@ -1,4 +1,4 @@
-"""Tiny random LTX-2 pipelines of both generations: 2.0, and 2.3 with gates, modulated text, unprojected captions."""
+"""Tiny random LTX-2 pipelines: 2.0, 2.3 with gates, modulated text and unprojected captions, and 2.5 with Gemma 4."""
 
 import string
 from pathlib import Path
@@ -14,7 +14,13 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaTokenizer
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    GemmaTokenizer,
+)
 
 LATENT_CHANNELS = 8
 _TEXT_WIDTH, _TEXT_LAYERS = 16, 2
@@ -25,25 +31,28 @@ AUDIO_WIDTH = _AUDIO_CHANNELS * _MEL_BINS // 4
 _WIDTH, _AUDIO_INNER = 32, 16
 # Options of 2.3 that exist for both modalities.
 _NEW_CONFIG = {"gated_attn": True, "cross_attn_mod": True}
+# The options for 2.3 in Diffusers' scripts/convert_ltx2_to_diffusers.py.
+_LTX_2_3 = {
+    **_NEW_CONFIG,
+    **{f"audio_{name}": value for name, value in _NEW_CONFIG.items()},
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ltx-2": {"caption_channels": _TEXT_WIDTH},
-    # The options for 2.3 in Diffusers' scripts/convert_ltx2_to_diffusers.py.
-    "ltx-2.3": {
-        **_NEW_CONFIG,
-        **{f"audio_{name}": value for name, value in _NEW_CONFIG.items()},
-        "use_prompt_embeddings": False,
-        "perturbed_attn": True,
-    },
+    "ltx-2.3": _LTX_2_3,
+    "ltx-2.5": {**_LTX_2_3, "ff_bias": False, "use_keyframes_abs_pos_embedding": True},
 }
 """Changes of each variant to the transformer's config."""
 
 
 def build_tiny_checkpoint(variant: str, folder: Path) -> None:
     """Write a tiny LTX-2 pipeline with weights from torch's default generator."""
-    is_new, tokenizer = variant == "ltx-2.3", _build_tokenizer()
+    is_new, tokenizer = variant != "ltx-2", _build_tokenizer()
+    build_text_encoder = _build_gemma4 if variant == "ltx-2.5" else _build_gemma
     pipeline: Any = LTX2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=_build_gemma(tokenizer),
+        text_encoder=build_text_encoder(tokenizer),
         connectors=_build_connectors(is_new),
         transformer=_build_transformer(VARIANTS[variant]),
         vae=_build_vae(),
@@ -107,10 +116,39 @@ def _build_gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
     return Gemma3ForConditionalGeneration(config).eval()
 
 
+def _build_gemma4(tokenizer: GemmaTokenizer) -> Gemma4UnifiedForConditionalGeneration:
+    """Build LTX-2.5's text encoder, without the embedders of pictures and sound, which captions never use.
+
+    Its last layer attends to all tokens with one shared projection for keys and values, like the published ones.
+    """
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "model_type": "gemma4_unified_text",
+            "vocab_size": len(tokenizer),
+            "hidden_size": _TEXT_WIDTH,
+            "intermediate_size": 24,
+            "num_hidden_layers": _TEXT_LAYERS,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "initializer_range": 0.2,
+            "sliding_window": 64,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+    )
+    return Gemma4UnifiedForConditionalGeneration(config).eval()
+
+
 def _build_connectors(is_new: bool) -> LTX2TextConnectors:
     """Build tiny text connectors, in which registers replace padding, as in the published ones.
 
-    Those of 2.3 have gates and one width per modality.
+    Those of 2.3 and 2.5 have gates and one width per modality.
     """
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,

@@ -15,6 +15,7 @@ from family_cases.subject import CPU
 from ltx2_cases import CAPTIONS, FPS, batch_of, changed, for_recipe, opened
 from safetensors.torch import load_file, save_file
 
+from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.export.export import ExportRequest, export
 from dit_lora.families.base import Sampling
@@ -235,19 +236,6 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert 0.46 < checkpoint.denoiser.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
 
 
-NEWER = {
-    "ff_bias": ("transformer", {"ff_bias": False}, "ff_bias is false"),
-    "keyframes": (
-        "transformer",
-        {"use_keyframes_abs_pos_embedding": True},
-        "use_keyframes_abs_pos_embedding is true",
-    ),
-    "text encoder": (
-        "",
-        {"text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]},
-        "its text encoder is Gemma4Unified",
-    ),
-}
 OTHERS = {
     "conditions": ("", {"_class_name": "LTX2ConditionPipeline"}, "is a LTX2ConditionPipeline"),
     "channels": ("transformer", {"in_channels": 4}, "in_channels must be 8; got 4"),
@@ -260,13 +248,35 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*NEWER, *OTHERS])
+@pytest.mark.parametrize("what", OTHERS)
 def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what: str) -> None:
-    component, values, message = (NEWER | OTHERS)[what]
+    component, values, message = OTHERS[what]
     path = changed(tiny_checkpoints["ltx-2"], tmp_path / "other", component, **values)
-    with pytest.raises(DitLoraError, match=message) as caught:
+    with pytest.raises(DitLoraError, match=message):
         opened(path)
-    assert ("LTX-2.5" in str(caught.value)) == (what in NEWER)
+
+
+def test_parts_of_ltx_2_5_that_nothing_uses_may_be_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    listed = {
+        "duration_head": ["ltx2", "LTX2DurationHead"],
+        "prompt_enhancer": ["transformers", "Gemma4ForConditionalGeneration"],
+    }
+    checkpoint = opened(changed(tiny_checkpoints["ltx-2.5"], tmp_path / "other", "", **listed))
+    for pipeline in (
+        checkpoint.encoders.load_text_pipeline(torch.float32, torch.device("cpu")),
+        checkpoint.sampler.pipeline(torch.float32),
+    ):
+        assert (pipeline.duration_head, pipeline.prompt_enhancer) == (None, None)
+
+
+@pytest.mark.parametrize(("variant", "crf"), [("ltx-2.3", 33), ("ltx-2.5", 18)])
+def test_a_first_image_is_compressed_as_its_version_was_trained(
+    tiny_checkpoints: dict[str, Path], variant: str, crf: int
+) -> None:
+    """Also in samples of cached prompts, whose pipeline has no text encoder to take the strength from."""
+    checkpoint = for_recipe(tiny_checkpoints[variant], model={"task": "i2v"})
+    assert checkpoint.sampler.shape_kwargs(VideoShape(9, 64, 96))["image_crf"] == crf
+    assert f"CRF {crf}," in checkpoint.encoders.latent_cache_key()["image"]
 
 
 def test_torn_weights_of_any_part_are_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ RECIPES = ROOT / "recipes" / "ltx2"
 FAMILY = get_family("ltx2")
 # Parameters of the transformer, MiB of a caption in bf16. Lightricks speaks of 19 and 22 billion; the second has the
 # connectors and the vocoder in it.
-PUBLISHED = {"LTX-2": (18_876_174_592, 15), "LTX-2.3-Diffusers": (18_988_838_144, 12)}
+PUBLISHED = {
+    "LTX-2": (18_876_174_592, 15),
+    "LTX-2.3-Diffusers": (18_988_838_144, 12),
+    # 37.976 GB in bf16, the published size of its files.
+    "LTX-2.5-Diffusers": (18_987_859_200, 12),
+}
 KINDS = {
     "2_t2v": ("LTX-2", "LTX2Info"),
     "2.3_t2v": ("LTX-2.3-Diffusers", "LTX2Info"),
@@ -35,6 +40,7 @@ KINDS = {
     "2.3_i2v": ("LTX-2.3-Diffusers", "LTX2ImageInfo"),
     "2.3_i2v_sound": ("LTX-2.3-Diffusers", "LTX2ImageInfo"),
     "2.3_ic_lora": ("LTX-2.3-Diffusers", "LTX2InContextInfo"),
+    "2.5_t2v": ("LTX-2.5-Diffusers", "LTX2Info"),
 }
 SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 MIB = 2**20
@@ -79,11 +85,14 @@ def counted(config: dict[str, Any]) -> int:
     for width, text in zip((video, audio), texts, strict=True):
         block += attention(width, width, width) + attention(width, width, text)
         block += linear(width, 4 * width) + linear(4 * width, width)
+        if width == video and not config.get("ff_bias", True):
+            block -= 5 * width
         block += (rows + 5 + (2 if gated else 0)) * width
         ends += linear(128, width) + linear(width, 128) + 2 * width
         ends += embedded(width, rows) + embedded(width, 4) + embedded(width, 1)
         projection = linear(config["caption_channels"], width) + linear(width, width)
         ends += embedded(width, 2) if gated else projection
+    ends += video if config.get("use_keyframes_abs_pos_embedding", False) else 0
     return config["num_layers"] * block + ends
 
 
@@ -126,8 +135,9 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
 def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> None:
     name, kind = KINDS[stem]
     recipe, checkpoint = load_recipe(RECIPES / f"{stem}.yaml"), opened(stem, tmp_path)
-    owner = "Lightricks" if name == "LTX-2" else "diffusers"
-    assert recipe.model.path == f"{owner}/{name}"
+    # The folder that 2.5's recipe writes with the full model in it.
+    paths = {"LTX-2": "Lightricks/LTX-2", "LTX-2.5-Diffusers": "models/ltx-2.5"}
+    assert recipe.model.path == paths.get(name, f"diffusers/{name}")
     assert type(checkpoint.info).__name__ == kind
     shape = VideoShape.from_data(recipe.data)
     grid = torch.Size((128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32))
@@ -148,7 +158,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
         checkpoint.info.check_shape(VideoShape(120, 512, 768))
 
 
-@pytest.mark.parametrize("stem", ["2_t2v", "2.3_t2v"])
+@pytest.mark.parametrize("stem", ["2_t2v", "2.3_t2v", "2.5_t2v"])
 def test_a_caption_takes_in_the_cache_what_the_recipe_says(stem: str, tmp_path: Path) -> None:
     """What the connectors make of it, in place of all hidden states of Gemma: 367 MiB."""
     _, mebibytes = PUBLISHED[KINDS[stem][0]]
@@ -167,8 +177,8 @@ def test_every_recipe_of_the_family_is_tried() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == set(KINDS)
 
 
-@pytest.mark.parametrize("path", ["Lightricks/LTX-2", "diffusers/LTX-2.3-Diffusers"])
+@pytest.mark.parametrize("path", ["Lightricks/LTX-2", "diffusers/LTX-2.3-Diffusers", "Lightricks/LTX-2.5-Diffusers"])
 def test_the_licence_of_each_base_is_known(path: str) -> None:
     licence = FAMILY.get_license(path)
     assert licence is not None
-    assert (licence.id, licence.name) == ("other", "ltx-2-community-license-agreement")
+    assert (licence.id, licence.name) == ("other", f"ltx-2{'.x' if '2.5' in path else ''}-community-license-agreement")
