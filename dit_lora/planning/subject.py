@@ -20,6 +20,7 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.data.loading.encoded import build_guided_spec, build_preserve_spec
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
+from dit_lora.families.latents import VaeMemory
 from dit_lora.families.without_weights import build_from_configs, build_text_encoders, is_data_available
 from dit_lora.fuse import api, fp8, kernel_support
 from dit_lora.numerics.streams import RandomStreams
@@ -165,6 +166,9 @@ class MemoryEstimator:
             self.recipe.data, self.checkpoint.info.size_multiple, self.checkpoint.info.unsupported_reason
         )
         shapes = [self._add_references(shape) for shape in buckets]
+        # Before a VAE that cannot is told to.
+        info, sizes = self.checkpoint.info, sorted({(shape.height, shape.width) for shape in shapes})
+        VaeMemory.from_config(self.recipe.data).require_supported(info.path.name, info.vae_config, sizes)
         return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
 
     @cached_property
@@ -236,7 +240,8 @@ class MemoryEstimator:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # Models that are loaded inside are built from their configs, with fake weights, and collected in the list.
         with fake, build_from_configs() as built:
-            encode = self.checkpoint.encoders.load_video_encoder(self.dtype, CPU)
+            memory = VaeMemory.from_config(self.recipe.data)
+            encode = self.checkpoint.encoders.load_video_encoder(self.dtype, CPU, memory=memory)
         return encode, built, fake
 
     @cached_property

@@ -202,6 +202,23 @@ def test_samples_are_what_encoders_make_of_them(tiny_checkpoints: dict[str, Path
     assert subject.video_encoder.peak_bytes == pytest.approx(live.max_bytes, rel=0.1)
 
 
+def test_tiles_of_the_vae_are_counted(tiny_checkpoints: dict[str, Path]) -> None:
+    peaks = []
+    for vae_tiling in ("false", "true"):
+        overrides = ("data.height=512", "data.width=512", f"data.vae_tiling={vae_tiling}")
+        recipe = smoke("wan", tiny_checkpoints[SMOKES["wan"].variant], *overrides)
+        subject = open_estimator(recipe, is_gpu=False)
+        peaks.append((subject.video_encoder.peak_bytes, subject.video_decoder.peak_bytes))
+    assert all(tiled < 0.8 * whole for whole, tiled in zip(*peaks, strict=True))
+
+
+def test_tiles_that_do_not_fit_are_refused_as_in_a_run(tiny_checkpoints: dict[str, Path]) -> None:
+    sizes = ("data.height=96", "data.width=96", "data.vae_tiling=true")
+    recipe = smoke("cogvideox", tiny_checkpoints[SMOKES["cogvideox"].variant], *sizes)
+    with pytest.raises(DitLoraError, match="do not fit these heights and widths"):
+        open_estimator(recipe, is_gpu=False).video_encoder  # noqa: B018 -- counted when it is read
+
+
 @pytest.fixture(scope="module")
 def bare(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that has only configs."""
