@@ -357,6 +357,7 @@ _TARGETS = (
     replace(_LTX_VIDEO, variant="ltx-video-0.9.1"),
     _LTX2,
     replace(_LTX2, variant="ltx-2.3", data={**_LARGE_CLIPS, "sound": True}),
+    replace(_LTX2, variant="ltx-2.5"),
     _SANA,
     replace(_SANA, variant="sana-1.5"),
     replace(_SANA, variant="sana-fp16"),
