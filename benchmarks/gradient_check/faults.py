@@ -109,7 +109,7 @@ def use_stale_weights(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor
 
 
 def copy_half(training: TinyTraining) -> dict[torch.Tensor, torch.Tensor]:
-    weight = next(iter(_frozen_weights(_find_layer(training, ("to_out.0", "to_v"))).values()))
+    weight = next(iter(_frozen_weights(_find_layer(training, ("to_out.0", "to_v", "to_value"))).values()))
     half = weight.detach().clone()
     half[len(half) // 2 :] = 0
     return {weight: half}
@@ -136,7 +136,7 @@ def _scale_backward(factor: float) -> Passes:
 
     @contextmanager
     def install(training: TinyTraining) -> Iterator[None]:
-        with _find_layer(training, ("to_out.0", "to_v")).register_forward_hook(hook):
+        with _find_layer(training, ("to_out.0", "to_v", "to_value")).register_forward_hook(hook):
             yield
 
     return install
@@ -213,8 +213,12 @@ FAULTS = (
     GradientFault("another block's weights at the backward", _change_at_backward(use_other_block)),
     GradientFault("all weights 10 % off at the backward", _change_at_backward(use_stale_weights)),
     GradientFault("half of a layer not copied at the backward", _change_at_backward(copy_half), is_race=True),
-    GradientFault("FFN input detached", _detach_input(("ff", "ffn", "img_mlp", "proj_mlp", "linear_fc2"))),
-    GradientFault("one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v", "attention.to_v"))),
+    GradientFault(
+        "FFN input detached", _detach_input(("ff", "ffn", "feed_forward", "img_mlp", "proj_mlp", "linear_fc2"))
+    ),
+    GradientFault(
+        "one V projection's input detached", _detach_input(("attn1.to_v", "attn.to_v", "attention.to_v", "to_value"))
+    ),
     GradientFault("one LoRA without a gradient", compute=lose_gradient),
     GradientFault("recomputed with other dropout masks", recompute_with_other_dropout, dropout=0.3),
     GradientFault("gradient halved", compute=_scale(0.5)),
