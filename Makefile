@@ -40,11 +40,11 @@ demo: $(VENV)/.base
 	$(BIN)/python -m benchmarks.world.quality demo/model --adapter demo/run
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not thorough'
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m 'not thorough'
 
 # What takes minutes as well: every fault in every tiny model.
 test-all: setup
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parse_options(argv)
     if options.command == "run":
         selections = _select(find_loops(options.only), options)
-        sys.exit(_run(select_share(selections, options.share), options))
+        sys.exit(_run(select_share(selections, options.share, options.healthy_share), options))
     with tempfile.TemporaryDirectory(prefix="loops_") as folder:
         loops = compose_loops(options.seed, options.count, options.keep or Path(folder))
         options.keep = None
@@ -36,6 +36,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="check the loops of this folder")
     run.add_argument("--share", type=int, default=1, metavar="N", help="a fixed part of the faulty runs: 1 of N")
+    run.add_argument("--healthy-share", type=int, default=1, metavar="N", help="1 of N of the loops without a fault")
     run.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what runs leave")
     compose = commands.add_parser("compose", help="draw loops by a seed, and check them")
     compose.add_argument("--seed", type=int, default=0)

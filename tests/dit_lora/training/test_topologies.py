@@ -306,6 +306,16 @@ def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(t
     assert lines(table.run(f"{tag}_1"), "metrics.jsonl")[-1]["samples"] == SAMPLES * STEPS
 
 
+@pytest.mark.thorough  # four processes
+def test_what_four_ranks_wrote_goes_on_on_two(table: Table) -> None:
+    table.launch(4, healthy(table, "fsdp2", 4, [1]))
+    cases = resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
+    table.launch(2, cases)
+    for name in cases:
+        require_whole(table, name, 2)
+        table.require_alike(name)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     """Each engine, each split into micro-steps, faults on the last rank too."""
@@ -314,9 +324,6 @@ def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     for engine in engines:
         common_overrides |= healthy(table, engine, ranks, [1, 4])
         common_overrides |= resumed(table, engine, ranks, 1, f"{engine}_{ranks}_1")
-    if ranks == 2:  # what four wrote goes on on two
-        table.launch(4, healthy(table, "fsdp2", 4, [1]))
-        common_overrides |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
     cases = dict(common_overrides)
     (case,) = resumed(table, "ddp", ranks, 1, f"ddp_{ranks}_1").values()
     args = (*case.args[:-1], f"run.dir={table.run('failing_check')}")
