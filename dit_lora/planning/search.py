@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
@@ -83,15 +84,22 @@ def plan_memory(path: str | Path, overrides: Sequence[str], launch: Launch, gpu_
         gpu_bytes: Bytes of the GPU; None for no limit. The budget is computed for a GPU in either case.
 
     Raises:
-        DitLoraError: The recipe is wrong, the checkpoint's configs cannot be found, or the launch is not possible.
+        DitLoraError: The recipe is wrong, the checkpoint's configs cannot be found, the launch is not possible, or a
+            model's forward depends on values of tensors.
     """
     recipe = load_recipe(path, overrides)
     _require_valid_launch(recipe, launch)
     # A folder with the checkpoint's configs, downloaded if necessary; weights are not read.
     with config_only_recipe(recipe) as local:
         variants = _RecipeVariants(path, overrides, local.model.path, launch, gpu_bytes)
-        budget = variants.compute_memory_budget()
-        return MemoryPlan(budget, None if budget.fits else _find_fitting_change(variants, budget))
+        try:
+            budget = variants.compute_memory_budget()
+            return MemoryPlan(budget, None if budget.fits else _find_fitting_change(variants, budget))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise DitLoraError(
+                f"the memory of family {recipe.model.family} cannot be counted: a model reads values of tensors "
+                f"({error.func}), and plan knows only their shapes; measure a run of a few steps instead"
+            ) from error
 
 
 def open_estimator(recipe: Recipe, *, is_gpu: bool) -> MemoryEstimator:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import CogVideoXTransformer3DModel
 from family_cases import SMOKES
 from fuse_checks import by
 from launching import ROOT
@@ -356,6 +357,22 @@ def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu:
     planned = SimpleNamespace(recipe=recipe, launch=launch, gpu_bytes=gpu, needed_bytes=needs, fits=fits)
     planned.checkpointing_mode, planned.phase_bytes = "none", {"training": needs}
     return planned
+
+
+@pytest.mark.parametrize("read", [torch.any, torch.nonzero])
+def test_a_model_that_reads_values_is_refused_in_one_line(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    forward = CogVideoXTransformer3DModel.forward
+
+    def read_values(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert len(read(hidden_states)) if read is torch.nonzero else read(hidden_states)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(CogVideoXTransformer3DModel, "forward", read_values)
+    code, output = invoke(ROOT / "recipes" / "smoke" / "cogvideox.yaml", f"model.path={bare}", "data.path=/nowhere")
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert "the memory of family cogvideox cannot be counted: a model reads values of tensors (aten." in output
 
 
 def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
