@@ -124,26 +124,26 @@ def test_a_run_goes_back_to_the_last_step_that_agreed_and_is_as_if_nothing_was_w
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clean, repaired, warned = tmp_path / "clean", tmp_path / "repaired", tmp_path / "warned"
-    args = [*args, "guard.gradient_every=3", "train.steps=6", "train.save_every=4", "train.ema=0.9"]
+    args = [*args, "guard.gradient_every=2", "train.steps=4", "train.save_every=3", "train.ema=0.9"]
     lora_main([*args, f"run.dir={clean}"])
     with monkeypatch.context() as patch:
-        FaultyKernel(patch, after_step=3)
+        FaultyKernel(patch, after_step=2)
         lora_main([*args, f"run.dir={repaired}"])
         (event,) = read_events(repaired)
-        assert (event["step"], event["action"], event["verdict"]["module"]) == (6, "rollback", LAYER)
-        text = "qk_norm_rope stays off for this run, and training goes back to step 2: the next 4 are repeated"
+        assert (event["step"], event["action"], event["verdict"]["module"]) == (4, "rollback", LAYER)
+        text = "qk_norm_rope stays off for this run, and training goes back to step 1: the next 3 are repeated"
         assert event["verdict"]["words"].endswith(text)
-        assert [line["step"] for line in lines(repaired, "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-        for folder in ("step_000004", "step_000006"):
+        assert [line["step"] for line in lines(repaired, "metrics.jsonl")] == [1, 2, 3, 4]
+        for folder in ("step_000003", "step_000004"):
             saved = [load_state(run / "checkpoints" / folder) for run in (clean, repaired)]
             assert len(saved[0]) > 30
             assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
     # Without leave to roll back, the steps that may be wrong are named.
-    FaultyKernel(monkeypatch, after_step=3)
+    FaultyKernel(monkeypatch, after_step=2)
     lora_main([*args, "guard.on_nonfinite=[fallback]", f"run.dir={warned}"])
     (event,) = read_events(warned)
-    assert (event["step"], event["action"]) == (6, "fallback")
-    text = "and the step is repeated; steps 4 to 5 may have been trained with it"
+    assert (event["step"], event["action"]) == (4, "fallback")
+    text = "and the step is repeated; step 3 may have been trained with it"
     assert event["verdict"]["words"].endswith(text)
     assert not same_adapter(clean, warned)
 
