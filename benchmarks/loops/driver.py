@@ -156,11 +156,11 @@ def select(loops: Sequence[LoopFile], fault: Callable[[str], bool], guard: Calla
 
 
 def select_share(selections: Sequence[Selection], share: int, healthy_share: int = 1) -> list[Selection]:
-    """A fixed part of the faulty runs, 1 of `share`, with the healthy ones of their loops.
+    """Select a fixed part of the faulty runs, 1 of `share`, and the healthy runs of the same loops.
 
-    Of the other loops, 1 of `healthy_share` is run without a fault. Each fault is run in one of `share` loops that
-    declare it, and at least once. The faults start at different loops, so that about the same part of each loop's
-    faults is run.
+    A loop without a selected fault is kept, with its healthy runs only, if it is 1 of `healthy_share`. Each fault is
+    run in one of `share` loops that declare it, and at least once. The faults start at different loops, so that about
+    the same part of each loop's faults is run.
     """
     totals = Counter(fault for selection in selections for fault in selection.faults)
     num_seen: Counter[str] = Counter()
@@ -172,6 +172,6 @@ def select_share(selections: Sequence[Selection], share: int, healthy_share: int
                 faults.append(fault)
             num_seen[fault] += 1
         parts.append(Selection(selection.loop, faults, selection.guards))
-    others = [part for part in parts if not part.faults]
-    left_out = [part for number, part in enumerate(others) if number % healthy_share]
+    healthy_parts = [part for part in parts if not part.faults]
+    left_out = [part for number, part in enumerate(healthy_parts) if number % healthy_share]
     return [part for part in parts if part not in left_out]

@@ -71,7 +71,7 @@ class Case:
     predicted: Callable[[Any], torch.Tensor] = as_given
     """The network's output as `predict` gives it."""
     has_text_before_image: bool = False
-    """True if the network's output begins with a value for each text token, of which nothing is asked."""
+    """True if the network's output begins with a value for each text token, which the loss does not use."""
     takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
     """The fused ops that its blocks take: exactly these must be active in a fused model."""
     fused_tolerance: float = 1e-4

@@ -26,7 +26,7 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
 
 
 def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
-    """The cache holds what is normalised by place in squares of two by two: each place of its own."""
+    """Undo the normalisation of cached latents, which has a mean and a variance for each place in squares of 2 x 2."""
     vae, latents = pipeline.vae, mean.clone()
     shift, variance = (values.view(2, 2, -1) for values in (vae.bn.running_mean, vae.bn.running_var))
     for y in range(2):

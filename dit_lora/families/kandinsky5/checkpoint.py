@@ -183,7 +183,7 @@ class Kandinsky5Denoiser(FlowDenoiser):
                 pooled_projections=batch["prompt_embeds_clip"][row : row + 1],
                 visual_rope_pos=[torch.arange(size, device=text.device) for size in grid],
                 text_rope_pos=torch.arange(len(caption), device=text.device),
-                # Of the pipeline's `self` it reads nothing.
+                # The method does not use its `self`.
                 scale_factor=Kandinsky5T2VPipeline._get_scale_factor(None, *sides),
                 return_dict=False,
             )

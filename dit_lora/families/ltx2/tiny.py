@@ -148,7 +148,7 @@ def _build_gemma4(tokenizer: GemmaTokenizer) -> Gemma4UnifiedForConditionalGener
 def _build_connectors(is_new: bool) -> LTX2TextConnectors:
     """Build tiny text connectors, in which registers replace padding, as in the published ones.
 
-    Those of 2.3 and 2.5 have gates and one width per modality.
+    LTX-2.3's and LTX-2.5's have gates and one width per modality.
     """
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,

@@ -51,7 +51,7 @@ class GoodState:
     def restore(self, step: int) -> None:
         """Roll the run back to the state of `step`, with the guard's state. Collective.
 
-        What was decided, logged and saved after it was based on the fault, and goes.
+        Later log lines, checkpoints and snapshots are removed, because they are results of the fault.
         """
         recovery = self._recovery
         recovery.engine.drop_optimizer_state(self._snapshots.restore(step))

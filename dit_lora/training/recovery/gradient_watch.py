@@ -10,6 +10,7 @@ from typing import Literal, NoReturn
 import torch
 from torch import nn
 
+from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Event
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
@@ -218,9 +219,9 @@ class GradientWatch:
             raise RolledBackError(target)
 
     def _choose_action(self, step: int, report: GradientReport, finding: CauseFinding) -> tuple[GradientAction, int]:
-        """What to do about a gradient that does not agree, and the step after which training continues. Collective."""
+        """The action for a gradient that does not agree, and the step after which training continues. Collective."""
         actions = self.setup.recipe.guard.on_nonfinite
-        # As for a wrong kernel, what to do instead is for the user.
+        # As for a wrong kernel: the user has ruled out that a component is switched off.
         if report.result == "differs" and "fallback" not in actions:
             return "stop", step - 1
         # Without checkpointing or offload, larger samples of a later step might not fit into memory.
@@ -233,8 +234,12 @@ class GradientWatch:
         """Save the steps before this one, and end the run. Collective."""
         lines = [f"step {step}: {message}", "stopped, because guard.on_nonfinite has no fallback"]
         if step - 1 > self.recovery.files.find_newest_saved_step():
-            self.recovery.files.save(step - 1, self.recovery.state_dict())
-            lines.append(f"step {step - 1} is saved in {checkpoint_path(Path(), step - 1)}")
+            try:
+                self.recovery.files.save(step - 1, self.recovery.state_dict())
+                lines.append(f"step {step - 1} is saved in {checkpoint_path(Path(), step - 1)}")
+            # Such as a full disk: the run ends because of the gradient, which must still be said.
+            except DitLoraError as error:
+                lines.append(f"{error}")
         raise NonFiniteError("\n".join(lines), event.to_record())
 
     def _write_bundle(self, micro_batches: Sequence[MicroBatch], finding: CauseFinding, event: Event) -> str | None:

@@ -1,4 +1,4 @@
-"""What is fetched of a repository that a recipe names, and weights that a checkpoint's files lack."""
+"""Which files of a Hub repository are downloaded, and weights that a checkpoint's files lack."""
 
 import shutil
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(tiny_checkpoints
         **{name: torch.stack([latent[name] for latent in latents]) for name in latents[0]},
         **encode_text(CAPTIONS),
     }
-    # Of the checkpoint's own density, as it is drawn.
+    # Drawn with the checkpoint's density of noise levels.
     noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
     ahead = RandomInputs(0, (0, 1, 2), noise)
     with torch.no_grad():

@@ -201,7 +201,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(tmp_path: Path) -> Non
     assert num_parameters == counted(config)
     assert round(num_parameters / 1e9, 1) == 2.0
     assert round((num_parameters + report.num_parameters) / 1e9, 1) == 2.1
-    # Of a text block four layers of attention and two of the feed-forward, of a visual one four more.
+    # A text block has four adapted layers of attention and two of the feed-forward; a visual block has four more.
     assert report.num_adapted == 2 * 6 + 32 * 10
     assert checkpoint.info.size_multiple == 16
     assert checkpoint.denoiser.objective.shift == 5.0

@@ -2,11 +2,14 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.diagnosis import Event
+from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.gradient_check.check import GradientReport
 from dit_lora.training.check_budget import GRADIENT_CHECK_SHARE, count_paying_steps, estimate_gradient_evaluations
 from dit_lora.training.distributed.context_parallel import ContextParallel
@@ -89,6 +92,22 @@ def test_the_state_of_a_step_that_was_undone_is_not_kept() -> None:
     watch._record_sound_step(60, GradientReport("agrees", (), 22))
     assert state.step == 59
     assert make_watch(30, on_nonfinite=("fallback", "stop"))._good_state is None
+
+
+def test_a_run_that_cannot_save_still_says_why_it_stops() -> None:
+    def fail(*_: object) -> None:
+        raise DitLoraError("cannot write checkpoints: No space left on device")
+
+    watch = make_watch(30, on_nonfinite=("stop",))
+    files = SimpleNamespace(find_newest_saved_step=lambda: 0, save=fail)
+    watch.recovery = cast(Any, SimpleNamespace(files=files, state_dict=dict))
+    with pytest.raises(NonFiniteError) as stopped:
+        watch._stop(5, "the gradient is wrong", Event(5, "gradient_check", {}, action="stop", seconds=0.0))
+    assert str(stopped.value).splitlines() == [
+        "step 5: the gradient is wrong",
+        "stopped, because guard.on_nonfinite has no fallback",
+        "cannot write checkpoints: No space left on device",
+    ]
 
 
 @pytest.mark.parametrize("num_evaluations", [10, 22, 150])
