@@ -166,7 +166,7 @@ class MemoryEstimator:
             self.recipe.data, self.checkpoint.info.size_multiple, self.checkpoint.info.unsupported_reason
         )
         shapes = [self._add_references(shape) for shape in buckets]
-        # Before a VAE that cannot is told to.
+        # Here, because loading a VAE that lacks these methods with tiling or slicing would fail.
         info, sizes = self.checkpoint.info, sorted({(shape.height, shape.width) for shape in shapes})
         VaeMemory.from_config(self.recipe.data).require_supported(info.path.name, info.vae_config, sizes)
         return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
