@@ -1,12 +1,15 @@
 """Two ranks on this CPU: started by torchrun (accelerate launch --cpu would start one), or forked as it does."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SCRIPT, run_python, started
+from accelerate.commands import launch as accelerate_launch
+from launching import ROOT, SCRIPT, Ranks, started
 from runs import poison
 
 from dit_lora.data.synthetic.clips import write_shapes
@@ -132,9 +135,22 @@ def test_an_error_of_one_rank_loses_no_line_of_a_step_that_was_taken(
     assert [line["step"] for line in metrics(run)] == [1, 2]
 
 
-def test_asking_for_two_processes_and_getting_one_is_refused(smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    head = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    result = run_python(ROOT, *head, SCRIPT, *smoke, f"run.dir={tmp_path / 'run'}")
+def test_asking_for_two_processes_and_getting_one_is_refused(
+    smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `accelerate launch`, whose only process is forked here."""
+    processes: list[Ranks] = []
+
+    def fork(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        assert command[:2] == [sys.executable, str(SCRIPT)]
+        processes.append(started(command[2:], env=env))
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    monkeypatch.setattr(accelerate_launch, "subprocess", SimpleNamespace(Popen=fork))
+    arguments = ["--cpu", "--num_processes", "2", str(SCRIPT), *smoke, f"run.dir={tmp_path / 'run'}"]
+    accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(arguments))
+    (process,) = processes
+    result = process.wait()
     assert result.returncode != 0
     assert "several processes were asked for and the run has 1" in result.stderr
     assert not (tmp_path / "run").exists()
