@@ -31,7 +31,7 @@ BASE = Path(__file__).parents[2] / "dit_lora" / "models" / "moving_shapes"
 
 def test_the_judge_recognises_unseen_renders_of_every_kind():
     generator = torch.Generator().manual_seed(12345)
-    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(200)]
+    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(100)]
     videos = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
     assert compare(scenes, videos)["all"] >= 0.99
     # Another clip's caption is not what a clip shows.
@@ -47,7 +47,7 @@ def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
 
 def test_the_judge_recognises_shapes_that_are_two_pixels_too_large_on_each_side():
     generator = torch.Generator().manual_seed(77)
-    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(60)]
+    scenes = [draw_scene(generator, SHAPES, MOTIONS, BACKGROUNDS) for _ in range(30)]
     sharp = np.stack([render_scene(scene, generator).numpy() for scene in scenes])
     neighbours = np.stack([np.roll(sharp, (y, x), (2, 3)) for y in range(-2, 3) for x in range(-2, 3)])
     chroma = np.ptp(neighbours, axis=-1)
@@ -158,7 +158,7 @@ def test_the_first_step_with_a_nan_loss_is_read_from_the_scripts_progress_bar(tm
 @pytest.mark.slow
 def test_the_base_shows_what_captions_say_and_does_not_know_a_moon():
     pipeline = open_pipeline(BASE, None)
-    known_scenes, new_scenes = draw_scenes(None, 16, 7), draw_scenes("moon", 8, 7)
+    known_scenes, new_scenes = draw_scenes(None, 10, 7), draw_scenes("moon", 4, 7)
     assert compare(known_scenes, sample_clips(pipeline, [scene.caption for scene in known_scenes], 7))["all"] >= 0.9
     assert compare(new_scenes, sample_clips(pipeline, [scene.caption for scene in new_scenes], 7))["shape"] <= 0.25
 
