@@ -81,12 +81,9 @@ CORE = (
 IN_CI = (
     "NaN in a cached latent_mean",
     "late timesteps that are not finite",
-    "Inf loss of one sample",
-    "a fused kernel that gives NaN",
     "OpenDiT's wrong-row modulation",
     "flash attention whose backward gives NaN",
     "an op that overflows for one sample",
-    "NaN from the VAE",
     "a truncated checkpoint",
 )
 
@@ -115,23 +112,26 @@ def test_every_familys_faults_are_named_and_recovered(variant: str, names: Seque
 
 # What is found out by a row, in each of the ways in which that can be.
 LATE = (
-    "NaN in a cached latent_mean",
     "NaN in an adapter weight",
     "NaN in one gradient element, once",
-    "flash attention whose backward gives NaN",
-    "Inf in all gradients, once",
     "all gradients zero, once",
     "NaN loss in the last micro-step",
-    "NaN loss under a moving average",
     "every loss NaN from a step on",
-    "NaN now and then",
     "NaN in a weight while saving",
+)
+# In the same ways, at another place.
+LATE_TOO = (
+    "flash attention whose backward gives NaN",
+    "Inf in all gradients, once",
+    "NaN loss under a moving average",
+    "NaN now and then",
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [LATE, pytest.param([name for name in CORE if name not in LATE], marks=pytest.mark.thorough)]
+    "names",
+    [LATE, pytest.param(sorted({*LATE_TOO, *CORE} - {*LATE}), marks=pytest.mark.thorough)],
 )
 def test_faults_are_named_and_recovered_where_every_row_is_read_late(
     names: Sequence[str],
