@@ -37,7 +37,7 @@ from benchmarks.step_models import MODELS, TINY, Draws, Inputs, Model
 from benchmarks.step_settings import SETTINGS, TARGET, Setting, Steps, ops_used, settled
 from benchmarks.step_table import WARM_UP, Result, markdown
 from dit_lora.errors import DitLoraError
-from dit_lora.training.session.determinism import set_workspace
+from dit_lora.training.session.determinism import configure_cublas_workspace
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, DitLoraError)
 _COMPILING = 60.0
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = [candidate for candidate in settings if not candidate.fp8 or _has_fp8(device)]
     if any(candidate.deterministic for candidate in settings):
-        set_workspace()
+        configure_cublas_workspace()
     timing = Timing(device, args.steps, time.monotonic() + args.budget)
     machine_facts = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
     results = [Result(name, setting.name) for name in chosen for setting in settings]

@@ -28,7 +28,7 @@ def get_frozen_adapter_name(number: int) -> str:
 
 
 def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLayers]) -> list[peft.LoraConfig]:
-    """Build PEFT's config for each of several LoRA files that are attached frozen.
+    """Build PEFT's config for each of several LoRA files that are attached as frozen adapters.
 
     The model must have no adapter yet, since attaching one renames layers.
     """

@@ -85,10 +85,10 @@ def sample(
         other_adapters=tuple(map(_parse_weighted_adapter, adapter or ())),
         weight=weight,
     )
-    _write_samples(request)
+    _write_sample_page(request)
 
 
-def _write_samples(request: "SampleRequest") -> None:
+def _write_sample_page(request: "SampleRequest") -> None:
     from dit_lora.commands.sample import write_sample_cells
     from dit_lora.report.sample_grid import write_sample_grid
 

@@ -24,7 +24,7 @@ def verify(
 ) -> None:
     """Load a result into the original model and check it. Exit code 1 if a check fails.
 
-    Checked are keys, values, effect, scale and output.
+    Checks keys, values, effect, scale and output.
     """
     from dit_lora.commands.verify import verify_adapter
     from dit_lora.config.experts import EXPERT_NAMES

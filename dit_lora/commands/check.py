@@ -290,7 +290,7 @@ def _join_messages(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def write_check_page(path: Path, report: CheckReport) -> Path:
-    """Write the page of a report. Tokens and absolute paths are left out.
+    """Write a report as an HTML page, without access tokens and absolute paths.
 
     Raises:
         DitLoraError: If the file cannot be written.

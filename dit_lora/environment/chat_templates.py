@@ -71,13 +71,13 @@ class _Renderer:
                 self._connection.send((args, options))
                 if not self._connection.poll(MAX_SECONDS):
                     # The child may be in an endless loop, so it is killed; the next call starts another one.
-                    self._stop()
+                    self._stop_process()
                     self._num_timeouts[template] += 1
                     raise ChatTemplateError(f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s")
                 # Not `recv`, which would unpickle what the child sends.
                 answer = parse_json(self._connection.recv_bytes())
             except (EOFError, ConnectionError) as error:
-                self._stop()
+                self._stop_process()
                 raise ChatTemplateError("the checkpoint's chat template ended the process that rendered it") from error
         if "error" in answer:
             raise ChatTemplateError(f"the checkpoint's chat template fails: {answer['error']}")
@@ -100,7 +100,7 @@ class _Renderer:
         child_end.close()
         self._owner_pid, self._child_pid, self._connection = os.getpid(), child, parent_end
 
-    def _stop(self) -> None:
+    def _stop_process(self) -> None:
         if self._connection is None:
             return
         self._connection.close()
@@ -140,7 +140,7 @@ class _Renderer:
             connection.send_bytes(answer.encode())
 
 
-def limit_chat_templates() -> None:
+def limit_chat_template_rendering() -> None:
     """Make Transformers render all chat templates of this process within time and memory limits.
 
     A second call does nothing. Without forked processes (Windows) there are no limits, only Jinja's sandbox.

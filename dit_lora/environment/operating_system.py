@@ -47,7 +47,7 @@ def lock_file(handle: int, *, is_shared: bool = False, waits: bool = False) -> N
 
 
 def count_usable_cpus() -> int:
-    """Number of cores that this process may use, or without affinity masks that the machine has."""
+    """Number of CPU cores that this process may use; the machine's cores if the system has no affinity masks."""
     # Containers and Slurm give a process fewer cores than the machine has. Only Linux has these masks.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -22,10 +22,10 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
     """
     from diffusers import ModelMixin, ModularPipeline
 
-    from dit_lora.environment.chat_templates import limit_chat_templates
+    from dit_lora.environment.chat_templates import limit_chat_template_rendering
 
     # Before a tokenizer or processor of the checkpoint can render its template.
-    limit_chat_templates()
+    limit_chat_template_rendering()
     name, folder = None, Path(source).expanduser()
     if not folder.is_dir():
         name = get_hub_name(source) if isinstance(source, str) else None

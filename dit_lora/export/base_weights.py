@@ -112,7 +112,7 @@ class StoredWeights:
             folder = location.get_component_dir(denoiser.info.part)
             _require_class(location.source, folder, denoiser.transformer_class)
             for file in list_weight_files(folder):
-                self._add_file(file, "")
+                self._open_weight_file(file, "")
             return
         if location.path.suffix != ".safetensors":
             raise DitLoraError(f"{location.source} is not a .safetensors file; convert it first")
@@ -120,12 +120,12 @@ class StoredWeights:
         names = read_header(location.path).tensors.keys()
         for prefix in _KEY_PREFIXES:
             if {f"{prefix}{name}" for name in expected} <= names:
-                self._add_file(location.path, prefix)
+                self._open_weight_file(location.path, prefix)
                 return
         # No prefix fits: the names are those of the published model, not of Diffusers.
         self._convert_file(location, denoiser)
 
-    def _add_file(self, file: Path, prefix: str) -> None:
+    def _open_weight_file(self, file: Path, prefix: str) -> None:
         """Register the tensors of a file whose names begin with this prefix."""
         # Stays open until the context ends, so that each tensor is read when it is asked for.
         opened = self._open_files.enter_context(open_safetensors(file))

@@ -35,7 +35,7 @@ Updates = Mapping[str, Sequence[Term]]
 
 
 def collect_weight_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
-    """Updates of an attached adapter by layer, with PEFT's scale times `weight`."""
+    """Factors A, B and scale of an attached adapter's weight updates, by layer; `weight` multiplies PEFT's scaling."""
     # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     updates = {}

@@ -322,7 +322,7 @@ class Denoiser(ABC):
         return self.conditioning.supported_options
 
     def apply_training_options(self, recipe: Recipe) -> Self:
-        """Copy of the denoiser with the recipe's settings of the loss.
+        """This denoiser with the recipe's loss settings: conditioning and mask. No weights are copied.
 
         Raises `DitLoraError` if it cannot train with them.
         """

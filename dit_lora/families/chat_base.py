@@ -77,14 +77,14 @@ class ChatCheckpoint(ABC):
 
     @abstractmethod
     def apply_recipe(self, recipe: Recipe) -> Self:
-        """Copy of the chat checkpoint with the recipe's settings.
+        """This description of a chat checkpoint with the recipe's settings; no weights are read.
 
         Raises `DitLoraError` if it does not support them.
         """
 
     @abstractmethod
     def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
-        """Copy of the chat checkpoint with these vision settings.
+        """This description of a chat checkpoint with these vision settings; no weights are read.
 
         Raises `DitLoraError` if its vision encoder rejects them.
         """

@@ -54,7 +54,7 @@ class DiscreteTimesteps:
         return cls(distribution, shift)
 
     def get_range(self, num_train_timesteps: int) -> range:
-        """The timesteps that can be drawn, of a schedule of this length."""
+        """The timesteps that training can draw from a schedule of this length."""
         if self.distribution is None:
             return range(num_train_timesteps)
         # Rounded outwards, as the timesteps of levels at the ends are.

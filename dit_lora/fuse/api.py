@@ -86,7 +86,7 @@ def fuse(
             projections Diffusers has fused under LoRA.
     """
     # One mode for every op: those that the caller left out get their default.
-    modes = _complete_modes(ops or {})
+    modes = _fill_kernel_modes(ops or {})
     # Fusing twice replaces the first fusion: start from the stock model again.
     if get_fusion(model) is not None:
         unfuse(model)
@@ -146,7 +146,7 @@ def unfuse(model: nn.Module) -> None:
         hook.remove()
 
 
-def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
+def _fill_kernel_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
     """Complete the user's kernel modes to a mode (`auto`, `on` or `off`) for every op.
 
     Raises `DitLoraError` for an unknown op or mode.

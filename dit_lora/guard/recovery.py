@@ -258,7 +258,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Gather the conclusive diagnoses of all ranks, or the first one if none is conclusive. Collective."""
         diagnoses = [result.diagnosis for result in results]
         # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
-        return select_conclusive(failure, diagnoses if self.collective_forward else gather_object(diagnoses))
+        return select_conclusive_diagnoses(failure, diagnoses if self.collective_forward else gather_object(diagnoses))
 
     def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
         """Format diagnoses as text, one line each, starting with the ranks and samples that the line applies to."""
@@ -289,7 +289,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         ]
 
 
-def select_conclusive(failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+def select_conclusive_diagnoses(failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
     """Select the conclusive diagnoses if any rank or micro-batch has one, else the first diagnosis."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
     inconclusive = {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}

@@ -16,7 +16,7 @@ import torch
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite, read_scalars
-from dit_lora.numerics.outliers import compute_peaks
+from dit_lora.numerics.outliers import compute_largest_magnitudes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -118,9 +118,9 @@ class Snapshots:
         """Names of tensors in a snapshot that are not finite."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
-    def compute_peaks(self) -> dict[str, float]:
+    def compute_largest_magnitudes(self) -> dict[str, float]:
         """Largest magnitude of each tensor of the newest snapshot; empty if there is none."""
-        return read_scalars(compute_peaks(self.read(max(self._snapshots)))) if self._snapshots else {}
+        return read_scalars(compute_largest_magnitudes(self.read(max(self._snapshots)))) if self._snapshots else {}
 
     def drop(self, step: int) -> None:
         """Drop a snapshot and reuse its buffers for the next one."""

@@ -40,7 +40,7 @@ def describe_corrupted_tensors(
         for name, tensor in current_tensors.items()
         if get_local_tensor(tensor).numel() > 1
     }
-    peaks = read_scalars(compute_peaks(tensors))
+    peaks = read_scalars(compute_largest_magnitudes(tensors))
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
         kinds[_get_tensor_kind(name)].append(peak)
@@ -69,7 +69,7 @@ def describe_corrupted_tensors(
     return descriptions
 
 
-def compute_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compute_largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The largest magnitude of each tensor: an fp32 scalar on its device, without a synchronization."""
     named = {
         name: get_local_tensor(tensor.detach())

@@ -33,7 +33,7 @@ class StoppedValues:
         self._is_recorded = True
 
     def replace(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first evaluation's value in place of `tensor`, which has no gradient."""
+        """Replace a detached `tensor` by its value in the first evaluation of the loss."""
         # The first evaluation defines the constants.
         if not self._is_recorded:
             self._values.append(tensor)

@@ -213,7 +213,7 @@ def _merge_settings(changes: Sequence[Settings]) -> Settings:
 
 
 def _format_overrides(settings: Settings) -> list[str]:
-    """Changed settings as `key=value` for the command line, without sharding."""
+    """Changed settings as `key=value` for the command line, except settings of sharding."""
     return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING_KEY]
 
 

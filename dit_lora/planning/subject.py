@@ -387,7 +387,7 @@ def _build_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _assume_gpu_kernels(is_enabled: bool) -> Iterator[None]:
-    """Context in which the kernel mode `auto` installs kernels as on a machine with a GPU."""
+    """Context in which the kernel mode `auto` behaves as if a GPU were present."""
     patches = Patches()
     if is_enabled:
         gpu_support = kernel_support()._replace(mode="gpu", reason="assumed")

@@ -12,7 +12,7 @@ GridSample = tuple[str, int, float | None, Path]
 
 
 @dataclass(frozen=True)
-class GridRow:
+class SampleGridRow:
     """One row of a grid page: the samples of one prompt and seed."""
 
     prompt: str
@@ -39,7 +39,7 @@ def write_sample_grid(
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
     # One model makes either videos or images.
     is_video = samples[0][3].suffix == ".mp4"
-    grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
+    grid_rows = [SampleGridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
     page = render_page(
         "sample_grid.html",
         scripts=["viewer.js", "sample_grid.js"],

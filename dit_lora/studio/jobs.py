@@ -18,7 +18,7 @@ _MAX_JOBS = 100  # the latest ones, which are shown
 
 
 class JobQueue:
-    """Runs commands: one at a time on each GPU, or without a GPU one at a time, and others at once."""
+    """Runs commands: GPU commands one at a time on each GPU (without a GPU, one at a time), others immediately."""
 
     def __init__(self, find_gpus: Callable[[], Sequence[str]] = list_gpus) -> None:
         self._find_gpus = find_gpus

@@ -169,5 +169,5 @@ class NewRunPages:
 
 
 def _get_form_page(source: str) -> str:
-    """Address of the form of a recipe or a run."""
+    """URL of the page that starts a run from a recipe, or like another run."""
     return f"{_NEW_PAGE}?{urlencode({'from': source})}"

@@ -103,7 +103,7 @@ def record_base_fingerprint(
 
 
 def write_base_fingerprint(session: Session, fingerprint: BaseFingerprint, start_step: int) -> None:
-    """Write the base model's recorded output to the run folder if it is new, and warn about what it cannot check."""
+    """Write the base model's output, which `verify` compares later, to the run folder; warn if it is incomplete."""
     if fingerprint.record is None:
         return
     # A new record gets the present step; an old one keeps the step that it was made at.

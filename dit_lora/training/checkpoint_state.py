@@ -5,7 +5,7 @@ its file in checkpoints/files.py. Each part comes from one to three more files o
 
     weights, optimizer   distributed/engine.py for all engines but ZeRO's (distributed/zero.py); names: optim/state.py
     averages             ema.py: `named_averages`
-    guard                recovery/run_recovery.py: `RunRecovery.state_dict`; recovery/build.py: `load_guard_start`
+    guard                recovery/run_recovery.py: `RunRecovery.state_dict`; recovery/build.py: `load_guard_state`
     identity             prepare.py: `build_trajectory_config`, which a resume must match; the task adds its settings
     place                checkpoints/files.py: `describe_launch_topology`, which a resume may change
 

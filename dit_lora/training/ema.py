@@ -75,7 +75,7 @@ class AverageBounds:
     def widen(self, weights: Tensors, averages: Tensors) -> None:
         """Raise the bounds on magnitudes to those of these weights and averages, which are taken as sound."""
         # After a resume, earlier peaks of the weights are known only through their averages.
-        for peaks in (_compute_peaks(weights), _compute_peaks(averages)):
+        for peaks in (_compute_largest_magnitudes(weights), _compute_largest_magnitudes(averages)):
             for name, peak in peaks.items():
                 self.max_magnitudes[name] = max(peak, self.max_magnitudes.get(name, 0.0))
 
@@ -84,16 +84,16 @@ class AverageBounds:
 
         Returns (largest magnitude, bound) by name.
         """
-        current_peaks = _compute_peaks(weights)
+        current_peaks = _compute_largest_magnitudes(weights)
         bounds = {name: max(peak, self.max_magnitudes.get(name, 0.0)) for name, peak in current_peaks.items()}
         return {
             name: (peak, bounds[name])
-            for name, peak in _compute_peaks(averages).items()
+            for name, peak in _compute_largest_magnitudes(averages).items()
             if math.isfinite(peak) and peak > _BOUND_TOLERANCE * bounds[name]
         }
 
 
-def _compute_peaks(tensors: Tensors) -> dict[str, float]:
+def _compute_largest_magnitudes(tensors: Tensors) -> dict[str, float]:
     """Largest magnitude of each tensor, NaN if it holds a NaN. Reads from the device once."""
     parts = {name: get_local_tensor(tensor.detach()) for name, tensor in tensors.items()}
     # A rank's shard of a small tensor may be empty: it has no largest value.

@@ -416,7 +416,7 @@ def validate(run: Run, step: int) -> None:
         _record_eval_losses(run, step, finite_losses, reduced_size)
         is_between = step not in (0, run.recipe.train.steps)
         if not is_between or _can_afford_samples(run, step):
-            _write_samples(run, step, is_between=is_between)
+            _write_validation_samples(run, step, is_between=is_between)
 
 
 def write_missing_samples(run: Run, step: int) -> None:
@@ -426,7 +426,7 @@ def write_missing_samples(run: Run, step: int) -> None:
     # A resumed run knows it only from the files, which the main process reads.
     if broadcast_object(run.session.is_main and not _get_samples_folder(run, step).exists()):
         with use_averaged_weights(run):
-            _write_samples(run, step, is_between=False)
+            _write_validation_samples(run, step, is_between=False)
 
 
 def _can_afford_samples(run: Run, step: int) -> bool:
@@ -450,7 +450,7 @@ def _get_samples_folder(run: Run, step: int) -> Path:
     return run.session.dir / "samples" / f"step_{step:06d}"
 
 
-def _write_samples(run: Run, step: int, *, is_between: bool) -> None:
+def _write_validation_samples(run: Run, step: int, *, is_between: bool) -> None:
     """Generate samples with the weights in the model; a failure is reported, and they are left out. Collective."""
     began = time.perf_counter()
     with run.session.phases.timing("samples"):

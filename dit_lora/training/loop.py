@@ -34,7 +34,7 @@ from typing import NoReturn
 import torch
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.data.loading.batch import Batch, Reader
+from dit_lora.data.loading.batch import Batch, MicroBatchReader
 from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction
@@ -89,7 +89,7 @@ class _Step:
         yield
         self.seconds += time.perf_counter() - began
 
-    def read_batch(self, reader: Reader[Batch], device: torch.device) -> Batch:
+    def read_batch(self, reader: MicroBatchReader[Batch], device: torch.device) -> Batch:
         """Read the next micro-batch to the device.
 
         The step records whether it is good, and how long the host waited for it.
@@ -125,7 +125,7 @@ class _LoopState:
     """The last micro-batch of the step that was confirmed last, which a rollback does not change."""
     pending: _PendingStep | None = None
     """The following step, once its update is queued."""
-    reader: Reader[Batch] = field(default_factory=Reader)
+    reader: MicroBatchReader[Batch] = field(default_factory=MicroBatchReader)
 
     def take_pending(self) -> _PendingStep | None:
         """Take the step whose metrics are still on the device out of the training position; None if there is none."""
@@ -244,7 +244,7 @@ def train(loop: Loop, *, start_step: int, steps: int) -> None:
 
 def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
     accelerator = loop.engine.accelerator
-    reader = Reader[Batch]()
+    reader = MicroBatchReader[Batch]()
     reader.start(batches)
     batch = reader.read_next()[0].to(accelerator.device)
     position = BatchPosition(loop.seed, number, 0, accelerator.process_index)

@@ -29,7 +29,7 @@ from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
-from dit_lora.training.recovery.build import build_recovery, build_watcher, load_guard_start
+from dit_lora.training.recovery.build import build_recovery, build_watcher, load_guard_state
 from dit_lora.training.recovery.kernel_parity import ParityWatch
 from dit_lora.training.recovery.monitoring import share_spike_history
 from dit_lora.training.recovery.run_recovery import RecoveryFiles
@@ -80,7 +80,7 @@ def prepare(
         base = record_base_fingerprint(setup, resume_from, has_finished=has_finished)
     with phases.timing("loading checkpoint"):
         start_step, record = resume(setup, ema, identity, resume_from)
-    start = load_guard_start(setup, record)
+    start = load_guard_state(setup, record)
     # Counts what is free once the model is placed.
     with phases.timing("memory estimate"):
         apply_checkpointing(setup)

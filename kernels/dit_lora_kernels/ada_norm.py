@@ -67,7 +67,7 @@ from dit_lora_kernels.support import (
 # 1. reference
 
 
-def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def _expand_modulation_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Repeat each row of a modulation table (B, D) or (B, G, D) for every token of its group; (B, T, D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
@@ -89,7 +89,7 @@ def ada_norm_reference(
     if y is not None:
         update = y.to(wide)
         if gate is not None:
-            update = _expand_table(gate, tokens, wide) * update
+            update = _expand_modulation_table(gate, tokens, wide) * update
         residual = (x.to(wide) + update).to(x.dtype)
     rows = residual.to(wide)
     mean = rows.mean(-1, keepdim=True)
@@ -101,9 +101,9 @@ def ada_norm_reference(
     if bias is not None:
         output = output + bias.to(wide)
     if scale is not None:
-        output = output * (1 + _expand_table(scale, tokens, wide))
+        output = output * (1 + _expand_modulation_table(scale, tokens, wide))
     if shift is not None:
-        output = output + _expand_table(shift, tokens, wide)
+        output = output + _expand_modulation_table(shift, tokens, wide)
     stats = torch.cat([rstd, mean], -1) if layer else rstd
     return output.to(x.dtype), residual, stats.movedim(-1, 0)
 
@@ -126,14 +126,14 @@ def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor
     if weight is not None:
         dhat = dhat * weight.to(wide)
     if scale is not None:
-        dhat = dhat * (1 + _expand_table(scale, T, wide))
+        dhat = dhat * (1 + _expand_modulation_table(scale, T, wide))
     dx = dhat - hat * (dhat * hat).mean(-1, keepdim=True)
     if layer:
         dx = dx - dhat.mean(-1, keepdim=True)
     dx = dx * rstd
     if grad_residual is not None:
         dx = dx + grad_residual.to(wide)
-    dy = dx if gate is None else dx * _expand_table(gate, T, wide)
+    dy = dx if gate is None else dx * _expand_modulation_table(gate, T, wide)
     gated = dx if y is None else dx * y.to(wide)
     sums = [v.reshape(B, groups, T // groups, D).sum(2) for v in (grad, grad * hat, gated)]
     return dx, dy, sums
@@ -179,9 +179,9 @@ def ada_norm_forward(
     """Compute the adaptive norm of all streams; this is the forward op.
 
     `flat` holds x, shift, scale, y and gate of the first stream, then those of the next, None for a missing tensor.
-    `layer` selects LayerNorm over RMSNorm. Returns the joint output (B, S, D); the row statistics (1 or 2, B, S),
-    which are rstd and for LayerNorm also the mean; and the updated ``x' = x + gate * y`` (B, T, D) of every stream
-    that has a y.
+    `layer` is True for LayerNorm, False for RMSNorm. Returns the joint output (B, S, D); the row statistics
+    (1 or 2, B, S), which are rstd and for LayerNorm also the mean; and the updated ``x' = x + gate * y`` (B, T, D) of
+    every stream that has a y.
     """
     streams = _group_fields(flat)
     results = _allocate_forward(streams, layer)
@@ -270,9 +270,9 @@ def _find_needed_gradients(
         affine: Whether weight and bias need a gradient.
 
     Returns:
-        Whether dx', the gradient of ``x' = x + gate * y``, is also the gradient of y. Then whether each of five
-        results is needed: dx', ``gate * dx'``, and the sums over each group's tokens of grad (the gradient of the
-        output), of ``grad * x_hat`` (x_hat is the normalised row) and of ``dx' * y``.
+        (shared, needed). `shared` is True if dx', the gradient of ``x' = x + gate * y``, is also the gradient of y.
+        `needed` says which of five results are needed: dx', ``gate * dx'``, and the sums over each group's tokens of
+        grad (the gradient of the output), of ``grad * x_hat`` (x_hat is the normalised row) and of ``dx' * y``.
     """
     # Without a gate, and in one dtype, one tensor serves as both gradients.
     y_is_x = ungated and dtypes.y is dtypes.x
@@ -390,7 +390,7 @@ class _BackwardPlan(NamedTuple):
 def _build_backward_plan(
     stream: _StreamPlan, wants: tuple[bool, ...], grad: PlainLayout, grad_residual: PlainLayout | None
 ) -> _BackwardPlan:
-    """Prepare one stream's backward for gradients of one layout; the result is cached.
+    """Build the plan of one stream's backward (buffers and launch arguments) for gradients of one layout. Cached.
 
     `wants` says whether x, shift, scale, y and gate need a gradient. `grad` is the layout of the gradient of the
     output. `grad_residual` is that of the gradient of the updated ``x' = x + gate * y``; it is None if x' was not used
@@ -651,7 +651,7 @@ def joint_ada_norm(
         weight: (D,), multiplies the normalised rows; None for a norm without it.
         bias: (D,), is added to them; None for a norm without it.
         norm: LayerNorm or RMSNorm, over the last dimension.
-        eps: Is added to the variance (or the mean square) before the root.
+        eps: Added to the variance (or the mean square) before the square root.
 
     Returns:
         The output (B, sum of T, D), with the streams' tokens in order, and a tuple of each stream's ``x + gate * y``

@@ -257,7 +257,8 @@ def prepare_forward(rows: Layouts, affine: Layouts, stats: TensorLayout, groups:
 def compute_rows_per_program(rows: int, length: int) -> int:
     """Compute how many tokens of a group one program of the backward sums, if there are `rows` tokens in all.
 
-    The number is a power of two, at most `length`, the tokens of a group. It is as large as keeps the GPU busy.
+    The number is a power of two, at most `length`, the tokens of a group, and as large as possible while enough
+    programs keep the GPU busy.
     """
     # A power of two, because each number compiles another kernel.
     max_count = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)

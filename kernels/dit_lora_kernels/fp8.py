@@ -71,7 +71,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     return Fp8Weight(quantize_rows(weight), quantize_rows(weight.t().contiguous()))
 
 
-def multiply(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
+def multiply_fp8(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Multiply quantised rows (N, K) by the transpose of a quantised weight (M, K), and add bias (M,); bf16 (N, M).
 
     On a GPU this is an fp8 product with fp32 sums. On a CPU the same codes are multiplied in fp32.
@@ -107,7 +107,7 @@ def find_unavailable_reason() -> str | None:
     shapes = ((37, 64), (32, 64), (32,))  # any number of rows
     x, w, bias = (torch.randn(s, generator=generator).bfloat16().cuda() for s in shapes)
     try:
-        y = multiply(quantize_rows(x), quantize_rows(w), bias)
+        y = multiply_fp8(quantize_rows(x), quantize_rows(w), bias)
     except RuntimeError as error:  # torch has no such product for every GPU with fp8
         return f"torch._scaled_mm fails with one scale per row: {str(error).partition(chr(10))[0]}"
     exact = x.double() @ w.double().t() + bias.double()

@@ -260,7 +260,7 @@ class _LoraProjections(torch.autograd.Function):
                 bias = None if bias is None else _cast_if_needed(bias, rows.dtype)
                 # Each of these makes a new buffer, which may be added to.
                 if rounded is not None and narrow[0][i] is not None:
-                    y = fp8.multiply(rounded, Fp8Matrix(narrow[0][i], narrow[1][i]), bias)
+                    y = fp8.multiply_fp8(rounded, Fp8Matrix(narrow[0][i], narrow[1][i]), bias)
                     weights[i] = None  # not saved either
                 elif quantized is not None:
                     y = quantized.product(rows).to(rows.dtype)
@@ -380,7 +380,7 @@ def _compute_inner_products(
 
 
 def _cast_if_needed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor; without a PyTorch call, the tensor itself is returned if it has that dtype already."""
+    """Cast a tensor. If it has that dtype already, it is returned unchanged without a PyTorch call."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -397,7 +397,7 @@ def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
     for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
         # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
         if codes is not None and scale is not None:
-            part = fp8.multiply(fp8.quantize_rows(dy), Fp8Matrix(codes, scale))
+            part = fp8.multiply_fp8(fp8.quantize_rows(dy), Fp8Matrix(codes, scale))
             dx = part if dx is None else dx.add_(part)
         elif dx is None:
             dx = dy @ _base_weight(weight, quantized, dy.dtype)

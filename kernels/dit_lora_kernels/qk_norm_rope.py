@@ -60,7 +60,7 @@ def _count_rotated_tokens(table: Tensor) -> int:
     return table.shape[1 if table.ndim == 4 else -2]
 
 
-def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
+def _expand_rotation_table(table: Tensor, width: int, rotation: str) -> Tensor:
     """Reshape a table of cosines or sines to (..., R, 1 or H, D), with the angle of each pair at both of its elements.
 
     R is the number of rotated tokens, and `width` is D. A table of D/2 columns holds each angle once, and is repeated.
@@ -84,7 +84,7 @@ def _apply_rotation(
     # The inverse rotation is the transpose, in which each sine multiplies the element at its own position, before the
     # pairs are rotated by 90 degrees.
     stop = options.first + _count_rotated_tokens(cos)
-    c, s = (_expand_table(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
+    c, s = (_expand_rotation_table(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
     part = y[:, options.first : stop]
     if sign > 0:
         part = part * c + _rotate_pairs_by_90_degrees(part, options.rotation) * s
@@ -373,7 +373,7 @@ def qk_norm_rope(
             no rotation.
         sin: Sines in the same shape; cos^2 + sin^2 = 1 for every pair.
         norm: "layer", "rms" or "none".
-        eps: Is added to the variance (or the mean square) before the root.
+        eps: Added to the variance (or the mean square) before the square root.
         across_heads: Normalise all H*D elements of a token together, not each head.
         rotation: "interleaved" for pairs (2i, 2i+1), "half" for pairs (i, i+D/2).
         first: The first token that is rotated.

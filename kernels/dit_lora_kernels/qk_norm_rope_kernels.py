@@ -112,7 +112,7 @@ def _store_rotary_pairs(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _load_shared(
+def _load_shared_pairs(
     ptr, offset, count, fill: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,8 @@ def _load_rotation(
     """Load a row of the cosine and sine tables, for the first and the second elements of the pairs: c1, c2, s1, s2.
 
     `row` is the number of a token, counted from the first that is rotated. A token before the first row or after the
-    last is not rotated: its cosines are 1, its sines 0. With ONCE the tables hold each pair's angle once, else at both
-    of its elements.
+    last is not rotated: its cosines are 1, its sines 0. With ONCE the tables have one entry for each
+    pair, else one for each element.
     """
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
@@ -157,8 +157,8 @@ def _load_rotation(
         c2, s2 = c1, s1
     else:
         offset = row * (H * D if PER_HEAD else D)
-        c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
-        s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        c1, c2 = _load_shared_pairs(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        s1, s2 = _load_shared_pairs(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
     return c1, c2, s1, s2
 
 
@@ -223,8 +223,8 @@ def _forward_kernel(
         if rstd_ptr is not None:
             head = tl.arange(0, rstd.shape[0])[:, None]
             tl.store(rstd_ptr + token * (1 if ACROSS else H) + head, rstd, mask=head < H)
-        w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
-        b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        w1, w2 = _load_shared_pairs(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        b1, b2 = _load_shared_pairs(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
         a, b = a * w1 + b1, b * w2 + b2
     if cos_ptr is not None:
         c1, c2, s1, s2 = _load_rotation(
@@ -302,8 +302,8 @@ def _backward_kernel(
     # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
-    w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
-    b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    w1, w2 = _load_shared_pairs(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    b1, b2 = _load_shared_pairs(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
     dw1 = tl.zeros((BLOCK_H, BLOCK), ACC)
     dw2, db1, db2 = dw1, dw1, dw1
     for step in range(EACH):

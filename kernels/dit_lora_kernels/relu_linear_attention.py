@@ -267,7 +267,7 @@ def _add_outer(
 
 
 @triton.jit
-def _product(
+def _multiply_rotated_features(
     x_ptr, cos_ptr, sin_ptr, matrix_ptr, rows, stride, S, TRANSPOSED: tl.constexpr,
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -305,7 +305,7 @@ def state_kernel(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store sums over the program's tokens: state = sum (R_t relu(k_t)) v_t^T, rotated by R, and z = sum relu(k_t)."""
+    """Store sums over the program's tokens: state = sum R_t relu(k_t) v_t^T (R_t rotates) and z = sum relu(k_t)."""
     program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -353,7 +353,7 @@ def output_kernel(
             output = tl.zeros((BLOCK_S, BLOCK_D), ACC)
             output = _add_turned(output, turned, high, middle, cos_ptr is not None, OPERAND)
         else:
-            output = _product(
+            output = _multiply_rotated_features(
                 q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, False, D,
                 ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
@@ -392,7 +392,7 @@ def query_grad_kernel(
             g = _load_matrix_block(grad_ptr, rows, columns, g_s, S, D, OPERAND)
             u = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), g, high, middle, low)
         else:
-            u = _product(
+            u = _multiply_rotated_features(
                 grad_ptr, None, None, state_ptr, rows, g_s, S, True, D,
                 ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
@@ -443,7 +443,7 @@ def key_grad_kernel(
                 v = _load_matrix_block(v_ptr, rows, columns, v_s, S, D, OPERAND)
                 dc = _add_transposed_product(tl.zeros((BLOCK_S, BLOCK_D), ACC), v, high, middle, low)
             else:
-                dc = _product(
+                dc = _multiply_rotated_features(
                     v_ptr, None, None, dstate_ptr, rows, v_s, S, True, D,
                     ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
                 )  # fmt: skip
@@ -457,7 +457,7 @@ def key_grad_kernel(
                 dv = tl.zeros((BLOCK_S, BLOCK_D), ACC)
                 dv = _add_turned(dv, turned, high, middle, cos_ptr is not None, OPERAND)
             else:
-                dv = _product(
+                dv = _multiply_rotated_features(
                     k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, False, D,
                     ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
                 )  # fmt: skip

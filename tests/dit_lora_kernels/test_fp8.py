@@ -38,7 +38,7 @@ def bound(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(("N", "K", "M"), [(1, 16, 16), (37, 48, 80), (129, 272, 32)])
 def test_a_product_is_within_its_bounds(N: int, K: int, M: int) -> None:
     x, w = operand(N, K, 1), operand(M, K, 2)
-    y = fp8.multiply(fp8.quantize_rows(x), fp8.quantize_rows(w))
+    y = fp8.multiply_fp8(fp8.quantize_rows(x), fp8.quantize_rows(w))
     assert (y.dtype, y.shape) == (BF16, (N, M))
     assert ((y.double() - x.double() @ w.double().t()).abs() <= bound(x, w)).all()
     if N > 3:
@@ -68,10 +68,10 @@ def test_what_is_not_finite_comes_out_so_in_its_row_alone(bad: float) -> None:
     x, w = operand(20, 32, 4), operand(48, 32, 5)
     w = w.clone()
     w[:, 7] = 0
-    clean = fp8.multiply(fp8.quantize_rows(x), fp8.quantize_rows(w))
+    clean = fp8.multiply_fp8(fp8.quantize_rows(x), fp8.quantize_rows(w))
     x = x.clone()
     x[11, 7] = bad
-    y = fp8.multiply(fp8.quantize_rows(x), fp8.quantize_rows(w))
+    y = fp8.multiply_fp8(fp8.quantize_rows(x), fp8.quantize_rows(w))
     assert not torch.isfinite(y[11]).any()
     unaffected_rows = torch.arange(20) != 11
     assert torch.equal(y[unaffected_rows], clean[unaffected_rows])
@@ -139,7 +139,7 @@ def test_the_typical_error_is_the_one_that_is_stated() -> None:
     """docs/kernels.md and tolerances.FP8: root mean square, of values as a network has them."""
     generator = torch.Generator().manual_seed(15)
     x, w = (torch.randn(n, 512, generator=generator).to(BF16) for n in (256, 384))
-    y = fp8.multiply(fp8.quantize_rows(x), fp8.quantize_rows(w)).double()
+    y = fp8.multiply_fp8(fp8.quantize_rows(x), fp8.quantize_rows(w)).double()
     exact = x.double() @ w.double().t()
     assert 0.03 < (y - exact).norm() / exact.norm() < 0.04
     # e5m2 would be twice as far.
@@ -182,7 +182,7 @@ def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)
     assert fp8.find_unavailable_reason() is None
-    product = fp8.multiply
+    product = fp8.multiply_fp8
 
     def lacking(*_: Any) -> Tensor:
         raise RuntimeError("no rowwise kernel\nin this build")
@@ -191,9 +191,9 @@ def test_a_gpu_is_asked_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda rows, weight, _bias: product(rows, weight),
         lambda *args: 1.3 * product(*args),
     ):
-        monkeypatch.setattr(fp8, "multiply", wrong_product)
+        monkeypatch.setattr(fp8, "multiply_fp8", wrong_product)
         assert "larger than fp8's rounding" in str(fp8.find_unavailable_reason())
-    monkeypatch.setattr(fp8, "multiply", lacking)
+    monkeypatch.setattr(fp8, "multiply_fp8", lacking)
     assert str(fp8.find_unavailable_reason()).endswith("with one scale per row: no rowwise kernel")
 
 

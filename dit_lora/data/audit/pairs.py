@@ -135,7 +135,7 @@ def _format_reference(number: int, num_references: int) -> str:
 
 
 def _is_copy(target: ProbedFile, reference: ProbedFile) -> bool:
-    """True if two files certainly hold the same pictures."""
+    """True if two files are known to have the same frames; False also if they could not be compared."""
     if target.thumbnail is None or reference.thumbnail is None:
         return False
     value = compare_outlines(target.facts["outlines"], reference.facts["outlines"])

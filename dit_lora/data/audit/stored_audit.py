@@ -33,7 +33,7 @@ class StoredSample:
 
     @property
     def shape(self) -> str:
-        """One of `SHAPES`; empty if it was not measured."""
+        """Shape of the picture, a name in `SHAPES`; empty if it was not measured."""
         if not (self.width and self.height):
             return ""
         if max(self.width, self.height) <= _SQUARE_RATIO * min(self.width, self.height):
@@ -42,7 +42,7 @@ class StoredSample:
 
     @property
     def length(self) -> str:
-        """A name in `LENGTHS`; empty if it was not measured."""
+        """Duration of the clip, a name in `LENGTHS`; empty if it was not measured."""
         if not self.frames:
             return ""
         if self.frames == 1:

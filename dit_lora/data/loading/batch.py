@@ -1,8 +1,9 @@
 """Micro-batches: their positions in a run, the loader that reads them, and reading that survives a lost worker.
 
 `PositionSampler` lists the positions of each micro-batch of a rank. The data set turns a position into a `Batch` of
-one sample, `collate` joins those of a micro-batch, and `build_loader` runs all this in worker processes. `Reader`
-takes the micro-batches from the loader: failures of the machine or of a worker are raised where data is requested.
+one sample, `collate` joins those of a micro-batch, and `build_loader` runs all this in worker processes.
+`MicroBatchReader` takes the micro-batches from the loader: failures of the machine or of a worker are raised where
+data is requested.
 """
 
 import re
@@ -159,7 +160,7 @@ class WatchedLoader(DataLoader):
         return iterator
 
 
-class Reader(Generic[T]):
+class MicroBatchReader(Generic[T]):
     """Reads a rank's micro-batches one after another; returns the last one again if the data cannot be read."""
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ class _SoundReader:
         is_same_file = media == self.media and media.get_stamp() == self.stamp
         return is_same_file and start >= before[0] and end >= before[1]
 
-    def read_pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
+    def read_audio_pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
         """Decoded sound near a time span, and the end of the decoded sound in seconds (None without sound)."""
         self._window = (start, end)
         # Drop the frames before the window: later windows begin no earlier.
@@ -148,7 +148,7 @@ class _SoundReader:
         return pieces, end_s
 
     def _iter_frames(self) -> Iterator[_TimedFrame]:
-        """Yield the sound frames that were kept, then decode more, and keep those that are not before the window."""
+        """Yield the buffered audio frames, then newly decoded ones; buffer those that do not end before the window."""
         yield from tuple(self._buffer)
         for timed in self._frame_iterator:
             if self._buffer or timed.end_s > self._window[0] - _MARGIN_S:
@@ -188,7 +188,7 @@ def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], 
     reading, _LAST_READER.reader = _LAST_READER.reader, None
     if reading is None or not reading.can_continue(media, start, end):
         reading = _SoundReader(media)
-    result = reading.read_pieces(start, end)
+    result = reading.read_audio_pieces(start, end)
     # Only if nothing was raised: otherwise the next window decodes from the beginning and meets the same fault.
     _LAST_READER.reader = reading
     return result

@@ -54,7 +54,7 @@ class RegularTimes:
         """Decode from the key frame before the first time; yields the nearest frames and their number of times."""
         origin = get_first_time(container, stream)
         # Times count from the first frame, time stamps from the container's own zero.
-        target = _to_ticks(stream, origin + self.start)
+        target = _to_time_base_ticks(stream, origin + self.start)
         return _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), self)
 
 
@@ -94,7 +94,7 @@ class Instants:
         origin = get_first_time(container, stream)
 
         def find_key_frame(seconds: float) -> int:
-            return _seek_key_frame(container, stream, _to_ticks(stream, origin + seconds))[0]
+            return _seek_key_frame(container, stream, _to_time_base_ticks(stream, origin + seconds))[0]
 
         # Times after the same key frame are decoded together.
         groups = [(target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)]
@@ -196,7 +196,7 @@ def get_first_time(container: av.container.InputContainer, stream: av.VideoStrea
     return get_frame_time(decode_first_frame(container, stream))
 
 
-def _to_ticks(stream: av.VideoStream, seconds: float) -> int:
+def _to_time_base_ticks(stream: av.VideoStream, seconds: float) -> int:
     if stream.time_base is None:
         raise ValueError("no time base")
     # Rounding must not move the time to just before a key frame at exactly this time.

@@ -66,7 +66,7 @@ def describe_orphans(listing: Listing) -> list[str]:
     ]
 
 
-def describe_unlisted_media(
+def describe_media_missing_from_table(
     listing: Listing, table: str, listed_names: Set[str], extra_folders: Set[Path]
 ) -> list[str]:
     """Notes about media that a table names in no column; `extra_folders` are the folders of references and masks."""

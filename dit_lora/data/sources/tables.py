@@ -19,7 +19,7 @@ from dit_lora.data.sources.clips import (
     compact_references,
     merge_by_code,
 )
-from dit_lora.data.sources.left_out import describe_unlisted_media, describe_unread_files
+from dit_lora.data.sources.left_out import describe_media_missing_from_table, describe_unread_files
 from dit_lora.data.sources.listing import Listing
 from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.errors import DitLoraError
@@ -135,7 +135,7 @@ class ListedFiles:
         listing = Listing(self._root)
         folders = (*self._source.reference_folders, self._source.mask_folder)
         extra_folders = {Path(folder).expanduser().absolute() for folder in folders if folder}
-        unlisted = describe_unlisted_media(listing, table, self._listed_names, extra_folders)
+        unlisted = describe_media_missing_from_table(listing, table, self._listed_names, extra_folders)
         return [*unlisted, *describe_unread_files(listing, self._listed_names)]
 
     def add(self, name: str, caption: object, extra_cells: ExtraCells = NO_EXTRA_CELLS) -> None:

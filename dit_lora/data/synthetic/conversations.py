@@ -42,7 +42,7 @@ def write_conversations(
 
 
 def _choose_attributes(index: int) -> tuple[str, str, bool]:
-    """Colour and shape of a generated clip, and whether it moves right.
+    """Colour and shape of a synthetic clip, and True if the shape moves to the right.
 
     Any twelve consecutive indices cover all combinations.
     """

@@ -36,7 +36,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class PictureLayout(Protocol):
-    """Protocol for the way in which one model type scales pictures and places them in the prompt."""
+    """Protocol for how a model type resizes images and places them in the prompt."""
 
     fit: ClassVar[Fit]
     has_frame_times: ClassVar[bool]

@@ -166,7 +166,7 @@ def pack_latents(latents: torch.Tensor) -> torch.Tensor:
 def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
     """Qwen-Image's pipeline arguments for prompt embeddings.
 
-    These are cut to the length that the pipeline would have given the prompts.
+    Truncates them to the length that the pipeline itself uses for the prompts.
     """
     embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
     if mask is None:  # the pipeline warns if the mask is missing

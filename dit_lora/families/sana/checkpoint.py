@@ -233,7 +233,7 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 
 def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
-    """Info fields that checkpoints of Sana and SANA-Video share, and the objective."""
+    """Read the constructor arguments of `CheckpointInfo` and the objective, for Sana and for SANA-Video."""
     _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
     return fields, build_flow_objective(model, read_component_config(fields["path"], "scheduler"))
 

@@ -58,7 +58,7 @@ def compute_size_multiple(info: CheckpointInfo) -> int:
     return compute_spatial_factor(info.vae_config) * info.transformer_config["patch_size"]
 
 
-def find_patch_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
+def find_patch_size_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]:
     """Error messages for a video DiT's shape.
 
     Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16).
@@ -81,7 +81,7 @@ class TextVideoDiTInfo(CheckpointInfo):
         return compute_size_multiple(self)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        return find_patch_errors(self, shape)
+        return find_patch_size_errors(self, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ClassVideoDiTInfo(ClassInfo):
         return compute_size_multiple(self)
 
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
-        return find_patch_errors(self, shape)
+        return find_patch_size_errors(self, shape)
 
     def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
         """Always raise `DitLoraError` for new classes: a LoRA cannot train rows of this label table."""

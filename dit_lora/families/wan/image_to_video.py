@@ -59,7 +59,7 @@ class WanImageInfo(WanInfo):
         return ("image", "last_image") if self.has_last_image else ("image",)
 
     @property
-    def has_clip(self) -> bool:
+    def has_clip_embedding(self) -> bool:
         """True if the Wan transformer attends to the image's CLIP embedding (2.1)."""
         return self.transformer_config["image_dim"] is not None
 
@@ -96,7 +96,7 @@ class WanImageEncoders(WanEncoders):
     def latent_cache_key(self) -> Mapping[str, Any]:
         pictures = "first and last" if self.info.has_last_image else "first"
         key = {**super().latent_cache_key(), "image": f"{IMAGE_TRANSFORM}; {pictures}"}
-        if self.info.has_clip:
+        if self.info.has_clip_embedding:
             key["image_encoder"] = self.info.path / "image_encoder"
             key["image_processor"] = self.info.path / "image_processor"
             # With torchvision, Transformers uses another image processor, which resizes differently.
@@ -112,7 +112,7 @@ class WanImageEncoders(WanEncoders):
         or (C, 1, H, W) for TI2V-5B. With CLIP they also keep `image_embeds`, (images, P, width).
         """
         vae = self.load_vae(dtype, device, memory)
-        embed = self._load_clip(device) if self.info.has_clip else None
+        embed = self._load_clip(device) if self.info.has_clip_embedding else None
         processor = VideoProcessor(vae_scale_factor=self.info.vae_config["scale_factor_spatial"])
         pipeline_stub = self._make_pipeline_stub(vae)
 
@@ -189,7 +189,7 @@ class WanImageSampler(WanSampler):
     @property
     def fp32_components(self) -> tuple[str, ...]:
         # As samples are encoded.
-        return ("vae", "image_encoder") if self.info.has_clip else super().fp32_components
+        return ("vae", "image_encoder") if self.info.has_clip_embedding else super().fp32_components
 
 
 def get_image_latents(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:

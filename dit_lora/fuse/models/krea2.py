@@ -128,7 +128,7 @@ class Krea2Processor(TwoStreamProcessor):
             return attn.to_out[0](gated.tensor)
 
 
-def _require_krea2_norms(*names: str) -> ProblemFinder:
+def _make_krea2_norm_check(*names: str) -> ProblemFinder:
     """Create a check that names the first of a module's norms (by attribute) that is not a `Krea2RMSNorm`."""
 
     def find_problem(module: Any) -> str | None:
@@ -141,11 +141,11 @@ def _require_krea2_norms(*names: str) -> ProblemFinder:
     return find_problem
 
 
-_FIND_BLOCK_PROBLEM = _require_krea2_norms("norm1", "norm2")
+_FIND_BLOCK_PROBLEM = _make_krea2_norm_check("norm1", "norm2")
 FORWARDS = (
     ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),
     ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _FIND_BLOCK_PROBLEM),
-    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _require_krea2_norms("norm")),
+    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _make_krea2_norm_check("norm")),
     ForwardPatch(f"{_KREA2}.Krea2SwiGLU", "ada_norm", swiglu_forward),
 )
 PROCESSORS = (
@@ -153,7 +153,7 @@ PROCESSORS = (
         f"{_KREA2}.Krea2AttnProcessor",
         ATTENTION,
         Krea2Processor,
-        _require_krea2_norms("norm_q", "norm_k"),
+        _make_krea2_norm_check("norm_q", "norm_k"),
         get_extra_ops=get_qk_op,
     ),
 )

@@ -50,7 +50,7 @@ def validate_check_names(names: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _compute_peak(tensors: Sequence[torch.Tensor]) -> float:
+def _compute_largest_magnitude(tensors: Sequence[torch.Tensor]) -> float:
     """Largest magnitude among tensors of any layout and dtype; 0.0 without values, NaN if any value is NaN."""
     peaks = [values.abs().max() for t in tensors if (values := to_strided_real(t)).numel()]
     if not peaks:
@@ -71,7 +71,7 @@ def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
         is_small = is_plain and tensor.is_cpu and tensor.numel() <= _MAX_SMALL_ELEMENTS
         # Sparse, sharded or GPU tensors, and large ones, are measured one by one.
         (joined if is_small and tensor.layout is torch.strided else unjoined).append(tensor)
-    peaks = [_compute_peak(unjoined)]
+    peaks = [_compute_largest_magnitude(unjoined)]
     for start in range(0, len(joined), _MAX_JOINED_TENSORS):
         chunk = joined[start : start + _MAX_JOINED_TENSORS]
         flat = torch._C._nn.flatten_dense_tensors(chunk)  # type: ignore[attr-defined]
@@ -182,12 +182,14 @@ class OptimizerChecks:
             return 0.0
         if self._is_plain:
             try:
-                return self._find_peak_fast(tensors, large_tensors)
+                return self._compute_largest_magnitude_fast(tensors, large_tensors)
             except (RuntimeError, NotImplementedError):  # sparse gradients, or several devices
                 pass
-        return _compute_peak([*tensors, *large_tensors])
+        return _compute_largest_magnitude([*tensors, *large_tensors])
 
-    def _find_peak_fast(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
+    def _compute_largest_magnitude_fast(
+        self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]
+    ) -> float:
         if not self._on_cpu:
             # One call for all tensors, and a single read from the device.
             norms = torch._foreach_norm([*tensors, *large_tensors], float("inf"))
@@ -215,7 +217,9 @@ class OptimizerChecks:
     def find_bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is not finite or too large. Slow; used for failed steps."""
         return [
-            name for name, p in self.parameters if p.grad is not None and self.is_bad_gradient(_compute_peak([p.grad]))
+            name
+            for name, p in self.parameters
+            if p.grad is not None and self.is_bad_gradient(_compute_largest_magnitude([p.grad]))
         ]
 
     def has_finite_weights(self) -> bool:

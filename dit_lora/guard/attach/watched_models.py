@@ -247,7 +247,7 @@ class LoopDiagnosisContext(DiagnosisContext):
         return self.state.drop_infinite(self.state.collect_optimizer_tensors())
 
     def compute_snapshot_peaks(self) -> Mapping[str, float]:
-        peaks = self.state.snapshots.compute_peaks()
+        peaks = self.state.snapshots.compute_largest_magnitudes()
         # Optimizer state keeps the prefix in its names; this model's weights are known without it.
         return {**peaks, **{name.removeprefix(self.prefix): peak for name, peak in peaks.items()}}
 

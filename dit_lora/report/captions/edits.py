@@ -26,7 +26,7 @@ _CHECKER_IS_FREE = Semaphore(1)
 
 
 @dataclass(frozen=True)
-class ChangePreview:
+class CaptionChangePreview:
     """What a change of many captions would do."""
 
     captions: dict[str, tuple[str, str]]
@@ -109,7 +109,7 @@ class CaptionEdits:
                 self._read_table(skip_texts=True)
             return self.root / name if self._table and self._table.has_media(name) else None
 
-    def preview(self, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
+    def preview(self, change: CaptionChange, sample_filter: SampleFilter) -> CaptionChangePreview:
         """What a change does to the captions of the files that pass a filter; nothing is written.
 
         Raises:
@@ -118,7 +118,9 @@ class CaptionEdits:
         with self._lock:
             return self._preview(self._read_table(), change, sample_filter)
 
-    def apply(self, change: CaptionChange, sample_filter: SampleFilter, version: str | None = None) -> ChangePreview:
+    def apply(
+        self, change: CaptionChange, sample_filter: SampleFilter, version: str | None = None
+    ) -> CaptionChangePreview:
         """Change the captions of the files that pass a filter, in one write; returns what was done.
 
         Nothing is written if `version` is given and the change is not the one that was shown with it. The result's
@@ -192,12 +194,14 @@ class CaptionEdits:
         self._audit = StoredAudit.read(self.root, self._audit)
         return SheetSource(table, self._audit, self._findings.update(table))
 
-    def _preview(self, table: CaptionTable, change: CaptionChange, sample_filter: SampleFilter) -> ChangePreview:
+    def _preview(
+        self, table: CaptionTable, change: CaptionChange, sample_filter: SampleFilter
+    ) -> CaptionChangePreview:
         source = self._read_source(table) if sample_filter.needs_checks else SheetSource(table, is_checked=False)
         names = source.list_matches(sample_filter)
         changes = change.find_changes(table, names)
         captions = {name: (table.captions.get(name, ""), new) for name, new in changes.items()}
-        return ChangePreview(captions, compute_change_version(table, changes))
+        return CaptionChangePreview(captions, compute_change_version(table, changes))
 
     def _build_state(self, table: CaptionTable, name: str) -> CaptionState:
         caption = table.captions.get(name, "")

@@ -305,7 +305,7 @@ def _advise_on_steps(key: str, current: Mapping[str, Any], path: Path) -> str:
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
-    """Delete what was saved at later steps, which will be written again with other values; returns the folders."""
+    """Delete checkpoints of steps after the one that a run resumes from; returns the deleted folders."""
     later = [path for number, path in _list_saved_steps(run_dir).items() if number > step]
     for path in later:
         _remove_checkpoint(path)

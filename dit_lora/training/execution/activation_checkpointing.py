@@ -71,7 +71,7 @@ def supports_checkpointing(transformer: nn.Module) -> bool:
 def set_block_caller(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
     """Call the model's checkpointable blocks through `function(block, *inputs)`; None calls them directly.
 
-    Transformers' blocks, called so only in training mode, are passed as a `functools.partial` that also has inputs.
+    Transformers calls `function` only in training mode, and its `block` is a `functools.partial` with bound inputs.
     """
     # Transformers' models have `supports_gradient_checkpointing`, Diffusers' an underscored one.
     model: Any = transformer
@@ -142,7 +142,7 @@ def get_checkpointing_mode(transformer: nn.Module) -> CheckpointingMode:
 
 
 def make_checkpointing_fallback(transformer: nn.Module) -> Fallback | None:
-    """The fallback of gradient checkpointing: no recomputation; None if there is none now."""
+    """A fallback that turns gradient checkpointing off; None if the model does not use it."""
     if get_checkpointing_mode(transformer) == "none":
         return None
     return Fallback(

@@ -98,7 +98,7 @@ class _StepModule(nn.Module):
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Dispatch mode that counts the bytes of storages allocated by ops, now and at most; `excluded` is not counted.
+    """Dispatch mode that tracks current and peak bytes of storages allocated by ops; `excluded` is not counted.
 
     Counts real ops as well as those on fake tensors.
     """

@@ -71,7 +71,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
                 # bitsandbytes allocates its buffers itself: they may be paged.
                 inner_optimizer.init_state(group, parameter, number, index)
                 values |= {n: tables[n] for n in _shared_state_names() if n in inner_optimizer.state[parameter]}
-            _fill_state(inner_optimizer.state[parameter], values, parameter.device)
+            _fill_optimizer_state(inner_optimizer.state[parameter], values, parameter.device)
 
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ def _shared_state_names() -> tuple[str, ...]:
     return collect_names(lambda record: record.shared_state)
 
 
-def _fill_state(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
+def _fill_optimizer_state(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
     for name, value in values.items():
         # Into a tensor that the optimizer has allocated, else as a new tensor or a Python number.
         if isinstance(state.get(name), torch.Tensor):

@@ -28,7 +28,7 @@ from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import AnySetup
 
 
-def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
+def load_guard_state(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     """Restore the guard's state from a checkpoint (empty at a first start).
 
     Fallbacks that were off then are switched off again.

@@ -38,7 +38,7 @@ class RunDiagnosisContext(DiagnosisContext):
         return self.setup.engine.local_optimizer_state() | averages
 
     def compute_snapshot_peaks(self) -> Mapping[str, float]:
-        return self.snapshots.compute_peaks()
+        return self.snapshots.compute_largest_magnitudes()
 
     def compute_decay_share(self) -> float:
         return compute_decay_share(self.setup.optimizer.param_groups)

@@ -208,7 +208,7 @@ class GradientWatch:
             event = replace(event, facts={"bundle": bundle} if bundle else {})
         self.recovery.files.write_event(event)
         if action == "stop":
-            self._stop(step, message, event)
+            self._save_and_stop_run(step, message, event)
         self.recovery.files.say(f"guard: step {step}: {message}")
         if finding.fallback is not None and action in ("fallback", "rollback"):
             disable_for_run(self.recovery, finding.fallback)
@@ -230,7 +230,7 @@ class GradientWatch:
         target = self._good_state.find_finite_step() if self._good_state is not None else None
         return ("fallback", step - 1) if target is None or target == step - 1 else ("rollback", target)
 
-    def _stop(self, step: int, message: str, event: Event) -> NoReturn:
+    def _save_and_stop_run(self, step: int, message: str, event: Event) -> NoReturn:
         """Save the steps before this one, and end the run. Collective."""
         lines = [f"step {step}: {message}", "stopped, because guard.on_nonfinite has no fallback"]
         if step - 1 > self.recovery.files.find_newest_saved_step():

@@ -182,7 +182,7 @@ class ParityWatch:
 
     @property
     def blocks(self) -> list[str]:
-        """Names of the blocks that contain a replaced op; of all blocks if a switch of another kind is on."""
+        """Names of the blocks that contain a fused op; of all blocks if a fallback concerns more than fused ops."""
         names, replaced_modules = find_blocks(self.setup.transformer), [module for _, module in self.replaced_ops]
         fused_op_names = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in fused_op_names for s in self.fallbacks):

@@ -105,7 +105,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
 
 
 def _merge_findings(setup: AnySetup, findings: list[CheckFinding]) -> list[CheckFinding]:
-    """This rank's preflight findings. For collective forwards, a check that fails on any rank fails on all."""
+    """This rank's preflight findings. If the forward has collectives, a check that fails on one rank fails on all."""
     if not setup.engine.collective_forward:
         return findings
     # By check: a rank that passed takes the finding of a rank that failed.

@@ -112,7 +112,7 @@ def _find_minority_ranks(digests: Sequence[Mapping[str, int]], names: Sequence[s
 
 
 def _find_outlier_rank(changes: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[int]:
-    """The only rank that has moved a tensor much further than the others; empty if there is none or more than one."""
+    """The only rank whose tensor changed far more than on the others; empty if there is none or more than one."""
     moved_away = set()
     for name in names:
         far = sorted((by_name.get(name, 0.0), rank) for rank, by_name in enumerate(changes))

@@ -373,7 +373,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     def _restore_last_good(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
         """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
 
-        Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.
+        Nothing should be saved if a checkpoint has that state already, or if it is unknown when the state became bad.
         """
         state_diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.cause in STATE_CAUSES]
         frozen = bool(state_diagnoses) and all(diagnosis.evidence.get("frozen") for diagnosis in state_diagnoses)

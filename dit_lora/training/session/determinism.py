@@ -15,7 +15,7 @@ _WORKSPACE_SETTING = ":4096:8"
 _NO_DETERMINISTIC_TEXT = "does not have a deterministic implementation"
 
 
-def set_workspace() -> None:
+def configure_cublas_workspace() -> None:
     """Configure cuBLAS's workspace for reproducible results; must run before the first cuBLAS call, which reads it."""
     os.environ.setdefault(_WORKSPACE_VARIABLE, _WORKSPACE_SETTING)
 
@@ -29,7 +29,7 @@ def use_deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
     if not is_enabled:
         yield
         return
-    set_workspace()
+    configure_cublas_workspace()
     before = torch.are_deterministic_algorithms_enabled()
     # A module whose properties mypy does not see.
     memory = torch.utils.deterministic

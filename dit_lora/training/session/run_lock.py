@@ -135,7 +135,7 @@ class RunLock:
         with suppress(OSError):
             if self._file_descriptor >= 0 and self._is_same_file():
                 self.path.unlink()
-        self._close()
+        self._close_lock_file()
         # Fails if the folder is not empty: a run is in it.
         with suppress(OSError):
             # The innermost folder comes first.
@@ -159,22 +159,22 @@ class RunLock:
             locked = _try_lock(self._file_descriptor)
             # Another process holds it, perhaps only to look at it: try again.
             if locked is False:
-                self._close()
+                self._close_lock_file()
                 time.sleep(_PAUSE)
                 continue
             # Its holder released it in between.
             if not self._is_same_file():
-                self._close()
+                self._close_lock_file()
                 continue
             # A host to which the filesystem does not forward locks can only read the file's text.
             holder = read_holder(self.path.parent)
             if holder is not None and not self._has_ended(holder, this_process, is_granted=locked is True):
-                self._close()
+                self._close_lock_file()
                 raise self._make_in_use_error(holder)
             # Another process may have replaced the file meanwhile.
             if self._is_same_file():
                 return this_process
-            self._close()
+            self._close_lock_file()
         raise self._make_in_use_error(read_holder(self.path.parent))
 
     def _has_ended(self, holder: Holder, this_process: Holder, *, is_granted: bool) -> bool:
@@ -249,7 +249,7 @@ class RunLock:
             f"run.dir. If it has certainly ended, remove {self.path}"
         )
 
-    def _close(self) -> None:
+    def _close_lock_file(self) -> None:
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
         self._file_descriptor = -1
@@ -329,7 +329,7 @@ _held_locks: dict[str, RunLock] = {}
 def _close_locks_in_child() -> None:
     """Close the run locks in a forked worker, which may outlive this process by seconds and must not hold them."""
     for lock in _held_locks.values():
-        lock._close()
+        lock._close_lock_file()
     _held_locks.clear()
 
 

@@ -179,7 +179,7 @@ def _open_session(recipe: Recipe, previous: Session | None, *, is_last: bool) ->
 
 
 def _create_session(recipe: Recipe, previous: Session | None) -> Session:
-    """Check versions and launch, choose the precision, and create the Accelerator; writes nothing yet."""
+    """Check package versions and the launcher, choose the precision, create the Accelerator; write nothing yet."""
     launcher = find_waiting_launcher(os.environ)
     phases = Phases.from_process(launcher) if previous is None else Phases()
     hide_progress_bars()

@@ -145,7 +145,7 @@ class Trackers:
 
     def finish(self, *, failed: bool) -> None:
         """Close all trackers. Called once, however the run ended."""
-        self._call_each(lambda tracker: _close(tracker, failed=failed))
+        self._call_each(lambda tracker: _close_tracker(tracker, failed=failed))
         self._open_trackers.clear()
 
     def _open_tracker(
@@ -312,7 +312,7 @@ def _send_alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
     )
 
 
-def _close(tracker: GeneralTracker, *, failed: bool) -> None:
+def _close_tracker(tracker: GeneralTracker, *, failed: bool) -> None:
     if isinstance(tracker, WandBTracker):
         # Accelerate's `finish` would mark every run as finished.
         tracker.tracker.finish(exit_code=int(failed))

@@ -11,7 +11,7 @@ from chat_tokenizers import byte_tokenizer
 from transformers import tokenization_utils_base
 
 from dit_lora.environment import chat_templates
-from dit_lora.environment.chat_templates import ChatTemplateError, limit_chat_templates
+from dit_lora.environment.chat_templates import ChatTemplateError, limit_chat_template_rendering
 
 MESSAGES = [{"role": "user", "content": "A disc?"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -19,9 +19,9 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @pytest.fixture
 def tokenizer() -> Any:
-    limit_chat_templates()
+    limit_chat_template_rendering()
     # A process that is left from the last test has that test's MAX_SECONDS.
-    tokenization_utils_base.render_jinja_template._stop()
+    tokenization_utils_base.render_jinja_template._stop_process()
     return byte_tokenizer()
 
 
@@ -76,7 +76,7 @@ def test_a_template_that_is_always_slow_is_not_waited_for_with_every_sample(
 
 def test_the_process_that_renders_holds_no_lock_of_its_parents(tokenizer: Any, tmp_path: Path) -> None:
     rendered(tokenizer, PLAIN)
-    tokenization_utils_base.render_jinja_template._stop()  # the next template begins a process
+    tokenization_utils_base.render_jinja_template._stop_process()  # the next template begins a process
     path = tmp_path / "lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

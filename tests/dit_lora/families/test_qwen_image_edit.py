@@ -124,7 +124,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
             text = caption if caption is not None else before_text(before)
             expected = encode.encode_with_references(text, [reference], SHAPE)
             for clips in (cached_clips, live):
-                tensors, fault = clips.texts.read(key, clips.texts.get_first_spec([key]))
+                tensors, fault = clips.texts.read(key, clips.texts.get_first_tensor_spec([key]))
                 assert fault is None
                 assert set(tensors) == set(expected)
                 assert all(torch.equal(tensors[n], expected[n][0]) for n in tensors)

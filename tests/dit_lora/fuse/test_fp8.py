@@ -135,12 +135,12 @@ def test_a_wrong_one_is_blamed_and_a_right_one_is_not(
         return find_first_difference(switch, losses, model, disabled_fallbacks=others)
 
     assert list(iter_differences(switches, compare)) == []
-    product = fp8.multiply
+    product = fp8.multiply_fp8
 
     def wrong(rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
         return 2 * product(rows, weight, bias)
 
-    monkeypatch.setattr(lora_linear.fp8, "multiply", wrong)
+    monkeypatch.setattr(lora_linear.fp8, "multiply_fp8", wrong)
     differences_found = iter_differences(switches, compare)
     switch, difference = next(differences_found)
     assert (switch.name, switch.required) == ("fp8", True)

@@ -45,7 +45,7 @@ def _install_unwrapping() -> None:
         finally:
             if batch is None:
                 for loaders in list(_followers):
-                    loaders.drop_index(iterator)
+                    loaders.drop_oldest_batch_index(iterator)
         if type(batch) is not TaggedBatch:
             return batch
         for loaders in list(_followers):
@@ -158,7 +158,7 @@ class DataLoaderFollower:
             self._pending_indices[iterator].append(index)
         return index
 
-    def drop_index(self, iterator: Any) -> None:
+    def drop_oldest_batch_index(self, iterator: Any) -> None:
         """Drop the oldest batch index, after the dataset or a worker failed to produce that batch."""
         if self._pending_indices.get(iterator):
             self._pending_indices[iterator].popleft()

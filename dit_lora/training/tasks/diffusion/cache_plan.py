@@ -78,7 +78,7 @@ class ReferenceMedia:
     start: float = 0.0
 
     @classmethod
-    def from_sample(cls, sample: BucketedSample) -> "ReferenceMedia":
+    def from_bucketed_sample(cls, sample: BucketedSample) -> "ReferenceMedia":
         return cls(sample.clip.references, sample.shape, sample.start)
 
 
@@ -192,7 +192,9 @@ class Encoding:
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        references = self._decode_references(ReferenceMedia.from_sample(sample)) if sample.clip.references else ()
+        references = (
+            self._decode_references(ReferenceMedia.from_bucketed_sample(sample)) if sample.clip.references else ()
+        )
         mask_file, mask = sample.clip.mask, None
         if self.has_masks and mask_file is not None:
             mask = read_mask(mask_file.media, alpha=mask_file.alpha, **size)
@@ -345,7 +347,7 @@ def make_plan(
         windows.setdefault(sample.clip.id, []).append(sample.id)
     for file, reason in at_fault.items():
         rejected |= dict.fromkeys(windows.get(file, [file]), reason)
-    first_references = ReferenceMedia.from_sample(planned[0].sample) if planned else None
+    first_references = ReferenceMedia.from_bucketed_sample(planned[0].sample) if planned else None
     # An equal text encoder gives equal keys, whichever checkpoint contains it.
     is_own = of_samples.make_text_job("").key == encoding.make_text_job("").key
     empty = encoding.make_text_job("", first_references)
@@ -356,7 +358,7 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     """A sample with its encoding jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
-    references = ReferenceMedia.from_sample(sample)
+    references = ReferenceMedia.from_bucketed_sample(sample)
     text, empty = encoding.make_text_job(sample.clip.caption, references), None
     # Otherwise all samples share the empty caption.
     needs_empty = encoding.recipe.data.caption_dropout > 0 or encoding.recipe.train.target == "guided"
@@ -370,7 +372,7 @@ def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[J
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
-    references = ReferenceMedia.from_sample(sample)
+    references = ReferenceMedia.from_bucketed_sample(sample)
     # Every sample of a batch needs such a caption, even if its loss does not count.
     if preserve.trigger not in caption:
         return (encoding.make_text_job(caption, references),), 0.0

@@ -219,7 +219,7 @@ class DiffusionTask:
 def _measure_loss(
     setup: DiffusionSetup, clips: EncodedClips, entries: Sequence[Entry], num_draws: int, data_digest: str
 ) -> float | None:
-    """Mean loss of some samples at fixed noise; `data_digest` is that of all `clips`. Collective."""
+    """Mean loss of some samples at fixed noise; `data_digest` is the hash of all `clips`. Collective."""
     # Each clip is measured with several noises, which have consecutive numbers.
     eval_samples = [
         EvalSample(entry, index * num_draws + draw) for index, entry in enumerate(entries) for draw in range(num_draws)

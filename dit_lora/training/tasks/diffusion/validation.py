@@ -187,7 +187,7 @@ def _write_samples(
 
 def _read_embeddings(training_data: DiffusionTrainingData, key: str, device: torch.device) -> Tensors:
     texts = training_data.training_set.texts
-    tensors, fault = texts.read(key, texts.get_first_spec([key]))
+    tensors, fault = texts.read(key, texts.get_first_tensor_spec([key]))
     if fault:
         raise DitLoraError(f"cannot use a validation prompt: {fault}; start again to encode it again")
     # Moved here, because the pipeline does not move given embeddings.

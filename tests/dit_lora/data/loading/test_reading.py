@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dit_lora.data.loading.batch import Reader
+from dit_lora.data.loading.batch import MicroBatchReader
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(error: Exc
         yield 1
         raise error
 
-    reader: Reader[int] = Reader()
+    reader: MicroBatchReader[int] = MicroBatchReader()
     reader.start(batches())
     assert reader.read_next() == (1, "")
     last_item, message = reader.read_next()
@@ -47,7 +47,7 @@ def test_a_file_that_is_gone_is_named_and_no_worker_is(error: Exception) -> None
         yield 1
         raise error
 
-    reader: Reader[int] = Reader()
+    reader: MicroBatchReader[int] = MicroBatchReader()
     reader.start(batches())
     reader.read_next()
     _, message = reader.read_next()
@@ -57,7 +57,7 @@ def test_a_file_that_is_gone_is_named_and_no_worker_is(error: Exception) -> None
 
 
 def test_what_went_wrong_in_the_program_is_not_told_as_a_dead_worker() -> None:
-    reader: Reader[int] = Reader()
+    reader: MicroBatchReader[int] = MicroBatchReader()
 
     def batches() -> Iterator[int]:
         raise RuntimeError("shapes differ")

@@ -102,7 +102,9 @@ def test_a_run_that_cannot_save_still_says_why_it_stops() -> None:
     files = SimpleNamespace(find_newest_saved_step=lambda: 0, save=fail)
     watch.recovery = cast(Any, SimpleNamespace(files=files, state_dict=dict))
     with pytest.raises(NonFiniteError) as stopped:
-        watch._stop(5, "the gradient is wrong", Event(5, "gradient_check", {}, action="stop", seconds=0.0))
+        watch._save_and_stop_run(
+            5, "the gradient is wrong", Event(5, "gradient_check", {}, action="stop", seconds=0.0)
+        )
     assert str(stopped.value).splitlines() == [
         "step 5: the gradient is wrong",
         "stopped, because guard.on_nonfinite has no fallback",
