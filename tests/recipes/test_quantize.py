@@ -26,7 +26,18 @@ Main = Callable[[list[str]], None]
 VARIANTS = {"cogvideox": "cogvideox-2b", "sana": "sana-600m", "videochat2": "videochat2-mistral"}
 FAMILIES = (
     *("cogvideox", "sana", "flux", "flux2", "krea2", "ltx2_sound", "ltx_video", "qwen_image"),
-    *("sd3", "wan", "z_image", "videochat2", "chroma", "ernie_image", "ideogram4", "anima", "kandinsky5"),
+    *(
+        "sd3",
+        "wan",
+        "z_image",
+        "videochat2",
+        "chroma",
+        "ernie_image",
+        "ideogram4",
+        "anima",
+        "kandinsky5",
+        "hunyuan_video15",
+    ),
 )
 # Of what those train with other data.
 GIVEN_MORE = (
