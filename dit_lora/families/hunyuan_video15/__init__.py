@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5 text-to-video, under the Tencent Hunyuan Community License, which has territory terms."""
+"""HunyuanVideo-1.5 text-to-video, whose licence does not apply in the EU, the United Kingdom and South Korea."""
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License

@@ -206,7 +206,7 @@ def _require_text_to_video(model: ModelConfig, transformer: Mapping[str, Any], v
         "patch_size": 1,
         "patch_size_t": 1,
         "task_type": "t2v",
-        # Its transformers (super resolution) take a second timestep.
+        # Transformers with it (super resolution, few steps) take a second timestep.
         "use_meanflow": False,
     }
     problems = [
