@@ -5,8 +5,8 @@ from dit_lora.families.family import DiffusionFamily, License
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 _COMFYUI_REFINER = "txt_in.individual_token_refiner.blocks.*"
-# ComfyUI's model of the published one (comfy/ldm/hunyuan_video/model.py at 8d53494 of its mirror yzkee/ComfyUI) has one
-# layer for query, key and value. Its layers outside of the blocks have no names here.
+# ComfyUI's model has one layer for query, key and value (comfy/ldm/hunyuan_video/model.py, as of the copy
+# yzkee/ComfyUI at 8d53494). Its layers outside of the blocks have no names here.
 _COMFYUI = LayerNames(
     renames={
         "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn.proj",

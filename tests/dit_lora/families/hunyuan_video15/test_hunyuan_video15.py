@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5's own facts: text of two encoders, checkpoints that are not trained, ComfyUI's layers, its sizes."""
+"""HunyuanVideo-1.5's own facts: text of two encoders, checkpoints that are refused, ComfyUI's layers, its sizes."""
 
 import re
 import shutil
@@ -56,9 +56,7 @@ def test_samples_of_a_text_and_of_its_tensors_are_the_same(tiny: Path) -> None:
     assert batches == [1, 1, 1, 1]  # the guider's calls
 
 
-@pytest.mark.parametrize(
-    ("name", "warned"), [("480p_t2v_distilled", True), ("480p_t2v", False), ("720p_t2v", False)]
-)
+@pytest.mark.parametrize(("name", "warned"), [("480p_t2v_distilled", True), ("480p_t2v", False), ("720p_t2v", False)])
 def test_a_run_on_a_distilled_model_starts_with_a_warning(
     tiny: Path, tmp_path: Path, recipe_values: dict[str, Any], name: str, warned: bool
 ) -> None:
