@@ -48,8 +48,9 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("HunyuanVideo15Pipeline",),
     default_recipe="hunyuan_video15/480p_t2v",
+    # For every copy of the weights.
     licenses={
-        "hunyuanvideo-community/HunyuanVideo-1.5*": License(
+        "*HunyuanVideo-1.5*": License(
             "other",
             "tencent-hunyuan-community",
             "https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE",
