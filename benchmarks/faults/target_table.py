@@ -103,7 +103,6 @@ _HUNYUAN_VIDEO15 = FaultTargets(
     time_proj="time_embed.time_proj",
     late=_find_quantile(0.85, 3.0),  # the shift of training
     upper=round(_find_quantile(0.65, 3.0)),
-    has_buffers=True,
 )
 _KANDINSKY5 = FaultTargets(
     family="kandinsky5",
