@@ -41,6 +41,7 @@ HUB = {
     "black-forest-labs/FLUX.2-klein-base-4B": "flux2-klein",
     "black-forest-labs/FLUX.2-klein-base-9B": "flux2-klein",
     "black-forest-labs/FLUX.2-dev": "flux2-dev",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": "hunyuan-video-1.5",
     "kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers": "kandinsky-5-t2v",
     "krea/Krea-2-Raw": "krea2-raw",
     "Tongyi-MAI/Z-Image": "z-image",

@@ -91,6 +91,19 @@ _FLUX2 = FaultTargets(
     time_proj="time_guidance_embed.time_proj",
     posterior=False,
 )
+_HUNYUAN_VIDEO15 = FaultTargets(
+    family="hunyuan_video15",
+    variant="hunyuan-video-1.5",
+    data=_CLIPS,
+    sections={"lora": {"targets": ("to_q", "to_k", "to_v", "to_out.0")}},
+    attention="transformer_blocks.1.attn",
+    ff="transformer_blocks.0.ff",
+    ff_out="transformer_blocks.0.ff.net.2",
+    modulation="transformer_blocks.1.norm1.linear",
+    time_proj="time_embed.time_proj",
+    late=_find_quantile(0.85, 3.0),  # the shift of training
+    upper=round(_find_quantile(0.65, 3.0)),
+)
 _KANDINSKY5 = FaultTargets(
     family="kandinsky5",
     variant="kandinsky-5-t2v",
@@ -348,6 +361,7 @@ _TARGETS = (
         late=0.83,  # the module receives t / 1000
         upper=700,
     ),
+    _HUNYUAN_VIDEO15,
     _KANDINSKY5,
     _QWEN_IMAGE,
     _QWEN_IMAGE_EDIT,

@@ -35,6 +35,8 @@ _TEXT_TENSORS = ("prompt", "audio_prompt")
 _TEXT_TOKENS = 16
 _FIXED_TEXT_FAMILIES = ("cogvideox",)
 """Models whose position embedding fits one number of text tokens."""
+_TEXT_IN_MODEL_DTYPE = ("hunyuan_video15",)
+"""Models that begin with a LayerNorm of text, which autocast leaves alone: text has the model's dtype, as in a run."""
 
 
 @dataclass
@@ -88,6 +90,8 @@ class TinyTraining:
         data = _encode_samples(checkpoint, family_name)
         if family_name not in _FIXED_TEXT_FAMILIES:
             data = [_shorten_text(batch, _TEXT_TOKENS) for batch in data]
+        if family_name in _TEXT_IN_MODEL_DTYPE:
+            data = [_convert_text(batch, dtype) for batch in data]
         return cls(checkpoint, model.train(), dtype, data, num_micro_batches)
 
     @property
@@ -153,6 +157,14 @@ class TinyBatch(MicroBatch):
 
     def select_sample(self, index: int) -> "TinyBatch":
         raise NotImplementedError("gradients are checked over whole steps")
+
+
+def _convert_text(batch: Tensors, dtype: torch.dtype) -> Tensors:
+    """Embeddings of captions in this dtype; masks and latents as they are."""
+    return {
+        name: tensor.to(dtype) if name.startswith(_TEXT_TENSORS) and tensor.is_floating_point() else tensor
+        for name, tensor in batch.items()
+    }
 
 
 def _encode_samples(checkpoint: Checkpoint, family_name: str) -> list[Tensors]:

@@ -149,11 +149,21 @@ _IDEOGRAM4: PublishedNames = {
     **_map_joined_layer("layers.*.attention.qkv", "layers.*.attention", "to_q to_k to_v"),
     "layers.*.attention.o": ("layers.*.attention.to_out.0",),
 }
+# Those that ComfyUI joins; its other names are single layers' (`LayerNames.renames`).
+_HUNYUAN_VIDEO15: PublishedNames = {
+    **_FLUX_ATTENTION,
+    **_map_joined_layer(
+        "txt_in.individual_token_refiner.blocks.*.self_attn.qkv",
+        "context_embedder.token_refiner.refiner_blocks.*.attn",
+        "to_q to_k to_v",
+    ),
+}
 # By the class of the transformer.
 PUBLISHED_NAMES: Mapping[str, PublishedNames] = {
     "ChromaTransformer2DModel": _CHROMA,
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
+    "HunyuanVideo15Transformer3DModel": _HUNYUAN_VIDEO15,
     "Ideogram4Transformer2DModel": _IDEOGRAM4,
     "SD3Transformer2DModel": _SD3,
     "ZImageTransformer2DModel": _Z_IMAGE,

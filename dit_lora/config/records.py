@@ -199,6 +199,7 @@ class PipelineFacts(_Class, _Record):
     module: Module
     loads_lora: bool
     is_modular: NotRequired[bool]
+    has_guider: NotRequired[bool]
     condition: Literal["prompt", "class_labels"]
     label: list[Int64] | None
     labels_as_tensor: bool

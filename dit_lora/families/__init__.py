@@ -33,6 +33,7 @@ _OWN_DIFFUSION_FAMILIES = {
     "ernie_image": "dit_lora.families.ernie_image",
     "flux": "dit_lora.families.flux",
     "flux2": "dit_lora.families.flux2",
+    "hunyuan_video15": "dit_lora.families.hunyuan_video15",
     "ideogram4": "dit_lora.families.ideogram4",
     "kandinsky5": "dit_lora.families.kandinsky5",
     "krea2": "dit_lora.families.krea2",

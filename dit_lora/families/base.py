@@ -196,6 +196,13 @@ class CheckpointInfo(ABC):
         """Components without weights that the stock pipeline must get to be built at all, by name. Mostly none."""
         return {}
 
+    def load_partial_pipeline(self, **components: Any) -> Any:
+        """Load the stock pipeline with these components in place of the stored ones; None leaves one out.
+
+        Other keywords are options of `from_pretrained`.
+        """
+        return load_pretrained(self.pipeline_class, self.path, **self.pipeline_components() | components)
+
     def index_changes(self) -> dict[str, Any]:
         """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
         return {}
@@ -240,10 +247,8 @@ class Encoders(ABC):
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
-        components = {"transformer": None, "vae": None, **self.info.pipeline_components()}
-        return load_pretrained(
-            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
-        ).to(device)
+        components: dict[str, Any] = {"transformer": None, "vae": None}
+        return self.info.load_partial_pipeline(dtype=dtype, use_safetensors=True, **components).to(device)
 
     @abstractmethod
     def load_text_limit(self) -> TextLimit | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dit_lora.families.base import Sampler
+from dit_lora.families.guider import accept_guidance_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +34,3 @@ class ModularSampler(Sampler):
                 blocks.sub_blocks.pop(name)
         pipeline = super()._load_pipeline(dtype, transformer, text, blocks=blocks, **init_kwargs)
         return accept_guidance_scale(pipeline)
-
-
-def accept_guidance_scale(pipeline: Any) -> Any:
-    """Let a modular pipeline take `guidance_scale` when it is called, as stock pipelines do, in place.
-
-    A modular pipeline has a guider, a component, in place of this argument. A scale of 1 or less turns guidance off.
-    """
-    base = type(pipeline)
-
-    def call(self: Any, *args: Any, guidance_scale: float, **kwargs: Any) -> Any:
-        # At exactly 1 a guider predicts without the negative prompt.
-        guider = self.get_component_spec("guider").create(guidance_scale=max(guidance_scale, 1.0))
-        self.update_components(guider=guider)
-        return base.__call__(self, *args, **kwargs)
-
-    # Files and messages name the class, so the new class keeps its name.
-    members = {"__call__": call, "__module__": base.__module__, "__doc__": base.__doc__}
-    pipeline.__class__ = type(base.__name__, (base,), members)
-    return pipeline

@@ -64,8 +64,10 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     # Not autoescaped: the result is Python. Values are inserted by `repr` or as quoted literals.
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
+    # facts.json of older runs lacks these.
+    defaults = {"to_image": False, "is_modular": False, "has_guider": False}
     code = environment.from_string(template).render(
-        facts={"to_image": False, "is_modular": False, **contents.facts["pipeline" if is_pipeline else "model"]},
+        facts=defaults | contents.facts["pipeline" if is_pipeline else "model"],
         references=list_reference_files(contents.facts.get("pipeline", {})),
         clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,

@@ -23,7 +23,6 @@ from dit_lora.adapters.lora_mixins import allow_quantized_layers
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.data.cache.digests import Digests
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import get_diffusion_families
 from dit_lora.families.base import Checkpoint
@@ -183,7 +182,7 @@ class DiffusionReferenceModel(ReferenceModel):
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
-        return load_pretrained(self.checkpoint.info.pipeline_class, self.checkpoint.path, **components)
+        return self.checkpoint.info.load_partial_pipeline(**components)
 
 
 def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer) -> str | None:

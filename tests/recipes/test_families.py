@@ -35,7 +35,7 @@ def test_every_smoke_recipe_is_tried_here() -> None:
 ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
     "flux_kontext",
-    *("chroma", "flux", "flux2", "kandinsky5", "qwen_image21", "sd3"),
+    *("chroma", "flux", "flux2", "hunyuan_video15", "kandinsky5", "qwen_image21", "sd3"),
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_2.2_i2v", "wan_5b", "wan_5b_i2v"),
     *("ltx_video_i2v", "ltx2", "ltx2_2.5", "ltx2_i2v", "ltx2_i2v_sound", "ltx2_ic_lora"),
 )

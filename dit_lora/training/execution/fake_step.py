@@ -10,10 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
+from dit_lora.numerics.transformer_blocks import repeated_blocks
 
 CPU = torch.device("cpu")
 # Frames between a call and the mode that it is dispatched to, besides those of other modes.
@@ -37,8 +38,9 @@ class FakeStep:
         # A wrapper, because `functional_call` replaces the weights of one module call.
         self._module = _StepModule(model)
         floats = {name: spec for name, spec in batch.items() if spec[1].is_floating_point}
+        self._fake_mode = _FakeMode(allow_non_fake_inputs=True)
         # Fake copies of all weights and buffers; the real ones give only shapes and dtypes.
-        with _FakeMode(allow_non_fake_inputs=True):
+        with self._fake_mode:
             self.weights: Tensors = {
                 name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(t.requires_grad)
                 for name, t in [*self._module.named_parameters(), *self._module.named_buffers()]
@@ -57,7 +59,28 @@ class FakeStep:
         Not under a fake mode: tables that a model computes and keeps, and its random numbers, must be real. Raises
         `RuntimeError` if the model depends on values, and the model's own errors for token ids that are ones.
         """
-        return functional_call(self._module, self.weights, (compute, self.batch))
+        blocks = repeated_blocks(self._module.model)
+        hooks = [block.register_forward_pre_hook(self._replace_masks, with_kwargs=True) for block in blocks]
+        try:
+            return functional_call(self._module, self.weights, (compute, self.batch))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _replace_masks(self, _block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replace real padding masks (B, S) among a block's inputs with fake ones.
+
+        HunyuanVideo-1.5's blocks expand theirs to (B, 1, S, S), which takes gigabytes and seconds if it is real.
+        """
+
+        def replace(value: Any) -> Any:
+            is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            if is_real and value.dtype is torch.bool and value.dim() == 2:
+                with self._fake_mode:
+                    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            return value
+
+        return tree_map(replace, (args, kwargs))
 
     def track_allocations(self) -> "AllocationTracker":
         """A counter of allocations other than the weights, their gradients and the batch."""

@@ -3,6 +3,7 @@
 It holds counts and lengths, but no file names, and of captions only the words that all of them begin with.
 """
 
+import inspect
 import json
 import statistics
 import tempfile
@@ -156,6 +157,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "module": cls.__module__ if is_own_class else "diffusers",
         "loads_lora": hasattr(cls, "load_lora_weights"),
         "is_modular": issubclass(cls, ModularPipeline),
+        "has_guider": "guider" in inspect.signature(cls.__init__).parameters,
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),

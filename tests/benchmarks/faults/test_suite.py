@@ -99,7 +99,7 @@ IN_CI = (
                 *("sana-600m", "cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
                 *("latte", "qwen-image", "sana-video", "video-dit-class", "ltx-video-0.9.1", "sd3.5-medium"),
                 *("wan-2.1-i2v", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b", "z-image", "chroma", "ernie-image", "anima"),
-                *("ideogram-4", "qwen-image-2.1", "kandinsky-5-t2v"),
+                *("ideogram-4", "qwen-image-2.1", "kandinsky-5-t2v", "hunyuan-video-1.5"),
             )
         ),
     ],

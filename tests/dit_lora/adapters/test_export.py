@@ -41,6 +41,7 @@ MODELS = (
             ("flux", "flux-dev"),
             ("flux2", "flux2-klein"),
             ("flux2", "flux2-dev"),
+            ("hunyuan_video15", "hunyuan-video-1.5"),
             ("kandinsky5", "kandinsky-5-t2v"),
             ("krea2", "krea2-raw"),
             ("qwen_image", "qwen-image"),

@@ -111,8 +111,8 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
 def test_of_the_families_here_comfyui_runs_those_it_has_names_for() -> None:
     assert forms_of("cogvideox") == ("diffusers", "folded", "peft", "comfyui", "kohya")
     families = (
-        *("anima", "chroma", "ernie_image", "flux", "flux2", "ideogram4", "kandinsky5", "krea2", "qwen_image"),
-        *("qwen_image21", "sd3", "z_image"),
+        *("anima", "chroma", "ernie_image", "flux", "flux2", "hunyuan_video15", "ideogram4", "kandinsky5", "krea2"),
+        *("qwen_image", "qwen_image21", "sd3", "z_image"),
     )
     for family in families:
         assert forms_of(family) == ("diffusers", "folded", "peft", "comfyui")

@@ -38,6 +38,7 @@ MODELS = (
             ("ideogram4", "ideogram-4"),
             ("anima", "anima"),
             ("flux", "flux-dev"),
+            ("hunyuan_video15", "hunyuan-video-1.5"),
             ("kandinsky5", "kandinsky-5-t2v"),
             ("krea2", "krea2-raw"),
             ("ltx_video", "ltx-video"),

@@ -95,6 +95,12 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
             "other",
             "ideogram-4-non-commercial",
         ),
+        (
+            "hunyuan_video15",
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+            "other",
+            "tencent-hunyuan-community",
+        ),
         ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers", "other", "circlestone-labs-non-commercial-license"),
         ("kandinsky5", "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "mit", None),
         ("krea2", "krea/Krea-2-Raw", "other", "krea-2-community-license"),

@@ -80,6 +80,7 @@ FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "flux": ("flux", "flux-dev", "selective", ()),
     "flux 2, stock": ("flux2", "flux2-klein", "full", ()),
     "flux 2": ("flux2", "flux2-klein", "full", ("kernels.ada_norm=on",)),
+    "hunyuan": ("hunyuan_video15", "hunyuan-video-1.5", "selective", ()),
     "kandinsky 5": ("kandinsky5", "kandinsky-5-t2v", "selective", ()),
     "krea 2": ("krea2", "krea2-raw", "selective", ("kernels.ada_norm=on",)),
     "qwen image": ("qwen_image", "qwen-image", "full", ()),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dit_lora.guard.attach.calls import outermost_calls
 from dit_lora.guard.attach.loop_events import EVENTS
@@ -50,3 +51,35 @@ def test_a_mask_with_values_says_how_many_places_there_are(marked: tuple[int, ..
         name: weight.shape for name, weight in step.weights.items()
     }
     assert live.current_bytes == sum(weight.nbytes for weight in step.weights.values())
+
+
+class ExpandedMask(nn.Module):
+    """Blocks that expand a padding mask (B, S) to all pairs of tokens, as HunyuanVideo-1.5's do."""
+
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            pairs = mask[:, None].repeat(1, mask.shape[1], 1)
+            self.mask_type = type(pairs)
+            return x.masked_fill(~(pairs & pairs.transpose(1, 2)), 0.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block()])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        # Outside of blocks a mask has values.
+        assert mask.all()
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x.sum()
+
+
+def test_a_block_gets_no_real_mask_and_what_it_expands_is_counted() -> None:
+    model, tokens = ExpandedMask(), 1 << 13
+    step = FakeStep(model, {"x": ((1, tokens, tokens), torch.float32), "mask": ((1, tokens), torch.bool)})
+    with step.track_allocations() as live:
+        step.run(lambda module, batch: module(batch["x"], batch["mask"]))
+    assert model.blocks[0].mask_type is FakeTensor
+    # Two masks of all pairs and the output of four bytes each are there together.
+    assert live.max_bytes >= 6 * tokens * tokens
+    assert not model.blocks[0]._forward_pre_hooks

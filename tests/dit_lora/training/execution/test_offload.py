@@ -271,7 +271,7 @@ def test_a_launch_that_places_the_weights_itself_is_refused(
 # One of each model's blocks, and what is encoded otherwise.
 OFFLOADED = (
     *("sana", "flux", "flux_kontext_masked", "flux2", "flux2_dev_edit", "krea2", "qwen_image", "chroma"),
-    *("ernie_image", "ideogram4", "anima", "qwen_image21", "kandinsky5"),
+    *("ernie_image", "ideogram4", "anima", "qwen_image21", "kandinsky5", "hunyuan_video15"),
     *("qwen_image_edit_masked", "qwen_image_edit_plus", "ltx_video", "ltx_video_i2v", "ltx2"),
     *("ltx2_sound", "ltx2_i2v", "ltx2_ic_lora", "ltx2_ic_lora_sound", "sd3", "wan", "z_image"),
 )
