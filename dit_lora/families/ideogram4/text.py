@@ -62,7 +62,7 @@ class EmbeddedPromptPipeline(Ideogram4Pipeline):
     ) -> tuple[torch.Tensor, ...]:
         """The transformer's inputs for captions (T, D), padded on the left, and an image's grid of tokens.
 
-        Text features (B, T + S, D), zero where there is no text, are where the captions are; position ids
+        Text features (B, T + S, D), which are zero outside of captions, are on the captions' device. Position ids
         (B, T + S, 3), segment ids and indicators (B, T + S) are on `device`.
         """
         lengths, num_image = [len(caption) for caption in prompt], grid_h * grid_w
