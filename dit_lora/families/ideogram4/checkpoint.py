@@ -37,7 +37,7 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
-from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, TruncatingTokenizer, build_layout, take_embeddings
+from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, EmbeddedPromptPipeline, compute_caption_limit
 from dit_lora.families.latents import (
     PACK_SIZE,
     compute_packed_loss_weights,
@@ -88,7 +88,7 @@ class Ideogram4Encoders(Encoders):
     def load_text_limit(self) -> TextLimit:
         """Load Ideogram 4's caption limit, not counting the chat template's tokens around the caption."""
         tokenizer = load_text_limit(self.info.path).tokenizer
-        return TextLimit(tokenizer, MAX_TEXT_TOKENS - TruncatingTokenizer(tokenizer).num_template_tokens)
+        return TextLimit(tokenizer, compute_caption_limit(tokenizer))
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": MAX_TEXT_TOKENS, "layers": list(QWEN3_VL_ACTIVATION_LAYERS)}
@@ -103,18 +103,12 @@ class Ideogram4Encoders(Encoders):
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         parts = dict.fromkeys(("transformer", "unconditional_transformer", "vae", "prompt_enhancer_head"))
         pipeline = load_pretrained(Ideogram4Pipeline, self.info.path, dtype=dtype, use_safetensors=True, **parts)
-        return take_embeddings(pipeline.to(device))
+        return EmbeddedPromptPipeline(**pipeline.to(device).components)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3-VL as the pipeline uses it. The cache pads embeddings on the right and keeps a mask."""
         pipeline = self.load_text_pipeline(dtype, device)
-
-        def encode_caption(caption: str) -> torch.Tensor:
-            # Without padding, and without an image (a grid of 0 x 0).
-            features, *_ = pipeline.encode_prompt([caption], 0, 0, pipeline.count_prompt_tokens(caption), device)
-            return features[0].to(dtype)  # type: ignore[no-any-return]
-
-        return make_unpadded_encoder(encode_caption, MAX_TEXT_TOKENS)
+        return make_unpadded_encoder(lambda caption: pipeline.embed_caption(caption).to(dtype), MAX_TEXT_TOKENS)
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """Mean of an image's posterior, (C, H, W), normalised: the inverse of the end of the pipeline."""
@@ -155,7 +149,7 @@ class Ideogram4Denoiser(FlowDenoiser):
         """
         captions = unpad_captions(batch["prompt_embeds"], batch["prompt_attention_mask"])
         num_text, grid = max(map(len, captions)), compute_token_grid(batch["latent_mean"])
-        features, *ids = build_layout(captions, *grid, num_text, torch.device("cpu"))
+        features, *ids = EmbeddedPromptPipeline.encode_prompt(captions, *grid, num_text, torch.device("cpu"))
         position_ids, segment_ids, indicator = (move_to_device(tensor, noisy.device) for tensor in ids)
         output = transformer(
             # Zeros in place of the text.
@@ -180,7 +174,8 @@ class Ideogram4Sampler(Sampler):
     num_guidance_transformers = 1
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        return take_embeddings(self._load_pipeline(dtype, transformer, text, prompt_enhancer_head=None))
+        stock = self._load_pipeline(dtype, transformer, text, prompt_enhancer_head=None)
+        return EmbeddedPromptPipeline(**stock.components)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Arguments of the pipeline, without an empty prompt: the unconditional transformer sees no text."""

@@ -15,30 +15,16 @@ the cache has 53,248 values.
 """
 
 
-class TruncatingTokenizer:
-    """The pipeline's tokenizer, which drops the end of a prompt beyond `max_tokens`, but not the template's end."""
+def count_prompt_tokens(tokenizer: Any, caption: str) -> int:
+    """Number of tokens that `Ideogram4Pipeline.encode_prompt` makes of a caption, the chat template's included."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": caption}]}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return len(tokenizer(text, add_special_tokens=False).input_ids)
 
-    def __init__(self, tokenizer: Any, max_tokens: int = MAX_TEXT_TOKENS) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        before, after = self.apply_template("{}").split("{}")
-        self.num_closing_tokens = len(tokenizer(after, add_special_tokens=False).input_ids)
-        self.num_template_tokens = len(tokenizer(before + after, add_special_tokens=False).input_ids)
 
-    def apply_template(self, caption: str) -> str:
-        """The text that Ideogram4Pipeline.encode_prompt makes of a caption."""
-        messages = [{"role": "user", "content": [{"type": "text", "text": caption}]}]
-        return str(self.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tokenizer.apply_chat_template(*args, **kwargs)
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        encoded = self.tokenizer(text, **options)
-        ids = encoded["input_ids"]
-        if ids.shape[1] > self.max_tokens:
-            num_kept = self.max_tokens - self.num_closing_tokens
-            encoded["input_ids"] = torch.cat([ids[:, :num_kept], ids[:, -self.num_closing_tokens :]], dim=1)
-        return encoded
+def compute_caption_limit(tokenizer: Any) -> int:
+    """Maximum number of a caption's tokens: `MAX_TEXT_TOKENS` without those of the chat template around it."""
+    return MAX_TEXT_TOKENS - count_prompt_tokens(tokenizer, "")
 
 
 class EmbeddedPromptPipeline(Ideogram4Pipeline):
@@ -52,45 +38,36 @@ class EmbeddedPromptPipeline(Ideogram4Pipeline):
     def __call__(self, prompt: str | Sequence[str | torch.Tensor], **arguments: Any) -> Any:
         """Generate images. Each prompt is a text, or its embeddings without padding, (T, D)."""
         stock: Any = super()
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        num_tokens = max(map(self.count_prompt_tokens, prompts))
-        return stock.__call__(prompts, max_sequence_length=num_tokens, **arguments)
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        captions = [self.embed_caption(item) if isinstance(item, str) else item for item in prompts]
+        return stock.__call__(captions, max_sequence_length=max(map(len, captions)), **arguments)
 
-    def count_prompt_tokens(self, prompt: str | torch.Tensor) -> int:
-        """Number of tokens of a prompt, the template's included."""
-        if isinstance(prompt, torch.Tensor):
-            return len(prompt)
-        text = self.tokenizer.apply_template(prompt)
-        return int(self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].shape[1])
-
-    def encode_prompt(
-        self, prompt: Any, grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        """The stock method, for texts or embeddings."""
+    @torch.no_grad()
+    def embed_caption(self, caption: str) -> torch.Tensor:
+        """Embeddings (T, D) of a caption without padding. The end of a long caption is dropped."""
         stock: Any = super()
-        if all(isinstance(item, str) for item in prompt):
-            return tuple(stock.encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device))
-        return build_layout(prompt, grid_h, grid_w, max_sequence_length, device)
+        max_tokens = compute_caption_limit(self.tokenizer)
+        # (start, end) of each token in the caption. Where one character is several tokens, they have the same start.
+        offsets = self.tokenizer(caption, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+        if len(offsets) > max_tokens:
+            caption = caption[: offsets[max_tokens][0]]
+        num_tokens = count_prompt_tokens(self.tokenizer, caption)
+        # Without an image (a grid of 0 x 0).
+        features, *_ = stock.encode_prompt(caption, 0, 0, num_tokens, stock._execution_device)
+        return features[0]  # type: ignore[no-any-return]
 
+    @staticmethod
+    def encode_prompt(
+        prompt: Sequence[torch.Tensor], grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """The transformer's inputs for captions (T, D), padded on the left, and an image's grid of tokens.
 
-def take_embeddings(pipeline: Any) -> EmbeddedPromptPipeline:
-    """The same components in a pipeline that also takes embeddings, and truncates prompts."""
-    components = dict(pipeline.components)
-    if components["tokenizer"] is not None:
-        components["tokenizer"] = TruncatingTokenizer(components["tokenizer"])
-    return EmbeddedPromptPipeline(**components)
-
-
-def build_layout(
-    captions: Sequence[torch.Tensor], rows: int, columns: int, num_tokens: int, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """The transformer's inputs for captions (T, D), padded on the left to `num_tokens`, and an image's token grid.
-
-    Text features (B, T + S, D) are where the captions are; position ids (B, T + S, 3), segment ids and indicators
-    (B, T + S) are on `device`.
-    """
-    lengths, num_image = [len(caption) for caption in captions], rows * columns
-    # Zeros before each caption, and in place of the image's tokens, which have no text features.
-    features = torch.stack([F.pad(caption, (0, 0, num_tokens - len(caption), num_image)) for caption in captions])
-    ids = Ideogram4Pipeline._prepare_ids(lengths, rows, columns, num_tokens, device)
-    return features, *ids
+        Text features (B, T + S, D), which are zero outside of captions, are on the captions' device. Position ids
+        (B, T + S, 3), segment ids and indicators (B, T + S) are on `device`.
+        """
+        lengths, num_image = [len(caption) for caption in prompt], grid_h * grid_w
+        # Zeros before each caption, and in place of the image's tokens.
+        pads = [(0, 0, max_sequence_length - length, num_image) for length in lengths]
+        features = torch.stack([F.pad(caption, pad) for caption, pad in zip(prompt, pads, strict=True)])
+        ids = Ideogram4Pipeline._prepare_ids(lengths, grid_h, grid_w, max_sequence_length, device)
+        return features, *ids
