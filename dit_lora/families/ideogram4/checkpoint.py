@@ -37,7 +37,7 @@ from dit_lora.families.base import (
 from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
-from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, EmbeddedPromptPipeline, compute_caption_limit
+from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, EmbeddedPromptPipeline, count_prompt_tokens
 from dit_lora.families.latents import (
     PACK_SIZE,
     compute_packed_loss_weights,
@@ -88,7 +88,7 @@ class Ideogram4Encoders(Encoders):
     def load_text_limit(self) -> TextLimit:
         """Load Ideogram 4's caption limit, not counting the chat template's tokens around the caption."""
         tokenizer = load_text_limit(self.info.path).tokenizer
-        return TextLimit(tokenizer, compute_caption_limit(tokenizer))
+        return TextLimit(tokenizer, MAX_TEXT_TOKENS - count_prompt_tokens(tokenizer, ""))
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": MAX_TEXT_TOKENS, "layers": list(QWEN3_VL_ACTIVATION_LAYERS)}

@@ -22,11 +22,6 @@ def count_prompt_tokens(tokenizer: Any, caption: str) -> int:
     return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def compute_caption_limit(tokenizer: Any) -> int:
-    """Maximum number of a caption's tokens: `MAX_TEXT_TOKENS` without those of the chat template around it."""
-    return MAX_TEXT_TOKENS - count_prompt_tokens(tokenizer, "")
-
-
 class EmbeddedPromptPipeline(Ideogram4Pipeline):
     """`Ideogram4Pipeline` that also takes embeddings in place of prompts, and pads prompts to their longest one.
 
@@ -46,12 +41,11 @@ class EmbeddedPromptPipeline(Ideogram4Pipeline):
     def embed_caption(self, caption: str) -> torch.Tensor:
         """Embeddings (T, D) of a caption without padding. The end of a long caption is dropped."""
         stock: Any = super()
-        max_tokens = compute_caption_limit(self.tokenizer)
-        # (start, end) of each token in the caption. Where one character is several tokens, they have the same start.
-        offsets = self.tokenizer(caption, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-        if len(offsets) > max_tokens:
-            caption = caption[: offsets[max_tokens][0]]
-        num_tokens = count_prompt_tokens(self.tokenizer, caption)
+        while (num_tokens := count_prompt_tokens(self.tokenizer, caption)) > MAX_TEXT_TOKENS:
+            spans = self.tokenizer(caption, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+            # From the first token to drop; tokens of one character have the same start. A cut inside a word can give
+            # its beginning more tokens than before.
+            caption = caption[: spans[MAX_TEXT_TOKENS - num_tokens][0]]
         # Without an image (a grid of 0 x 0).
         features, *_ = stock.encode_prompt(caption, 0, 0, num_tokens, stock._execution_device)
         return features[0]  # type: ignore[no-any-return]
