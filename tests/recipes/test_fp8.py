@@ -38,13 +38,13 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
 ) -> None:
     """Its products are a CPU's; from the third step on they give NaN."""
     monkeypatch.setattr(api, "why_no_fp8", lambda: None)
-    product, calls = lora_linear.fp8.multiply, []
+    product, calls = lora_linear.fp8.multiply_fp8, []
 
     def counted(*args: Any) -> torch.Tensor:
         calls.append(1)
         return product(*args)
 
-    monkeypatch.setattr(lora_linear.fp8, "multiply", counted)
+    monkeypatch.setattr(lora_linear.fp8, "multiply_fp8", counted)
     args = [*smoke, *ASKED, "train.steps=4", "train.save_every=2", f"run.dir={tmp_path / 'run'}"]
     lora_main(args)
     output = capsys.readouterr().err
@@ -58,7 +58,7 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
         result = product(*args)
         return result.fill_(torch.nan) if armed.yes else result
 
-    monkeypatch.setattr(lora_linear.fp8, "multiply", broken)
+    monkeypatch.setattr(lora_linear.fp8, "multiply_fp8", broken)
     lora_main([*args, f"run.dir={tmp_path / 'broken'}"])
     diagnoses = [line["verdict"] for line in lines(tmp_path / "broken", "events.jsonl")]
     assert [(v["cause"], v["switch"]) for v in diagnoses] == [("kernel", "fp8")]

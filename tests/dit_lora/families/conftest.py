@@ -107,3 +107,17 @@ def model_subject(
 ) -> Subject:
     """For what depends on the network alone, whatever the task and the pipeline."""
     return opened(request.param, tiny_checkpoints, monkeypatch)
+
+
+# A step of its 1,985 text tokens takes a second.
+SLOW = {"hunyuan-video-1.5"}
+
+
+@pytest.fixture(params=parameters(ARCHITECTURES - SLOW))
+def quick_model_subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Subject:
+    """For what depends on the network alone, and takes many steps."""
+    return opened(request.param, tiny_checkpoints, monkeypatch)

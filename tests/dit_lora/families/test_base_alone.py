@@ -20,10 +20,10 @@ def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
-    model_subject: Subject, fused: bool, monkeypatch: pytest.MonkeyPatch
+    quick_model_subject: Subject, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A is another one than before training, and B is put back where what is within fails."""
-    model, batch = adapted(model_subject), encoded_batch(model_subject)
+    model, batch = adapted(quick_model_subject), encoded_batch(quick_model_subject)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     random = torch.Generator().manual_seed(7)
     with by("reference", monkeypatch), torch.no_grad():
@@ -33,24 +33,24 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
             if ".lora_B." in name:
                 parameter.zero_()
         assert has_only_idle_adapters(model)
-        base = losses(model_subject, model, batch)
+        base = losses(quick_model_subject, model, batch)
         for parameter in trained.values():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
-        after = losses(model_subject, model, batch)
+        after = losses(quick_model_subject, model, batch)
         assert not torch.equal(after, base)
         initial = {name: p.clone() for name, p in trained.items()}
         with temporarily_reset_adapters(model):
             assert has_only_idle_adapters(model)
-            assert torch.equal(losses(model_subject, model, batch), base)
+            assert torch.equal(losses(quick_model_subject, model, batch), base)
         with pytest.raises(ValueError, match="within"), temporarily_reset_adapters(model):
             raise ValueError("within")
         assert not has_only_idle_adapters(model)
         assert all(torch.equal(p, initial[name]) for name, p in trained.items())
-        assert torch.equal(losses(model_subject, model, batch), after)
+        assert torch.equal(losses(quick_model_subject, model, batch), after)
 
 
-def test_only_a_lora_whose_b_is_zero_does_nothing(model_subject: Subject) -> None:
-    model = adapted(model_subject)
+def test_only_a_lora_whose_b_is_zero_does_nothing(quick_model_subject: Subject) -> None:
+    model = adapted(quick_model_subject)
     b = [p for n, p in model.named_parameters() if ".lora_B." in n]
     with torch.no_grad():
         for parameter in b:

@@ -12,16 +12,16 @@ from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.replayable_batch import compute_training_losses
 
 
-def test_losses_are_quadratic_in_the_share_of_the_models_own_output(pipeline_subject: Subject) -> None:
+def test_losses_are_quadratic_in_the_share_of_the_models_own_output(quick_model_subject: Subject) -> None:
     """With guidance s the prediction is u + (output - u) / s, so a squared error is a parabola in 1 / s."""
-    checkpoint: Any = pipeline_subject.checkpoint
+    checkpoint: Any = quick_model_subject.checkpoint
     if hasattr(checkpoint.denoiser, "should_train_variance"):  # refused with this target
         checkpoint = replace(checkpoint, denoiser=replace(checkpoint.denoiser, should_train_variance=False))
-    encoded, streams = encoded_batch(pipeline_subject), RandomStreams(0, [4, 5, 6])
+    encoded, streams = encoded_batch(quick_model_subject), RandomStreams(0, [4, 5, 6])
     # Instead of the empty caption each sample has another's, of its own size.
     other_text = {name: encoded[name].roll(1, 0) for name in checkpoint.encoders.text_spec(torch.float32)}
     batch = {**encoded, **{f"{EMPTY_PREFIX}{name}": tensor for name, tensor in other_text.items()}}
-    model = adapted(pipeline_subject)
+    model = adapted(quick_model_subject)
 
     def losses(scale: float) -> torch.Tensor:
         scales = torch.tensor([1.0, scale, scale])

@@ -112,7 +112,11 @@ def list_addresses(root: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    # Each width and each scheme once.
+    [pytest.param(*s, marks=() if s in SCREENS[::3] else pytest.mark.thorough) for s in SCREENS],
+)
 def test_every_page_fits_the_screen(browser: Any, server: StudioServer, root: Path, width: int, scheme: str) -> None:
     page, errors = open_page(browser, server, viewport={"width": width, "height": 900}, color_scheme=scheme)
     for name, address in list_addresses(root).items():
