@@ -93,12 +93,13 @@ class DataPages:
         return studio_page(request, "studio_data.html", folders=folders, roots=self._library.roots)
 
     def show_sheet(self, request: Request) -> Response:
+        page = f"/data/{request.path_params['data_id']}/"
+        # Before what they write: the page asks again if a command had not ended here.
+        jobs = [job for job in self._queue.list_jobs() if job.page == page]
         query = _read_query(request.query_params)
         edits, note = self._get_edits(request, query)
         sheet = edits.build_sheet(SampleFilter.from_values(query), parse_page_number(request))
         extra_files, hidden_folders = self._find_extra_files(query, edits.root, sheet)
-        page = f"/data/{request.path_params['data_id']}/"
-        jobs = [job for job in self._queue.list_jobs() if job.page == page]
         return studio_page(
             request,
             "studio_sheet.html",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -30,9 +31,9 @@ class JobQueue:
         self._counter = 0
 
     def list_jobs(self) -> list[CommandJob]:
-        """The latest jobs, the newest first."""
+        """The latest jobs as they are now, the newest first: a job that ends later does not change in this list."""
         with self._lock:
-            return list(reversed(self._jobs.values()))[:_MAX_JOBS]
+            return [replace(job) for job in reversed(self._jobs.values())][:_MAX_JOBS]
 
     def add(self, arguments: Sequence[str], page: str, *, needs_gpu: bool, results: Path | None = None) -> CommandJob:
         """Start a command, or put it behind the others that need a GPU."""

@@ -74,9 +74,12 @@ class NewRunPages:
         # What was typed before its memory was planned.
         typed = self._planned_values.get(plan_id, {})
         fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
-        # Both are commands that end later; the page asks again until then. The machine is checked once.
+        # Commands end while the page is made. It asks again if they had not ended here, before their results are read.
         plan = {job.job_id: job for job in self._queue.list_jobs()}.get(plan_id)
-        self._doctor = doctor = self._doctor or self._queue.add(["doctor", "--json"], "", needs_gpu=False)
+        example_jobs = self._list_example_jobs(source)
+        # The machine is checked once.
+        self._doctor = self._doctor or self._queue.add(["doctor", "--json"], "", needs_gpu=False)
+        doctor = replace(self._doctor)
         return studio_page(
             request,
             "studio_new.html",
@@ -92,7 +95,7 @@ class NewRunPages:
             problems=list_machine_problems(doctor.read_answer() or {}),
             examples=[shlex.join(["dit-lora", *arguments]) for arguments in self._list_missing_examples(source)],
             # Finished commands have made their folders.
-            example_jobs=[job for job in self._list_example_jobs(source) if job.state != "done"],
+            example_jobs=[job for job in example_jobs if job.state != "done"],
             folder=Path.cwd(),
         )
 

@@ -36,7 +36,7 @@ class RecordingQueue(JobQueue):
         log = self._log_folder / f"{job_id}.log"
         log.write_text(f"a library's note\n{json.dumps(self.answers.get(arguments[0], {}), indent=2)}\n")
         job = CommandJob(job_id, list(arguments), log, page, state="done")
-        self._jobs[job_id] = job
+        self._jobs[job_id] = self.newest = job
         if arguments[0] != "doctor":
             self.commands.append((list(arguments), page, needs_gpu))
         return job
@@ -204,7 +204,7 @@ def test_the_files_of_a_shipped_recipe_are_made_first(
     ] * 4
     page = "/new?from=smoke%2Fcogvideox"
     assert queue.commands == [(["tiny", "shapes", "clips"], page, False)]
-    job = queue.list_jobs()[0]
+    job = queue.newest
     job.state = "running"
     # The page shows the command, a second press starts nothing, and a training would begin with half of the clips.
     assert (client.get(page).text.count(command), make("smoke/cogvideox"), len(queue.commands)) == (1, 303, 1)
@@ -213,6 +213,26 @@ def test_the_files_of_a_shipped_recipe_are_made_first(
     (root / "clips").mkdir()
     assert command not in client.get(page).text
     assert post(client, "smoke/cogvideox", root=str(root)).status_code == 303
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_command_that_ends_while_the_page_is_made_is_asked_for_again(
+    client: StudioClient, queue: RecordingQueue, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Otherwise the page would show no result, and never ask for it."""
+    client.get("/new?from=smoke/cogvideox")
+    job = queue.newest if command == "doctor" else queue.add(["plan"], "", needs_gpu=False)
+    job.state = "running"
+    read_answer = CommandJob.read_answer
+
+    def end_after_reading(read: CommandJob) -> Any:
+        answer = read_answer(read)
+        job.state = "done"
+        return answer
+
+    monkeypatch.setattr(CommandJob, "read_answer", end_after_reading)
+    page = f"/new?from=smoke/cogvideox&plan={job.job_id}"
+    assert ["data-live" in client.get(page).text for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "latin-1"])
