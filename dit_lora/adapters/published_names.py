@@ -149,7 +149,7 @@ _IDEOGRAM4: PublishedNames = {
     **_map_joined_layer("layers.*.attention.qkv", "layers.*.attention", "to_q to_k to_v"),
     "layers.*.attention.o": ("layers.*.attention.to_out.0",),
 }
-# Those that ComfyUI joins; its other names are single layers' (`LayerNames.renames`).
+# Only the layers that ComfyUI joins: names of single layers are in `LayerNames.renames`.
 _HUNYUAN_VIDEO15: PublishedNames = {
     **_FLUX_ATTENTION,
     **_map_joined_layer(

@@ -42,7 +42,7 @@ def reader(tmp_path: Path, shared: Shared) -> Any:
     return lambda page: Reader(page, tmp_path, shared)
 
 
-# CI runs what these pages show by tests of its own: faults (benchmarks/faults), runs of two ranks
+# Other tests in CI run what these pages show: faults (benchmarks/faults), runs of two ranks
 # (recipes/test_distributed.py), and runs that begin with a LoRA (recipes/test_continue.py, test_second_model.py).
 LONG_PAGES = tuple(ROOT / "docs" / name for name in ("numerics.md", "scaling.md", "starts.md"))
 

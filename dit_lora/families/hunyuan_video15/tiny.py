@@ -37,8 +37,8 @@ def build_tiny_checkpoint(_variant: str, folder: Path) -> None:
 
 
 def _build_text_encoder(tokenizer: Any) -> Qwen2_5_VLTextModel:
-    # Enough layers for the third to last hidden states, which the pipeline reads. The head is 8 wide, of which
-    # positions of time, height and width take 2, 1 and 1 pairs.
+    # The pipeline reads the third to last hidden states, so there are three layers. Heads have four pairs of elements:
+    # positions of time, height and width take 2, 1 and 1 of them.
     config = Qwen2_5_VLTextConfig(
         **{
             **MODEL_SIZES,
