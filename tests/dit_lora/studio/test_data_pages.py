@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,10 +20,14 @@ from dit_lora.cli.app import app as command
 from dit_lora.config.catalog import find_packaged_files
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
+from dit_lora.environment.command_job import CommandJob
+from dit_lora.report.captions.edits import CaptionEdits
 from dit_lora.report.captions.page import compute_caption_version
 from dit_lora.report.captions.rules import TextRules
 from dit_lora.studio import jobs
 from dit_lora.studio.app import build_app, list_pages
+from dit_lora.studio.data_pages import DataPages
+from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
 RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
@@ -69,6 +74,25 @@ def test_an_edit_is_written_and_others_are_refused(app: ASGIApp, folder: Path, d
     state = {"caption": good["caption"], "version": version, "findings": [], "num_tokens": 4}
     assert (answer.status_code, answer.json()) == (200, state)
     assert CaptionTable.read(folder).captions[name] == good["caption"]
+
+
+def test_an_audit_that_ends_while_the_page_is_made_is_asked_for_again(
+    folder: Path, data_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the page would show the findings of before, and never ask for the new ones."""
+    queue = JobQueue()
+    job = CommandJob("1", ["audit"], tmp_path / "1.log", data_path, state="running")
+    queue._jobs[job.job_id] = job
+    client = StudioClient(build_app(DataPages(RunLibrary([folder]), queue).list_routes()))
+    build_sheet = CaptionEdits.build_sheet
+
+    def end_after_reading(*args: Any) -> Any:
+        sheet = build_sheet(*args)
+        job.state = "done"
+        return replace(sheet, is_checked=True)
+
+    monkeypatch.setattr(CaptionEdits, "build_sheet", end_after_reading)
+    assert [" data-live" in client.get(data_path).text for _ in range(2)] == [True, False]
 
 
 def test_media_of_the_folder_are_served_and_nothing_else(app: ASGIApp, folder: Path, data_path: str) -> None:
